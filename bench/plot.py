@@ -1,0 +1,64 @@
+"""Draws a comparison: latency of every policy, and batch size and length over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.compare import Comparison
+from bench.summary import RunSummary
+from cli.errors import UserError
+
+
+def plot(comparison: Comparison, path: Path) -> None:
+    """Raises UserError when matplotlib is not installed or the file cannot be written."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UserError('--plot needs matplotlib: pip install "speclen[plot]"') from error
+    figure, (latency, batch, length) = pyplot.subplots(
+        3, 1, figsize=(9, 10), height_ratios=(2, 1, 1), layout="constrained"
+    )
+    draw_latency(latency, comparison)
+    draw_over_time(batch, comparison, "mean_batch_size", "rows per step")
+    draw_over_time(length, comparison, "mean_length", "length used")
+    length.set_xlabel("seconds since the track began (first repeat)")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write the plot {path}: {error}") from error
+    pyplot.close(figure)
+
+
+def draw_latency(axes: Any, comparison: Comparison) -> None:
+    """Bars: mean over repeats; dots: single repeats; ticks: 95th percentile."""
+    for position, contender in enumerate(comparison.contenders):
+        runs = [run.latency for run in comparison.of(contender) if run.latency]
+        if not runs:
+            continue
+        axes.bar(position, sum(run.mean for run in runs) / len(runs), color="tab:blue", alpha=0.6)
+        axes.plot([position] * len(runs), [run.mean for run in runs], "k.", markersize=5)
+        axes.plot([position] * len(runs), [run.p95 for run in runs], "_", color="tab:red", markersize=14)
+    axes.set_xticks(range(len(comparison.contenders)), comparison.contenders, rotation=30)
+    axes.set_ylabel("request latency, s")
+    axes.set_title(f"{comparison.track.name}: mean (bars, dots per repeat) and 95th percentile (red)")
+    axes.set_ylim(bottom=0)
+
+
+def draw_over_time(axes: Any, comparison: Comparison, field: str, label: str) -> None:
+    for contender in comparison.contenders:
+        first = next((run for run in comparison.of(contender) if run.repeat == 0), None)
+        if first is not None:
+            axes.plot(*points(first, field), label=contender, linewidth=1)
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7, ncols=4)
+
+
+def points(run: RunSummary, field: str) -> tuple[Sequence[float], Sequence[float]]:
+    known = [(stretch.to_s, value) for stretch in run.over_time if (value := getattr(stretch, field)) is not None]
+    return [at_s for at_s, _ in known], [value for _, value in known]

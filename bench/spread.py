@@ -1,0 +1,29 @@
+"""Figures with their spread, from repeats that were run interleaved."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median of some repeats, with the least and the greatest."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Raises ValueError when there are no values."""
+    if not values:
+        raise ValueError("no repeats to summarise")
+    return Spread(statistics.median(values), min(values), max(values), len(values))
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Spread of the ratios, repeat by repeat: what slowed the machine down in one repeat slowed both sides."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])

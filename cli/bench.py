@@ -1,0 +1,63 @@
+"""`speclen bench`: a group of benchmarks, each imported only when it runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+# verb: (module, function, one line for the overview)
+VERBS: dict[str, tuple[str, str, str]] = {
+    "serve": ("bench.serve", "serve", "Latency of real traffic under every policy, interleaved."),
+    "step": ("bench.step", "step", "Cost and yield of single steps, beside transformers' generation."),
+    "policy": ("bench.policy", "policy", "Regret of learning policies in a simulation."),
+    "controller": ("bench.controller", "controller", "Reports a second and round trips of the controller."),
+}
+
+
+class LazyCommands(dict[str, Any]):
+    """Commands by name, each made when it is looked up: what reads a configuration file needs one, not all."""
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        module, function, _ = VERBS[name]
+        single = typer.Typer(add_completion=False)
+        single.command(name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(single)  # type: ignore[return-value]
+
+
+class Benchmarks(TyperGroup):
+    """Its commands are imported when they are used; the overview needs none of them."""
+
+    listing = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = LazyCommands((name, None) for name in VERBS)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        return TyperCommand(cmd_name, help=VERBS[cmd_name][2]) if self.listing else self.commands[cmd_name]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.listing = False
+
+
+app = typer.Typer(cls=Benchmarks, add_completion=False, no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speclen, and what it is compared with.
+
+    Example: speclen bench serve --track time-varying --compare adaptive,none,oracle --repeats 3
+    """

@@ -1,0 +1,175 @@
+"""`speclen doctor`: looks for what is wrong with a database and says what to do about it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.database import DB_OPTION, reading
+from cli.errors import UserError
+from store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, is_locked, sqlite3
+from store.migration_steps import STEPS
+from store.migrations import applied_steps, refuse_newer
+from store.queries import view_rows
+
+# Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
+LOW_SPACE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """status: "ok", "warning" (works, but look at it) or "failed". advice: what to do; empty when ok."""
+
+    check: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+Check = Callable[[Path, Connection], Iterator[Finding]]
+
+
+def doctor(
+    db: Path = DB_OPTION,
+    quick: bool = typer.Option(False, "--quick", help="Skip the full read of the file (a second per GB or so)."),
+    as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+) -> None:
+    """Check a database: integrity, version, space, stale workers, things that were given up. Exit code 1 if one failed.
+
+    Example: speclen doctor --db .speclen/speclen.db
+    """
+    findings = examine(db, quick)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        Console().print(report(findings))
+    if any(finding.status == "failed" for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(db: Path, quick: bool = False) -> list[Finding]:
+    """Every finding about the database. Raises UserError if there is no file; what is wrong with one is a finding."""
+    if not db.is_file():
+        raise UserError(f"there is no database at {db}: name one with --db, or start a controller first")
+    checks: list[Check] = [library, writer, version, space, workers, given_up]
+    if not quick:
+        checks.insert(3, integrity)
+    findings: list[Finding] = []
+    try:
+        with reading(db) as connection:
+            for check in checks:
+                findings += check(db, connection)
+    except UserError as error:
+        findings.append(Finding("file", "failed", "cannot be read", str(error)))
+    return findings
+
+
+def library(db: Path, connection: Connection) -> Iterator[Finding]:
+    found = f"SQLite {sqlite3.sqlite_version}"
+    if sqlite3.sqlite_version_info >= OLDEST_SAFE_SQLITE:
+        yield Finding("library", "ok", found)
+        return
+    needed = ".".join(map(str, OLDEST_SAFE_SQLITE))
+    yield Finding("library", "warning", found, f"install pysqlite3: SQLite before {needed} can damage a WAL file")
+
+
+def writer(db: Path, connection: Connection) -> Iterator[Finding]:
+    yield Finding("writer", "ok", "a controller is running" if is_locked(db) else "no controller is running")
+
+
+def version(db: Path, connection: Connection) -> Iterator[Finding]:
+    applied = applied_steps(connection)
+    try:
+        refuse_newer(db, applied)
+    except StoreError as error:
+        yield Finding("schema", "failed", applied[-1], str(error))
+        return
+    missing = [name for name in STEPS if name not in applied]
+    if missing:
+        yield Finding("schema", "warning", applied[-1], "the next start of a controller brings it up to date")
+    else:
+        yield Finding("schema", "ok", applied[-1])
+
+
+def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
+    advice = "restore a backup, or start the controller with --move-corrupt-aside to begin anew"
+    try:
+        problems = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+        orphans = connection.execute("PRAGMA foreign_key_check").fetchall()
+    except sqlite3.DatabaseError as error:
+        yield Finding("integrity", "failed", str(error), advice)
+        return
+    if problems != ["ok"]:
+        yield Finding("integrity", "failed", problems[0].splitlines()[-1], advice)
+    elif orphans:
+        found = f"{len(orphans)} rows refer to something that is not there, the first in {orphans[0][0]}"
+        yield Finding("integrity", "failed", found, "something else than speclen changed the file: restore a backup")
+    else:
+        yield Finding("integrity", "ok", "every page and every reference is sound")
+
+
+def space(db: Path, connection: Connection) -> Iterator[Finding]:
+    wal = db.with_name(db.name + "-wal")
+    wal_bytes = wal.stat().st_size if wal.exists() else 0
+    size = f"{megabytes(db.stat().st_size)}, WAL {megabytes(wal_bytes)}"
+    free = shutil.disk_usage(db.parent).free
+    found = f"{size}; {megabytes(free)} free on the disk"
+    if wal_bytes > max(256 << 20, db.stat().st_size):
+        yield Finding("space", "warning", found, "a reader keeps the WAL from shrinking: end long-running readers")
+    elif free < LOW_SPACE_BYTES:
+        yield Finding("space", "warning", found, "make room, or keep fewer reports: see docs/store.md, Retention")
+    else:
+        yield Finding("space", "ok", found)
+
+
+def workers(db: Path, connection: Connection) -> Iterator[Finding]:
+    known = view_rows(connection, "worker_health")
+    stale = [row for row in known if row["status"] == "stale"]
+    yield Finding("workers", "ok", f"{len(known)} known, {len(known) - len(stale)} heard within the hour")
+    for row in stale:
+        found = f"last heard {row['last_seen_at']} UTC"
+        advice = "restart it, or ignore this if it was taken out of service"
+        yield Finding(f"worker {row['worker_id']}", "warning", found, advice)
+    for row in known:
+        if row["num_refused"] > max(10, row["num_reports"] // 100):
+            found = f"{row['num_refused']} of its reports were refused"
+            yield Finding(f"worker {row['worker_id']}", "warning", found, "see the controller's log for the reason")
+
+
+def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
+    query = """SELECT kind, sum(num_rows) AS num_rows, max(detail) AS detail,
+      strftime('%Y-%m-%d %H:%M', max(happened_at), 'unixepoch') AS last FROM store_events GROUP BY kind"""
+    advice = {
+        "reports_dropped": "the disk was full for long: make room; what was learned from them is kept",
+        "rows_refused": "the controller made rows that break the schema's rules: please report this",
+    }
+    rows: list[Any] = connection.execute(query).fetchall()
+    if not rows:
+        yield Finding("losses", "ok", "no row was ever given up")
+    for row in rows:
+        found = f"{row['num_rows']} rows, last at {row['last']} UTC: {row['detail']}"
+        yield Finding(row["kind"].replace("_", " "), "warning", found, advice[row["kind"]])
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def report(findings: list[Finding]) -> Table:
+    styles = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for finding in findings:
+        words = (
+            f"{finding.found}. {finding.advice[:1].upper()}{finding.advice[1:]}." if finding.advice else finding.found
+        )
+        table.add_row(Text(finding.status, style=styles[finding.status]), finding.check, words)
+    return table

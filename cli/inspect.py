@@ -1,0 +1,81 @@
+"""`speclen inspect`: Datasette on the live database, with descriptions, canned queries and charts."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cli.database import DB_OPTION, reading
+from cli.errors import UserError
+
+if TYPE_CHECKING:
+    from datasette.app import Datasette
+
+# Under this name every query and chart finds the database, whatever the file is called.
+DATABASE_NAME = "speclen"
+METADATA = Path(__file__).with_name("inspect.yaml")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def inspect(
+    db: Path = DB_OPTION,
+    listen: str = typer.Option("127.0.0.1:8001", help="Address of the web pages, HOST:PORT."),
+    insecure: bool = typer.Option(
+        False, "--insecure", help="Allow an address other than loopback: anybody who reaches it can read everything."
+    ),
+    open_browser: bool = typer.Option(False, "--open", help="Open the dashboard in a browser."),
+) -> None:
+    """Browse the database in a web browser while the controller writes: learned curves, choices, prediction error.
+
+    Needs the extra packages of `pip install 'speclen[inspect]'`.
+
+    Example: speclen inspect --db .speclen/speclen.db --open
+    """
+    host, port = address(listen, insecure)
+    application = create_application(db)
+    import uvicorn
+
+    page = f"http://{f'[{host}]' if ':' in host else host}:{port}/-/dashboards/learned"
+    server = uvicorn.Server(uvicorn.Config(application.app(), host=host, port=port, log_level="warning"))
+    print(f"{page}  (Ctrl-C to end)", flush=True)
+    if open_browser:
+        webbrowser.open(page)
+    try:
+        server.run()
+    except KeyboardInterrupt:  # uvicorn passes Ctrl-C on when it has ended its work
+        return
+    except SystemExit as error:  # how uvicorn says that it cannot bind
+        raise UserError(f"cannot listen on {listen}: choose another address with --listen") from error
+
+
+def address(listen: str, insecure: bool) -> tuple[str, int]:
+    """Host and port. Raises UserError for something else, and for an open address unless told."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"--listen {listen!r} is not HOST:PORT with a port from 1 to 65535")
+    if host not in LOOPBACK and not insecure:
+        raise UserError(f"--listen {listen} is open to others and has no passwords: use 127.0.0.1, or give --insecure")
+    return host, int(port)
+
+
+def create_application(db: Path) -> Datasette:
+    """Datasette on one database, read-only. Raises UserError if the file or the packages are missing."""
+    with reading(db):
+        pass  # one sentence now instead of an error on every page
+    try:
+        import datasette_dashboards  # noqa: F401
+        from datasette.app import Datasette
+        from datasette.database import Database
+        from datasette.utils import parse_metadata
+    except ImportError as error:
+        raise UserError(f"{error.name} is not installed: run pip install 'speclen[inspect]'") from error
+    application = Datasette(
+        metadata=parse_metadata(METADATA.read_text()),
+        settings={"default_page_size": 100, "allow_download": False, "num_sql_threads": 2},
+    )
+    application.add_database(Database(application, path=str(db), is_mutable=True), name=DATABASE_NAME)
+    return application

@@ -1,0 +1,127 @@
+"""`speclen replay`: from stored reports, the same decisions again, and what other policies would have cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from cli.database import DB_OPTION, reading
+from cli.errors import UserError
+from cli.history import bucket_spec, events, key_of, name_of, stored_state
+from controller.policies import is_policy
+from controller.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
+from controller.replay import replay as replay_events
+from store.queries import load_state, view_rows
+from store.records import StoredState
+
+COMPARED = "adaptive,profile,fixed:1,fixed:2,fixed:4,none"
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far replayed and stored decisions agree. first_difference: in words, "" if there is none."""
+
+    num_stored: int
+    num_replayed: int
+    num_equal: int
+    first_difference: str
+
+    @property
+    def exact(self) -> bool:
+        """Every decision came out the same, to the last bit of its estimates."""
+        return self.num_stored == self.num_replayed == self.num_equal
+
+
+def replay(
+    db: Path = DB_OPTION,
+    policies: str = typer.Option(COMPARED, help="Policies to estimate the cost of, separated by commas; '' for none."),
+    seed: int = typer.Option(0, help="Seed of the controller, and of policies that draw."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Repeat what the controller decided from the stored reports, and estimate what other policies would have cost.
+
+    Example: speclen replay --db .speclen/speclen.db --policies profile,fixed:3,none
+    """
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    for name in names:
+        if not is_policy(name):
+            raise UserError(f"policy {name!r} is unknown: see `speclen controller --help`")
+    with reading(db) as connection:
+        stored = load_state(connection)
+        history = list(events(connection))
+        decisions = view_rows(connection, "decisions")
+    if not any(isinstance(event, GroupObserved) for event in history):
+        raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
+    state = stored_state(stored, next(row for row in stored.contexts))
+    buckets = bucket_spec(state) if len(stored.contexts) == 1 else "doubling"
+    result = replay_events(history, state["policy"], seed, buckets)
+    agreement = compare(result, decisions, stored)
+    again = track(history, "Estimating costs", console=Console(stderr=True))
+    costs = cost_of(again, names, seed, buckets) if names else []
+    if as_json:
+        document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
+        document["costs"] = [asdict(cost) | {"policy_s": cost.policy_s, "ratio": cost.ratio} for cost in costs]
+        print(json.dumps(document))
+    else:
+        show(result, agreement, costs, missing_groups(history))
+
+
+def compare(result: Replay, stored_decisions: Sequence[dict[str, Any]], stored: StoredState) -> Agreement:
+    """Stored against replayed decisions, in order."""
+    ids = {key_of(row): row.context_id for row in stored.contexts}
+    again = [
+        (
+            *(each.after_group_id, ids[each.decision.context], each.decision.bucket.batch_min),
+            *(each.decision.version, each.decision.speculation_length, each.decision.ms_per_token),
+        )
+        for each in result.decisions
+    ]
+    columns = ("after_group_id", "context_id", "batch_min", "decision_version", "speculation_length", "ms_per_token")
+    before = [tuple(row[column] for column in columns) for row in stored_decisions]
+    again.sort(key=lambda values: values[:4])
+    before.sort(key=lambda values: values[:4])
+    equal = len(set(again) & set(before))
+    different = next((pair for pair in zip(before, again, strict=False) if pair[0] != pair[1]), None)
+    words = ""
+    if different is not None:
+        old, new = (dict(zip(columns, values, strict=True)) for values in different)
+        words = f"stored {old}, replayed {new}"
+    return Agreement(len(before), len(again), equal, words)
+
+
+def missing_groups(history: Sequence[Event]) -> int:
+    """Groups before the first one kept: retention deleted them, so the replay starts too late to agree exactly."""
+    return next((event.group_id - 1 for event in history if isinstance(event, GroupObserved)), 0)
+
+
+def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int) -> None:
+    """Agreement in words, costs as a table."""
+    console = Console()
+    console.print(
+        f"{result.num_reports} reports in {result.num_groups} groups: {agreement.num_equal} of {agreement.num_stored} "
+        f"stored decisions came out the same{', to the last bit' if agreement.exact else ''}."
+    )
+    if num_missing:
+        console.print(
+            f"The first {num_missing} groups are no longer kept, so the replay starts without what they taught."
+        )
+    if agreement.first_difference:
+        console.print(f"First difference: {agreement.first_difference}.")
+    if not costs:
+        return
+    table = Table(title="Time for the tokens that were generated, by the estimates", title_justify="left")
+    for heading in ("policy", "seconds", "of the actual"):
+        table.add_column(heading, justify="right")
+    for cost in costs:
+        table.add_row(cost.policy, f"{cost.policy_s:.1f}", f"{100 * cost.ratio:.1f}%")
+    console.print(table)
+    contexts = ", ".join(name_of(key) for key in result.controller.contexts)
+    console.print(f"Contexts: {contexts}.")

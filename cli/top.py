@@ -1,0 +1,116 @@
+"""`speclen top`: what workers are doing, refreshed in place."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import grpc
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+
+Sample = tuple[float, pb.GetServerInfoResponse | None]
+
+
+def top(
+    worker: list[str] = typer.Option(["127.0.0.1:7080"], help="Address of a worker; may be given several times."),
+    interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two looks."),
+    as_json: bool = typer.Option(False, "--json", help="Look once and print what the workers say as JSON."),
+) -> None:
+    """Watch workers: requests, throughput, acceptance and the length in use by batch size.
+
+    Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
+    """
+    channels = {address: grpc.insecure_channel(address) for address in worker}
+    try:
+        if as_json:
+            print(json.dumps({address: as_dict(ask(channel)[1]) for address, channel in channels.items()}, indent=2))
+            return
+        watch(channels, interval_s)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for channel in channels.values():
+            channel.close()
+
+
+def watch(channels: dict[str, grpc.Channel], interval_s: float) -> None:
+    previous: dict[str, Sample] = {address: ask(channel) for address, channel in channels.items()}
+    with Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            current = {address: ask(channel) for address, channel in channels.items()}
+            live.update(overview(previous, current), refresh=True)
+            previous = current
+
+
+def ask(channel: grpc.Channel) -> Sample:
+    """What the worker says of itself, with the time it was asked; None when it does not answer."""
+    try:
+        answer = rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
+    except grpc.RpcError:
+        answer = None
+    return time.monotonic(), answer
+
+
+def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
+    if info is None:
+        return None
+    return MessageToDict(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Table:
+    table = Table(title="speclen workers", title_justify="left")
+    for heading in (
+        "worker",
+        "running",
+        "waiting",
+        "KV used",
+        "tokens/s",
+        "tokens/step",
+        "accepted",
+        "lengths",
+        "table",
+    ):
+        table.add_column(heading, justify="left" if heading in ("worker", "lengths", "table") else "right")
+    for address, (asked_at, info) in current.items():
+        if info is None:
+            table.add_row(address, "no answer", *[""] * 7)
+            continue
+        before_at, before = previous[address]
+        table.add_row(address, *state_cells(info), *rate_cells(info, before, asked_at - before_at), *table_cells(info))
+    return table
+
+
+def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
+    used = info.num_kv_tokens_used / info.num_kv_tokens_total if info.num_kv_tokens_total else 0.0
+    return [str(info.num_requests_running), str(info.num_requests_waiting), f"{used:.0%}"]
+
+
+def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse | None, elapsed_s: float) -> list[str]:
+    """Tokens per second, tokens per step of the whole batch, and share of drafted tokens accepted, since `before`."""
+    if before is None or elapsed_s <= 0:
+        return ["", "", ""]
+    tokens = info.num_generated_tokens - before.num_generated_tokens
+    steps = info.num_steps - before.num_steps
+    drafted = info.num_draft_tokens - before.num_draft_tokens
+    accepted = info.num_accepted_tokens - before.num_accepted_tokens
+    return [
+        f"{tokens / elapsed_s:.0f}",
+        f"{tokens / steps:.1f}" if steps else "",
+        f"{accepted / drafted:.0%}" if drafted else "",
+    ]
+
+
+def table_cells(info: pb.GetServerInfoResponse) -> list[str]:
+    lengths = [
+        f"{c.batch_min if c.batch_min == c.batch_max else f'{c.batch_min}-{c.batch_max}'}:{c.speculation_length}"
+        for c in info.table.choices
+    ]
+    return [" ".join(lengths), info.table_source]

@@ -1,0 +1,115 @@
+"""`speclen up`: a controller and workers in one terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import typer
+
+from cli.errors import UserError
+from cli.processes import Child
+
+START_TIMEOUT_S = 180.0
+
+
+def up(
+    workers: int = typer.Option(
+        1, min=1, max=64, help="Workers to run; the second listens one port further, and so on."
+    ),
+    controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller."),
+    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker."),
+    data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
+    target: str = typer.Option("bundled:target", help="Target model: directory, hub id or bundled name."),
+    draft: str = typer.Option("bundled:draft", help="Draft model, likewise."),
+    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
+    dtype: str = typer.Option("auto", help="auto, float32, bfloat16 or float16."),
+    policy: str = typer.Option("adaptive", help="Policy of the workers: adaptive, profile, fixed:K or none."),
+    max_batch_size: int = typer.Option(32, min=1, help="Rows decoding in one step, per worker."),
+    max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
+    quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
+    demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
+    once: bool = typer.Option(False, help="With --demo: stop after it."),
+) -> None:
+    """Run a controller and workers, and restart what dies, until Ctrl-C.
+
+    Example: speclen up --workers 2
+    """
+    data_dir.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, interrupt)
+    children = [controller_child(controller, data_dir)]
+    options = ["--target", target, "--draft", draft, "--device", device, "--dtype", dtype, "--policy", policy]
+    options += ["--max-batch-size", str(max_batch_size), "--max-length", str(max_length)]
+    options += ["--quick-profile-s", str(quick_profile_s)]
+    for index in range(workers):
+        children.append(worker_child(index, next_address(listen, index), controller, data_dir, options))
+    try:
+        for child in children:
+            say(f"starting the {child.name} on {child.address}")
+            child.start()
+        for child in children:
+            child.wait_until_serving(START_TIMEOUT_S)
+            say(f"the {child.name} is serving")
+        if demo:
+            from cli.demo import run_demo
+
+            run_demo([child.address for child in children[1:]], data_dir / "speclen.db")
+        print_addresses(children, data_dir)
+        if not once:
+            supervise(children)
+    except KeyboardInterrupt:
+        say("\nstopping")
+    finally:
+        for child in reversed(children):
+            child.stop(timeout_s=40.0)
+
+
+def interrupt(*_: object) -> None:
+    """SIGTERM ends this like Ctrl-C does: children stopped, nothing left behind."""
+    raise KeyboardInterrupt
+
+
+def controller_child(address: str, data_dir: Path) -> Child:
+    arguments = ["controller", "--listen", address, "--data-dir", str(data_dir)]
+    return Child("controller", arguments, address, data_dir / "controller.log")
+
+
+def worker_child(index: int, address: str, controller: str, data_dir: Path, options: list[str]) -> Child:
+    arguments = ["worker", "--listen", address, "--controller", controller, *options]
+    return Child(f"worker {index}", arguments, address, data_dir / f"worker-{index}.log")
+
+
+def next_address(address: str, offset: int) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--listen {address!r} is not HOST:PORT")
+    return f"{host}:{int(port) + offset}"
+
+
+def supervise(children: list[Child]) -> None:
+    while True:
+        for child in children:
+            event = child.restart_if_dead(time.monotonic())
+            if event:
+                say(event)
+        time.sleep(0.2)
+
+
+def print_addresses(children: list[Child], data_dir: Path) -> None:
+    worker = children[1].address
+    print(
+        f"""
+controller  {children[0].address}    workers  {", ".join(child.address for child in children[1:])}    logs  {data_dir}/*.log
+
+  speclen generate "def fibonacci(n):" --worker {worker}
+  speclen tables --db {data_dir / "speclen.db"}
+  sqlite-utils rows {data_dir / "speclen.db"} learned_table --table
+""",
+        flush=True,
+    )
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,185 @@
+"""The values that estimator, policies, service and store exchange. No I/O, no clock, no gRPC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ContextKey:
+    """What step times depend on. Acceptance depends on `pair` alone."""
+
+    target: str
+    draft: str
+    device: str
+    dtype: str
+    engine_fingerprint: str = ""
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The part that acceptance depends on."""
+        return (self.target, self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a worker can do. Lengths 0..max_speculation_length and batch sizes 1..max_batch_size are allowed."""
+
+    max_batch_size: int = 32
+    max_speculation_length: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Batch sizes batch_min..batch_max, both included, that share one choice."""
+
+    index: int
+    batch_min: int
+    batch_max: int
+
+
+def default_buckets(max_batch_size: int) -> tuple[Bucket, ...]:
+    """Buckets 1, 2, 3-4, 5-8, 9-16, ... up to max_batch_size; the last one is cut there."""
+    buckets: list[Bucket] = []
+    low = high = 1
+    while low <= max_batch_size:
+        buckets.append(Bucket(len(buckets), low, min(high, max_batch_size)))
+        low, high = high + 1, high * 2
+    return tuple(buckets)
+
+
+@dataclass(slots=True)  # not frozen: on the path of every report, and freezing costs 0.6 microseconds each
+class StepObservation:
+    """One decoding step that may teach.
+
+    batch_size: rows; speculation_length: length used; latency_s: whole step.
+    accepted_histogram[j]: rows whose accepted run was exactly j, j = 0..speculation_length, summing to batch_size.
+    teaches_latency, teaches_acceptance: False where a flag of the report forbids it (a catch-up step says nothing
+    about latency, for example).
+    """
+
+    batch_size: int
+    speculation_length: int
+    latency_s: float
+    accepted_histogram: tuple[int, ...]
+    mean_context_length: float = 0.0
+    teaches_latency: bool = True
+    teaches_acceptance: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCell:
+    """One measured cell of an offline profile: mean whole-step time at a batch size and length."""
+
+    batch_size: int
+    speculation_length: int
+    step_s: float
+    step_s_stderr: float = 0.0
+    num_steps: int = 1
+    mean_context_length: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """An offline profile: step times of one context and survival of its pair.
+
+    survival[i]: probability that draft tokens 0..i are all accepted; num_survival_rows[i]: rows behind it.
+    as_prior: measured elsewhere, a starting point only.
+    """
+
+    cells: tuple[ProfileCell, ...]
+    survival: tuple[float, ...]
+    num_survival_rows: tuple[int, ...]
+    as_prior: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthEstimate:
+    """What is believed about one length in one bucket.
+
+    expected_tokens: per row and step, bonus included. interval: 95% of ms per token.
+    """
+
+    speculation_length: int
+    expected_tokens: float
+    step_s: float
+    ms_per_token: float
+    ms_per_token_low: float
+    ms_per_token_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The length believed best for one bucket, with what it was chosen over."""
+
+    bucket: Bucket
+    speculation_length: int
+    ms_per_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change of a bucket's choice, with both estimates and the reason, in words."""
+
+    context: ContextKey
+    bucket: Bucket
+    version: int
+    previous_length: int | None
+    speculation_length: int
+    previous_ms_per_token: float | None
+    ms_per_token: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriftEvent:
+    """A detector fired: what drifted ("latency" or "acceptance"), how strongly, and what was forgotten."""
+
+    context: ContextKey
+    factor: str
+    statistic: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The best length known for every bucket of a context."""
+
+    version: int
+    choices: tuple[Choice, ...]
+
+    def length_for(self, batch_size: int) -> int:
+        """Length of the bucket that holds batch_size; that of the last bucket beyond it."""
+        for choice in self.choices:
+            if batch_size <= choice.bucket.batch_max:
+                return choice.speculation_length
+        return self.choices[-1].speculation_length
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """An exploratory length for one step of one worker."""
+
+    probe_id: int
+    bucket: Bucket
+    speculation_length: int
+
+
+@dataclass(slots=True)
+class ObserveOutcome:
+    """What a group of observations changed."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    drift_events: list[DriftEvent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedRow:
+    """One row of the learned table: what is believed and on how much evidence."""
+
+    bucket: Bucket
+    estimate: LengthEstimate
+    num_steps: int
+    source: str  # "profile", "online" or "both"
+    is_best: bool

@@ -1,0 +1,1 @@
+"""Keeps what the controller learned in SQLite. The only code that knows SQL."""

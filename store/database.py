@@ -1,0 +1,290 @@
+"""The database of one controller: commits go to one writer thread, in order, and nobody waits for the disk.
+
+The promise: once a commit's callback came with None, its reports are never lost and never counted twice, whatever
+dies, because rows, estimates and high-water marks are of one transaction and that transaction is on the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from store import queries
+from store.batch import Batch, OnDone
+from store.connection import (
+    Connection,
+    CorruptStoreError,
+    StoreError,
+    WriterLock,
+    connect_reader,
+    connect_writer,
+    is_corruption,
+    refusal,
+    sqlite3,
+)
+from store.failpoints import Failpoints
+from store.migrations import migrate
+from store.records import Commit, StoredState, StoreHealth
+from store.retention import Retention, give_back_space
+from store.transaction import write
+
+# Tables that grow with the number of reports.
+LARGE_TABLES = ("step_reports", "prediction_windows")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Every knob of the store, with unit and reason."""
+
+    retention: Retention = field(default_factory=Retention)
+    # Raw reports held in memory while commits fail, some 500 bytes each; the oldest go first. Up to twice as many are
+    # held for a moment, when a running commit fails while new ones wait.
+    max_pending_reports: int = 200_000
+    # Seconds between attempts while commits fail: doubles from the first to the second.
+    first_retry_s: float = 0.1
+    longest_retry_s: float = 2.0
+    # Files up to this size are checked whole when opened (0.2 s); of larger ones all but the raw reports, which
+    # `speclen doctor` looks at.
+    checked_bytes: int = 16 * 2**20
+
+
+class Store:
+    """The one writer of a database file. Made by `Store.open`; `submit` and `health` may be called by any thread."""
+
+    def __init__(self, path: Path, connection: Connection, lock: WriterLock, config: StoreConfig) -> None:
+        self.path = path
+        self.config = config
+        self._connection = connection
+        self._lock_file = lock
+        self._failpoints = Failpoints()
+        self._changed = threading.Condition()
+        self._waiting = Batch(config.max_pending_reports)
+        self._closing_at: float | None = None
+        self._failure = ""
+        self._num_commits = self._num_failures = self._num_dropped = self._num_refused = 0
+        self._num_in_flight_commits = self._num_in_flight_reports = 0
+        self._last_commit_at = self._last_commit_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], config: StoreConfig | None = None, move_corrupt_aside: bool = False
+    ) -> Store:
+        """Open or create a database, bring it to the newest schema and become its only writer.
+
+        Raises StoreError if another process writes to it, it is newer than this program, or cannot be read;
+        CorruptStoreError if it is damaged. move_corrupt_aside: rename a damaged file and start anew instead.
+        """
+        path, config = Path(path), config or StoreConfig()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = WriterLock(path)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be created ({error}): choose another place with --db.") from error
+        try:
+            try:
+                connection = _open_checked(path, config)
+            except CorruptStoreError:
+                if not move_corrupt_aside:
+                    raise
+                move_aside(path)
+                connection = _open_checked(path, config)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, connection, lock, config)
+
+    def load(self) -> StoredState:
+        """Everything the controller needs to go on, without reading raw reports."""
+        connection = connect_reader(self.path)
+        try:
+            return queries.load_state(connection)
+        finally:
+            connection.close()
+
+    def submit(self, commit: Commit, on_done: OnDone) -> None:
+        """Have a commit stored after all earlier ones; never waits for the disk.
+
+        on_done is called by the writer's thread: with None once it is on the disk, with an error if the store was
+        closed before or the commit is malformed. While the disk is full, commits wait and are tried again.
+        """
+        with self._changed:
+            if self._closing_at is not None:
+                raise StoreError("The store is closed: nothing can be stored any more.")
+            self._waiting.absorb(commit, on_done)
+            self._changed.notify()
+
+    def health(self) -> StoreHealth:
+        """How the writer is doing at this moment."""
+        with self._changed:
+            num_reports = len(self._waiting.reports) + self._num_in_flight_reports
+            detail = "every commit is on the disk"
+            if self._failure:
+                detail = f"commits fail ({self._failure}); {num_reports} reports wait in memory and are tried again"
+            return StoreHealth(
+                ok=not self._failure,
+                detail=detail,
+                num_pending_commits=self._waiting.num_commits + self._num_in_flight_commits,
+                num_pending_reports=num_reports,
+                num_commits=self._num_commits,
+                num_failures=self._num_failures,
+                num_reports_dropped=self._num_dropped + self._waiting.num_reports_dropped,
+                num_rows_refused=self._num_refused,
+                last_commit_at=self._last_commit_at,
+                last_commit_s=self._last_commit_s,
+                database_bytes=_size(self.path),
+            )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Store what waits, for at most timeout_s if the disk refuses, and let another process write."""
+        with self._changed:
+            if self._closing_at is None:
+                self._closing_at = time.monotonic() + timeout_s
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """The writer's loop: take all that waits, store it in one transaction, tell those who wait for it."""
+        while (batch := self._take()) is not None:
+            error = self._store(batch)
+            _tell(batch.callbacks, error)
+            if error is None:
+                self._failpoints.reach("after_done")
+                self._give_back_space()
+        try:
+            self._connection.close()
+        finally:
+            self._lock_file.release()
+
+    def _take(self) -> Batch | None:
+        """Everything submitted since, as soon as there is something; None once closing and nothing is left."""
+        with self._changed:
+            while not self._waiting.callbacks and self._closing_at is None:
+                self._changed.wait()
+            if not self._waiting.callbacks:
+                return None
+            return self._swap()
+
+    def _swap(self) -> Batch:
+        batch, self._waiting = self._waiting, Batch(self.config.max_pending_reports)
+        self._num_in_flight_commits, self._num_in_flight_reports = batch.num_commits, len(batch.reports)
+        return batch
+
+    def _store(self, batch: Batch) -> Exception | None:
+        """Try until it is stored; what is submitted in between joins. An error only if closed before."""
+        delay = self.config.first_retry_s
+        while True:
+            started = time.perf_counter()
+            try:
+                refusals = write(self._connection, batch, self.config.retention, self._failpoints)
+            except sqlite3.Error as error:
+                if not self._wait_to_retry(batch, error, delay):
+                    return StoreError(f"The store was closed before this could be stored ({error}).")
+                delay = min(2 * delay, self.config.longest_retry_s)
+            except Exception as error:
+                log.exception("a commit cannot be stored and is given up")
+                with self._changed:
+                    self._num_failures += 1
+                    self._failure = f"a commit was given up: {error}"
+                return error
+            else:
+                self._succeeded(batch, len(refusals), time.perf_counter() - started)
+                self._failpoints.reach("before_done")
+                return None
+
+    def _wait_to_retry(self, batch: Batch, error: Exception, delay: float) -> bool:
+        """Note the failure, wait, and add what came meanwhile; False when it is time to give up."""
+        with self._changed:
+            self._num_failures += 1
+            self._failure = f"the database is damaged: {error}" if is_corruption(error) else str(error)
+            if self._closing_at is not None:
+                if time.monotonic() > self._closing_at:
+                    return False
+                delay = min(delay, 0.1)
+            # Not woken by submissions: they come every 100 ms and would defeat the delay.
+            self._changed.wait_for(lambda: self._closing_at is not None, delay)
+            newer = self._swap()
+            batch.absorb_batch(newer)
+            self._num_in_flight_commits, self._num_in_flight_reports = batch.num_commits, len(batch.reports)
+        return True
+
+    def _succeeded(self, batch: Batch, num_refused: int, took_s: float) -> None:
+        with self._changed:
+            self._failure = ""
+            self._num_commits += 1
+            self._num_dropped += batch.num_reports_dropped
+            self._num_refused += num_refused
+            self._num_in_flight_commits = self._num_in_flight_reports = 0
+            self._last_commit_at, self._last_commit_s = time.time(), took_s
+
+    def _give_back_space(self) -> None:
+        try:
+            if give_back_space(self._connection):
+                self._failpoints.reach("after_vacuum")
+        except sqlite3.Error as error:  # nothing is lost; the next commit tells if the trouble is real
+            with self._changed:
+                self._num_failures += 1
+                self._failure = str(error)
+
+
+def _open_checked(path: Path, config: StoreConfig) -> Connection:
+    """A connection for writing to a file that was looked at. Raises StoreError."""
+    connection = connect_writer(path)
+    try:
+        migrate(path, connection)
+        _check_content(path, connection, config.checked_bytes)
+        queries.load_state(connection)
+    except sqlite3.Error as error:
+        connection.close()
+        raise refusal(path, error) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_content(path: Path, connection: Connection, checked_bytes: int) -> None:
+    """Look at every table, in a large file at all but those that make it large. Raises CorruptStoreError."""
+    small = path.stat().st_size <= checked_bytes
+    tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+    for scope in ["1"] if small else [name for name in tables if name not in LARGE_TABLES]:
+        found = connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0]
+        if found != "ok":
+            raise refusal(path, sqlite3.DatabaseError(found.splitlines()[-1]), damaged=True)
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a damaged database with its WAL to NAME.damaged-TIME; returns the new name."""
+    target = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
+    for suffix in ("", "-wal", "-shm"):
+        source = path.with_name(path.name + suffix)
+        if source.exists():
+            source.rename(target.with_name(target.name + suffix))
+    return target
+
+
+def _tell(callbacks: list[OnDone], error: Exception | None) -> None:
+    """A callback that fails must not end the writer, nor keep the others from being called."""
+    for on_done in callbacks:
+        try:
+            on_done(error)
+        except Exception:
+            log.exception("a callback of a commit failed")
+
+
+def _size(path: Path) -> int:
+    """Bytes of the database and its WAL."""
+    total = 0
+    for name in (path, path.with_name(path.name + "-wal")):
+        try:
+            total += name.stat().st_size
+        except OSError:
+            continue
+    return total

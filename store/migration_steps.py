@@ -1,0 +1,325 @@
+"""The steps of the schema, oldest first: name -> statements."""
+
+from __future__ import annotations
+
+CONTEXTS = """\
+CREATE TABLE contexts (
+  -- What step times depend on. Acceptance depends on (target, draft) alone.
+  context_id INTEGER PRIMARY KEY,
+  target TEXT NOT NULL CHECK (target <> ''),
+  draft TEXT NOT NULL,
+  device TEXT NOT NULL CHECK (device <> ''),
+  dtype TEXT NOT NULL CHECK (dtype <> ''),
+  engine_fingerprint TEXT NOT NULL,  -- digest of whatever else in the engine changes step times
+  max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
+  max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
+  decision_version INTEGER NOT NULL CHECK (decision_version >= 0),  -- grows with every change of any choice
+  created_at REAL NOT NULL CHECK (created_at >= 0),  -- every *_at: seconds since 1970, UTC
+  updated_at REAL NOT NULL CHECK (updated_at >= 0),
+  UNIQUE (target, draft, device, dtype, engine_fingerprint)
+) STRICT"""
+
+WORKERS = """\
+CREATE TABLE workers (
+  -- The newest life (epoch) of every worker and how far it was heard.
+  worker_key INTEGER PRIMARY KEY,
+  worker_id TEXT NOT NULL UNIQUE CHECK (length(worker_id) BETWEEN 1 AND 128),
+  epoch INTEGER NOT NULL CHECK (epoch >= 0),
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  address TEXT NOT NULL,
+  policy TEXT NOT NULL,  -- what the worker does with the table: adaptive, profile, fixed:4, none
+  max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
+  max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
+  applied_seq INTEGER NOT NULL CHECK (applied_seq >= 0),  -- reports of this epoch up to here are in the estimates
+  missing_ranges TEXT NOT NULL CHECK (json_valid(missing_ranges)),  -- [[first, last], ...] below applied_seq: not seen
+  num_reports INTEGER NOT NULL CHECK (num_reports >= 0),  -- learned from, all epochs together
+  num_repeated INTEGER NOT NULL CHECK (num_repeated >= 0),  -- recognised as repetitions and ignored
+  num_missing INTEGER NOT NULL CHECK (num_missing >= 0),  -- skipped by gaps in seq
+  num_refused INTEGER NOT NULL CHECK (num_refused >= 0),  -- not plausible
+  registered_at REAL NOT NULL CHECK (registered_at >= 0),
+  last_seen_at REAL NOT NULL CHECK (last_seen_at >= 0)
+) STRICT"""
+
+PROFILES = """\
+CREATE TABLE profiles (
+  -- Offline profiles, as imported.
+  profile_id INTEGER PRIMARY KEY,
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  source TEXT NOT NULL,
+  as_prior INTEGER NOT NULL CHECK (as_prior IN (0, 1)),  -- 1: measured elsewhere, a starting point only
+  survival TEXT NOT NULL CHECK (json_valid(survival)),  -- entry i: P(draft tokens 0..i all accepted)
+  num_survival_rows TEXT NOT NULL CHECK (json_valid(num_survival_rows)),  -- rows behind each entry
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
+  imported_at REAL NOT NULL CHECK (imported_at >= 0)
+) STRICT"""
+
+PROFILE_CELLS = """\
+CREATE TABLE profile_cells (
+  -- Mean step time by batch size and length, as measured for a profile.
+  profile_id INTEGER NOT NULL REFERENCES profiles,
+  batch_size INTEGER NOT NULL CHECK (batch_size BETWEEN 1 AND 4096),
+  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
+  step_s REAL NOT NULL CHECK (step_s > 0 AND step_s <= 3600),  -- mean wall time of a whole step
+  step_s_stderr REAL NOT NULL CHECK (step_s_stderr >= 0 AND step_s_stderr <= 3600),
+  num_steps INTEGER NOT NULL CHECK (num_steps >= 1),
+  mean_context_length REAL NOT NULL CHECK (mean_context_length >= 0 AND mean_context_length < 1e9),
+  PRIMARY KEY (profile_id, batch_size, speculation_length)
+) STRICT, WITHOUT ROWID"""
+
+ACCEPTANCE = """\
+CREATE TABLE acceptance (
+  -- Survival per draft position of a pair: shared by all hardware, with a correction per band of batch sizes.
+  target TEXT NOT NULL,
+  draft TEXT NOT NULL,
+  batch_min INTEGER NOT NULL CHECK (batch_min >= 0),  -- 0 and 0: the estimate shared by all bands
+  batch_max INTEGER NOT NULL CHECK (batch_max >= batch_min),
+  position INTEGER NOT NULL CHECK (position BETWEEN 1 AND 64),  -- 1 is the first draft token
+  survival REAL NOT NULL CHECK (survival BETWEEN 0 AND 1),  -- P(positions 1..position all accepted)
+  num_trials REAL NOT NULL CHECK (num_trials >= 0 AND num_trials < 1e15),  -- rows behind it, after forgetting
+  updated_at REAL NOT NULL CHECK (updated_at >= 0),
+  PRIMARY KEY (target, draft, batch_min, position)
+) STRICT, WITHOUT ROWID"""
+
+LATENCY_CELLS = """\
+CREATE TABLE latency_cells (
+  -- What is believed about each length in each bucket of a context. The view learned_table is made for reading.
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
+  batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
+  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
+  step_s REAL NOT NULL CHECK (step_s > 0 AND step_s < 1e6),  -- expected wall time of a whole step
+  expected_tokens REAL NOT NULL CHECK (expected_tokens BETWEEN 1 AND 65),  -- per row and step, from acceptance
+  ms_per_token_low REAL NOT NULL CHECK (ms_per_token_low >= 0),  -- 95% interval
+  ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low AND ms_per_token_high < 1e12),
+  num_steps INTEGER NOT NULL CHECK (num_steps >= 0),
+  source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
+  is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),
+  updated_at REAL NOT NULL CHECK (updated_at >= 0),
+  PRIMARY KEY (context_id, batch_min, speculation_length)
+) STRICT, WITHOUT ROWID"""
+
+LEARNED_STATES = """\
+CREATE TABLE learned_states (
+  -- The estimator's own state, from which a restarted controller goes on. JSON.
+  scope TEXT NOT NULL CHECK (scope IN ('context', 'pair')),
+  key TEXT NOT NULL CHECK (key <> ''),  -- context_id, or ["target", "draft"]
+  state TEXT NOT NULL CHECK (json_valid(state)),
+  updated_at REAL NOT NULL CHECK (updated_at >= 0),
+  PRIMARY KEY (scope, key)
+) STRICT"""
+
+DECISIONS = """\
+CREATE TABLE decisions (
+  -- Every change of a bucket's choice.
+  decision_id INTEGER PRIMARY KEY,
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
+  batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
+  decision_version INTEGER NOT NULL CHECK (decision_version >= 0),
+  previous_length INTEGER CHECK (previous_length BETWEEN 0 AND 64),  -- NULL: the first choice
+  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
+  previous_ms_per_token REAL CHECK (previous_ms_per_token > 0 AND previous_ms_per_token < 1e12),
+  ms_per_token REAL CHECK (ms_per_token > 0 AND ms_per_token < 1e12),  -- both estimates are of the same moment
+  reason TEXT NOT NULL,
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
+  decided_at REAL NOT NULL CHECK (decided_at >= 0)
+) STRICT"""
+
+DRIFT_EVENTS = """\
+CREATE TABLE drift_events (
+  -- A detector fired and part of what was learned was forgotten.
+  drift_event_id INTEGER PRIMARY KEY,
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  factor TEXT NOT NULL CHECK (factor IN ('latency', 'acceptance')),
+  statistic REAL NOT NULL CHECK (abs(statistic) < 1e300),
+  detail TEXT NOT NULL,
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),
+  detected_at REAL NOT NULL CHECK (detected_at >= 0)
+) STRICT"""
+
+STEP_REPORTS = """\
+CREATE TABLE step_reports (
+  -- Raw reports in the order in which they were learned from; only the newest are kept. No index but this key: the
+  -- high-water mark in workers keeps repetitions out, and every further index would slow each report down.
+  report_id INTEGER PRIMARY KEY,
+  group_id INTEGER NOT NULL CHECK (group_id >= 1),  -- reports learned from in one call share it
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  worker_key INTEGER NOT NULL REFERENCES workers,
+  epoch INTEGER NOT NULL CHECK (epoch >= 0),
+  seq INTEGER NOT NULL CHECK (seq >= 1),
+  batch_size INTEGER NOT NULL CHECK (batch_size BETWEEN 1 AND 4096),  -- decoding rows
+  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),  -- actually used
+  latency_s REAL NOT NULL CHECK (latency_s > 0 AND latency_s <= 3600),  -- wall time of the whole step
+  accepted_histogram TEXT NOT NULL CHECK (json_valid(accepted_histogram)),  -- entry j: rows that accepted exactly j
+  num_accepted_tokens INTEGER NOT NULL CHECK (num_accepted_tokens BETWEEN 0 AND batch_size * speculation_length),
+  mean_context_length REAL NOT NULL CHECK (mean_context_length >= 0 AND mean_context_length < 1e9),
+  decision_version INTEGER NOT NULL CHECK (decision_version >= 0),
+  probe_id INTEGER NOT NULL CHECK (probe_id >= 0),  -- 0: the table's own choice
+  flags TEXT NOT NULL,  -- why the step must not teach ('prefill catch_up'), empty for an ordinary one
+  received_at REAL NOT NULL CHECK (received_at >= 0)
+) STRICT"""
+
+PREDICTION_WINDOWS = """\
+CREATE TABLE prediction_windows (
+  -- Predicted against observed, by minute: what the estimates stored before each commit said of the commit's reports.
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  window_start INTEGER NOT NULL CHECK (window_start >= 0),  -- a whole minute, seconds since 1970, UTC
+  batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
+  batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
+  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),
+  num_steps INTEGER NOT NULL CHECK (num_steps >= 1),  -- flagged steps are left out
+  sum_step_s REAL NOT NULL CHECK (sum_step_s > 0 AND sum_step_s < 1e300),
+  sum_tokens REAL NOT NULL CHECK (sum_tokens > 0 AND sum_tokens < 1e300),  -- per row, bonus included
+  sum_predicted_step_s REAL NOT NULL CHECK (sum_predicted_step_s > 0 AND sum_predicted_step_s < 1e300),
+  sum_predicted_tokens REAL NOT NULL CHECK (sum_predicted_tokens > 0 AND sum_predicted_tokens < 1e300),
+  PRIMARY KEY (window_start, context_id, batch_min, speculation_length)
+) STRICT, WITHOUT ROWID"""
+
+STORE_EVENTS = """\
+CREATE TABLE store_events (
+  -- What the store gave up: raw rows dropped while the disk was full, rows that broke a rule above.
+  store_event_id INTEGER PRIMARY KEY,
+  kind TEXT NOT NULL CHECK (kind IN ('reports_dropped', 'rows_refused')),
+  num_rows INTEGER NOT NULL CHECK (num_rows >= 1),
+  detail TEXT NOT NULL,
+  happened_at REAL NOT NULL CHECK (happened_at >= 0)
+) STRICT"""
+
+# How a context is written in every view (contexts AS x), and a bucket of table t: "4" or "5-8".
+CONTEXT = """x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
+    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END"""
+BUCKET = "CASE {t}.batch_min WHEN {t}.batch_max THEN '' || {t}.batch_min ELSE {t}.batch_min || '-' || {t}.batch_max END"
+
+# Seconds since 1970 with a fraction, in a way that the sqlite3 shells of older systems understand, too.
+NOW = "(julianday('now') - 2440587.5) * 86400.0"
+
+LEARNED_TABLE = f"""\
+CREATE VIEW learned_table AS
+-- One row per context, bucket and length: all that was learned, readable without a join.
+SELECT
+  {CONTEXT} AS context,
+  {BUCKET.format(t="c")} AS batch_bucket,
+  c.batch_min,
+  c.batch_max,
+  c.speculation_length,
+  c.expected_tokens,  -- per row and step, bonus included
+  1000 * c.step_s AS step_ms,
+  1000 * c.step_s / c.expected_tokens AS ms_per_token,  -- per row
+  c.expected_tokens / c.step_s AS tokens_per_s,  -- per row; times the batch size for the whole batch
+  c.ms_per_token_low,  -- 95% interval
+  c.ms_per_token_high,
+  c.num_steps,
+  c.source,
+  c.is_best,
+  strftime('%Y-%m-%d %H:%M:%f', c.updated_at, 'unixepoch') AS updated_at
+FROM latency_cells AS c JOIN contexts AS x USING (context_id)
+ORDER BY c.context_id, c.batch_min, c.speculation_length"""
+
+CURRENT_CHOICE = f"""\
+CREATE VIEW current_choice AS
+-- One row per context and bucket: the length in use, what it gains over plain decoding, and why it was chosen.
+SELECT
+  {CONTEXT} AS context,
+  {BUCKET.format(t="c")} AS batch_bucket,
+  c.batch_min,
+  c.batch_max,
+  c.speculation_length,
+  1000 * c.step_s / c.expected_tokens AS ms_per_token,
+  1000 * plain.step_s / plain.expected_tokens AS plain_ms_per_token,  -- at length 0
+  (plain.step_s / plain.expected_tokens) / (c.step_s / c.expected_tokens) AS speedup,  -- over length 0
+  c.num_steps,
+  x.decision_version,
+  d.reason,
+  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at
+FROM latency_cells AS c
+JOIN contexts AS x USING (context_id)
+LEFT JOIN latency_cells AS plain
+  ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
+LEFT JOIN decisions AS d ON d.decision_id = (
+  SELECT max(decision_id) FROM decisions AS e WHERE e.context_id = c.context_id AND e.batch_min = c.batch_min)
+WHERE c.is_best
+ORDER BY c.context_id, c.batch_min"""
+
+DECISION_HISTORY = f"""\
+CREATE VIEW decision_history AS
+-- Every change of a choice, newest first, with both estimates of that moment.
+SELECT
+  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
+  {CONTEXT} AS context,
+  {BUCKET.format(t="d")} AS batch_bucket,
+  d.batch_min,
+  d.batch_max,
+  d.previous_length,
+  d.speculation_length,
+  d.previous_ms_per_token,
+  d.ms_per_token,
+  d.reason,
+  d.decision_version
+FROM decisions AS d JOIN contexts AS x USING (context_id)
+ORDER BY d.decision_id DESC"""
+
+PREDICTION_ERROR = f"""\
+CREATE VIEW prediction_error AS
+-- By minute and bucket: ms per token that the estimates promised for the steps of that minute, and what they took.
+SELECT
+  strftime('%Y-%m-%d %H:%M', w.window_start, 'unixepoch') AS minute,
+  {CONTEXT} AS context,
+  {BUCKET.format(t="w")} AS batch_bucket,
+  w.batch_min,
+  max(w.batch_max) AS batch_max,
+  sum(w.num_steps) AS num_steps,
+  1000 * sum(w.sum_predicted_step_s) / sum(w.sum_predicted_tokens) AS predicted_ms_per_token,
+  1000 * sum(w.sum_step_s) / sum(w.sum_tokens) AS observed_ms_per_token,
+  100 * ((sum(w.sum_predicted_step_s) / sum(w.sum_predicted_tokens)) / (sum(w.sum_step_s) / sum(w.sum_tokens)) - 1)
+    AS error_percent,  -- above 0: faster than promised
+  w.window_start  -- the minute in seconds since 1970: WHERE window_start > ... is quick however much there is
+FROM prediction_windows AS w JOIN contexts AS x USING (context_id)
+GROUP BY w.window_start, w.context_id, w.batch_min
+ORDER BY w.window_start, w.context_id, w.batch_min"""
+
+WORKER_HEALTH = f"""\
+CREATE VIEW worker_health AS
+-- One row per worker: when it was last heard, how far its reports are on disk, and what went wrong on the way.
+SELECT
+  w.worker_id,
+  CASE
+    WHEN {NOW} - w.last_seen_at <= 60 THEN 'live'
+    WHEN {NOW} - w.last_seen_at <= 3600 THEN 'quiet'
+    ELSE 'stale'
+  END AS status,  -- heard within a minute, within an hour, or longer ago
+  round({NOW} - w.last_seen_at, 1) AS seconds_since_seen,
+  {CONTEXT} AS context,
+  w.address,
+  w.policy,
+  w.epoch,
+  w.applied_seq AS durable_seq,
+  w.num_reports,
+  w.num_repeated,
+  w.num_missing,
+  w.num_refused,
+  strftime('%Y-%m-%d %H:%M:%f', w.registered_at, 'unixepoch') AS registered_at,
+  strftime('%Y-%m-%d %H:%M:%f', w.last_seen_at, 'unixepoch') AS last_seen_at
+FROM workers AS w JOIN contexts AS x USING (context_id)
+ORDER BY w.last_seen_at DESC"""
+
+# For current_choice and for the history of one bucket.
+DECISIONS_BY_BUCKET = "CREATE INDEX decisions_by_bucket ON decisions (context_id, batch_min, decision_id)"
+
+STEPS: dict[str, tuple[str, ...]] = {
+    "m001_tables": (
+        CONTEXTS,
+        WORKERS,
+        PROFILES,
+        PROFILE_CELLS,
+        ACCEPTANCE,
+        LATENCY_CELLS,
+        LEARNED_STATES,
+        DECISIONS,
+        DECISIONS_BY_BUCKET,
+        DRIFT_EVENTS,
+        STEP_REPORTS,
+    ),
+    "m002_views": (LEARNED_TABLE, CURRENT_CHOICE, DECISION_HISTORY, WORKER_HEALTH),
+    "m003_prediction_error": (PREDICTION_WINDOWS, PREDICTION_ERROR),
+    "m004_store_events": (STORE_EVENTS,),
+}

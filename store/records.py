@@ -1,0 +1,250 @@
+"""What goes into the store and what comes out: one plain value per row, named like its columns.
+
+Times ending in `_at` are seconds since 1970 (UTC), other times end in their unit, counts begin with `num_`. Ids
+(context_id, worker_key, profile_id) are given out by the caller, one more than the highest in `StoredState`, so that
+nobody ever waits for the disk to learn one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRow:
+    """What step times depend on, with the largest limits any of its workers had. Inserted or updated by context_id."""
+
+    context_id: int
+    target: str
+    draft: str
+    device: str
+    dtype: str
+    engine_fingerprint: str
+    max_batch_size: int
+    max_speculation_length: int
+    decision_version: int
+    created_at: float
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """The newest life of a worker and its high-water mark. Inserted or updated by worker_key.
+
+    applied_seq: every report of `epoch` up to it is contained in the estimates of the same commit, except those in
+    missing_ranges; once committed it is the durable_seq. missing_ranges: JSON `[[first, last], ...]`, seqs below
+    applied_seq that never arrived. num_reports: learned from over all epochs; num_repeated: recognised and ignored;
+    num_missing: skipped by a gap; num_refused: not plausible.
+    """
+
+    worker_key: int
+    worker_id: str
+    epoch: int
+    context_id: int
+    address: str
+    policy: str
+    max_batch_size: int
+    max_speculation_length: int
+    applied_seq: int
+    num_reports: int
+    num_repeated: int
+    num_missing: int
+    num_refused: int
+    registered_at: float
+    last_seen_at: float
+    missing_ranges: str = "[]"
+
+
+class ReportRow(NamedTuple):
+    """One raw report, in the order of step_reports' columns; a plain tuple in this order will do (and is faster).
+
+    group_id: reports that were learned from in one call share it, and it ascends, so that a replay can make the same
+    calls. accepted_histogram: JSON array text, such as "[3,1,0]". num_accepted_tokens: sum of j * histogram[j].
+    flags: lower-case names joined by a space ("prefill catch_up"), empty for a step that teaches.
+    """
+
+    group_id: int
+    context_id: int
+    worker_key: int
+    epoch: int
+    seq: int
+    batch_size: int
+    speculation_length: int
+    latency_s: float
+    accepted_histogram: str
+    num_accepted_tokens: int
+    mean_context_length: float
+    decision_version: int
+    probe_id: int
+    flags: str
+    received_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceRow:
+    """Survival of one draft position of a pair. Replaces the row of the same pair, load band and position.
+
+    batch_min, batch_max: the band of batch sizes; 0, 0 for the estimate shared by all. position: 1 for the first draft
+    token. survival: P(positions 1..position all accepted); num_trials: rows (discounted by forgetting) behind it.
+    """
+
+    target: str
+    draft: str
+    batch_min: int
+    batch_max: int
+    position: int
+    survival: float
+    num_trials: float
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCellRow:
+    """What is believed about one length in one bucket. Replaces the row of the same context, batch_min and length.
+
+    step_s: expected whole-step time. expected_tokens: per row and step, bonus included, from the pair's acceptance at
+    the same moment. ms_per_token_low, _high: 95% interval. source: "profile", "online" or "both", of the cells that the
+    estimate was inferred from where num_steps is 0; "prior" when all was taken over from another context.
+    """
+
+    context_id: int
+    batch_min: int
+    batch_max: int
+    speculation_length: int
+    step_s: float
+    expected_tokens: float
+    ms_per_token_low: float
+    ms_per_token_high: float
+    num_steps: int
+    source: str
+    is_best: bool
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """The estimator's own state as JSON text, from which it goes on. Replaces the row of the same scope and key.
+
+    scope "context", key str(context_id); scope "pair", key json.dumps([target, draft]).
+    """
+
+    scope: str
+    key: str
+    state: str
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """A bucket's choice changed. after_group_id: last group of reports that was learned from before."""
+
+    context_id: int
+    batch_min: int
+    batch_max: int
+    decision_version: int
+    previous_length: int | None
+    speculation_length: int
+    previous_ms_per_token: float | None
+    ms_per_token: float | None
+    reason: str
+    after_group_id: int
+    decided_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class DriftEventRow:
+    """A detector fired. factor: "latency" or "acceptance"."""
+
+    context_id: int
+    factor: str
+    statistic: float
+    detail: str
+    after_group_id: int
+    detected_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCellRow:
+    """One measured cell of an offline profile. step_s: mean whole-step time."""
+
+    batch_size: int
+    speculation_length: int
+    step_s: float
+    step_s_stderr: float
+    num_steps: int
+    mean_context_length: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """An offline profile as it was imported. survival, num_survival_rows: by draft position, non-increasing survival.
+
+    after_group_id: last group of reports that was learned from before it seeded the context.
+    """
+
+    profile_id: int
+    context_id: int
+    source: str
+    as_prior: bool
+    survival: tuple[float, ...]
+    num_survival_rows: tuple[int, ...]
+    after_group_id: int
+    imported_at: float
+    cells: tuple[ProfileCellRow, ...]
+
+
+@dataclass(slots=True)
+class Commit:
+    """What belongs together: reports, the estimates that contain them and the high-water marks that say so.
+
+    All of one moment, stored in one transaction or not at all. Later commits supersede earlier ones row by row.
+    replaced_contexts: contexts whose stored latency cells vanish, for when buckets changed; those of this commit stay.
+    """
+
+    contexts: Sequence[ContextRow] = ()
+    workers: Sequence[WorkerRow] = ()
+    reports: Sequence[ReportRow | tuple[object, ...]] = ()
+    acceptance: Sequence[AcceptanceRow] = ()
+    latency_cells: Sequence[LatencyCellRow] = ()
+    states: Sequence[StateRow] = ()
+    decisions: Sequence[DecisionRow] = ()
+    drift_events: Sequence[DriftEventRow] = ()
+    profiles: Sequence[ProfileRow] = ()
+    replaced_contexts: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """What a controller needs to go on where the last one stopped. Raw reports are not read.
+
+    states: JSON text by (scope, key), see StateRow. last_group_id, last_profile_id: 0 when there is none.
+    """
+
+    contexts: tuple[ContextRow, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
+    states: dict[tuple[str, str], str] = field(default_factory=dict)
+    last_group_id: int = 0
+    last_profile_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHealth:
+    """How the writer is doing. ok is False while commits fail; detail then says why and what happens to them.
+
+    num_reports_dropped: raw rows given up since the start because commits failed for longer than memory allows.
+    num_rows_refused: rows that broke a rule of the schema, left out of their commits; both are noted in store_events.
+    """
+
+    ok: bool
+    detail: str
+    num_pending_commits: int
+    num_pending_reports: int
+    num_commits: int
+    num_failures: int
+    num_reports_dropped: int
+    num_rows_refused: int
+    last_commit_at: float
+    last_commit_s: float
+    database_bytes: int

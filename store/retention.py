@@ -1,0 +1,78 @@
+"""Keeps the file bounded: old rows go as new ones come, and free pages go back to the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from store.connection import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What is kept. The learned tables themselves are always kept: their size depends on contexts, not on time."""
+
+    # Raw reports, some 80 bytes each (docs/store.md): the default takes about 400 MB.
+    max_report_rows: int = 5_000_000
+    # Days after which raw reports go, whatever their number.
+    max_days: float = 30.0
+    # Days of prediction_error by minute: some 3 MB a day for a context that is busy in all its buckets.
+    max_prediction_days: float = 7.0
+    # Decisions, drift events and store events, each: rare, so this is years.
+    max_event_rows: int = 100_000
+
+    def __post_init__(self) -> None:
+        if self.max_report_rows < 1 or self.max_event_rows < 1:
+            raise ValueError("retention needs at least one row of each kind: give a positive number of rows.")
+        for days in (self.max_days, self.max_prediction_days):
+            if not days > 0:
+                raise ValueError(f"retention of {days} days keeps nothing: give a positive number of days.")
+
+
+DAY_S = 86400.0
+
+# Rows that one commit deletes beyond twice those it inserts: a lowered limit is reached in steps, no commit is slow.
+EXTRA_ROWS_PER_COMMIT = 2_000
+
+# Pages of 4 KiB given back after one commit, and how many and which share must be free for it. A file in its steady
+# state reuses free pages at once and never gets there.
+VACUUM_PAGES = 250
+VACUUM_ABOVE_PAGES = 500
+VACUUM_ABOVE_SHARE = 0.25
+
+
+def enforce_retention(connection: Connection, retention: Retention, num_new_reports: int, now: float) -> None:
+    """Delete what is too old or too much, within the running transaction. now: seconds since 1970."""
+    oldest_at = now - retention.max_days * DAY_S
+    _trim_reports(connection, retention.max_report_rows, oldest_at, 2 * num_new_reports + EXTRA_ROWS_PER_COMMIT)
+    oldest_window = now - retention.max_prediction_days * DAY_S
+    connection.execute("DELETE FROM prediction_windows WHERE window_start < ?", (oldest_window,))
+    for table in ("decisions", "drift_events", "store_events"):
+        key = f"{table.removesuffix('s')}_id"
+        connection.execute(
+            f"DELETE FROM {table} WHERE {key} <= (SELECT max({key}) FROM {table}) - ?", (retention.max_event_rows,)
+        )
+
+
+def _trim_reports(connection: Connection, max_rows: int, oldest_at: float, max_deleted: int) -> None:
+    """Delete the oldest reports, at most max_deleted. The newest always stays: numbers go on from it."""
+    first = connection.execute("SELECT report_id, received_at FROM step_reports ORDER BY report_id LIMIT 1").fetchone()
+    if first is None:
+        return
+    newest_id = connection.execute("SELECT max(report_id) FROM step_reports").fetchone()[0]
+    keep_from = newest_id - max_rows + 1
+    if first[0] >= keep_from and first[1] >= oldest_at:
+        return
+    connection.execute(
+        "DELETE FROM step_reports WHERE report_id < min(?, ?) AND (report_id < ? OR received_at < ?)",
+        (newest_id, first[0] + max_deleted, keep_from, oldest_at),
+    )
+
+
+def give_back_space(connection: Connection) -> bool:
+    """Return some free pages to the disk if a good part of the file is free; True if it did."""
+    num_free = connection.execute("PRAGMA freelist_count").fetchone()[0]
+    num_pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    if num_free < VACUUM_ABOVE_PAGES or num_free < VACUUM_ABOVE_SHARE * num_pages:
+        return False
+    connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+    return True

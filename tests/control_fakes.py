@@ -1,0 +1,95 @@
+"""A controller on port 0 with a fresh database, and the messages of a plausible worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpc import aio
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+
+from controller.config import ControllerConfig
+from controller.server import Running, running
+
+CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:test", dtype="float32")
+LIMITS = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
+
+
+@dataclass
+class Served:
+    """A running controller, a channel to it and a stub."""
+
+    controller: Running
+    channel: aio.Channel
+    stub: Any
+    address: str
+
+    @property
+    def fleet(self) -> Any:
+        return self.controller.servicer.fleet
+
+
+@contextlib.asynccontextmanager
+async def served(tmp_path: Path | None, **options: Any) -> AsyncIterator[Served]:
+    """tmp_path None: without a database."""
+    store = {"in_memory": True} if tmp_path is None else {"db": tmp_path / "test.db"}
+    config = ControllerConfig(listen="127.0.0.1:0", **store, **options)
+    async with running(config) as controller:
+        address = f"127.0.0.1:{controller.port}"
+        async with aio.insecure_channel(address) as channel:
+            yield Served(controller, channel, rpc.ControlServiceStub(channel), address)
+
+
+def run(test: Callable[[], Any]) -> None:
+    """Run a test's coroutine, for at most 90 seconds."""
+    asyncio.run(asyncio.wait_for(test(), 90.0))
+
+
+def identity(worker_id: str = "w", epoch: int = 7) -> pb.WorkerIdentity:
+    return pb.WorkerIdentity(worker_id=worker_id, epoch=epoch)
+
+
+def registration(worker_id: str = "w", epoch: int = 7, **changes: Any) -> pb.RegisterWorkerRequest:
+    fields = {"context": CONTEXT, "limits": LIMITS, "policy": "adaptive", **changes}
+    return pb.RegisterWorkerRequest(worker=identity(worker_id, epoch), **fields)
+
+
+def report(seq: int, **changes: Any) -> pb.StepReport:
+    """A step of 4 rows at length 2 in 20 ms, unless told otherwise."""
+    fields = {
+        "batch_size": 4,
+        "speculation_length": 2,
+        "latency_s": 0.02,
+        "accepted_histogram": [1, 2, 1],
+        "mean_context_length": 100.0,
+    }
+    return pb.StepReport(seq=seq, **{**fields, **changes})
+
+
+def group(first: int, last: int, **changes: Any) -> pb.StreamReportsRequest:
+    """Reports first..last, both included."""
+    return pb.StreamReportsRequest(
+        worker=identity(), reports=[report(seq, **changes) for seq in range(first, last + 1)]
+    )
+
+
+async def until_durable(call: Any, seq: int) -> pb.StreamReportsResponse:
+    """Read answers until one says that seq is on disk."""
+    while True:
+        answer = await call.read()
+        if answer.durable_seq >= seq:
+            return answer
+
+
+async def status_of(awaitable: Any) -> tuple[str, str]:
+    """Code and details with which a call fails."""
+    try:
+        await awaitable
+    except aio.AioRpcError as error:
+        return error.code().name, error.details() or ""
+    raise AssertionError("the call should have failed")

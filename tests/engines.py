@@ -1,0 +1,134 @@
+"""Engines on tiny models, and what they put out, for the engine's tests."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import tiny_models
+import torch
+
+from worker.engine import Engine, EngineConfig
+from worker.models import ModelPair
+from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
+from worker.steps import FixedLength, LengthChoice, LengthChooser, StepResult
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def models(family: str, noise: float = 0.1) -> tuple[Any, Any]:
+    target = tiny_models.build(family)
+    return target, tiny_models.noisy_copy(target, noise)
+
+
+def make_pair(family: str = "llama", noise: float = 0.1, draft: Any | None = None, **changes: Any) -> ModelPair:
+    """A target and a draft that often agrees; `draft` instead of it, if given."""
+    target, usual_draft = models(family, noise)
+    settings = {
+        "target": target,
+        "draft": draft if draft is not None else usual_draft,
+        "tokenizer": tiny_models.tokenizer(),
+        "target_name": family,
+        "draft_name": "draft",
+        "device": CPU,
+        "dtype": torch.float32,
+        "eos_token_ids": (tiny_models.EOS_ID,),
+        "max_context_length": tiny_models.MAX_POSITIONS,
+        "vocab_size": tiny_models.VOCAB_SIZE,
+    }
+    return ModelPair(**(settings | changes))
+
+
+@dataclass
+class RandomLengths:
+    """Another length at every step, 0 included; keeps what was reported."""
+
+    seed: int = 0
+    longest: int = 6
+    results: list[StepResult] = field(default_factory=list)
+    choices: list[LengthChoice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.generator = random.Random(self.seed)
+
+    def choice_for(self, batch_size: int) -> LengthChoice:
+        return LengthChoice(self.generator.choice([0, 0, *range(self.longest + 1)]), decision_version=7)
+
+    def report(self, choice: LengthChoice, result: StepResult) -> None:
+        self.choices.append(choice)
+        self.results.append(result)
+
+
+@dataclass
+class Collected:
+    """What callers were told, by request and index."""
+
+    outputs: dict[tuple[str, int], list[SequenceOutput]] = field(default_factory=lambda: defaultdict(list))
+
+    def __call__(self, output: SequenceOutput) -> None:
+        told = self.outputs[output.request_id, output.index]
+        assert not told or told[-1].finish_reason is None, "nothing follows the last output"
+        told.append(output)
+
+    def ids(self, request_id: str, index: int = 0) -> list[int]:
+        return [token for output in self.outputs[request_id, index] for token in output.token_ids]
+
+    def text(self, request_id: str, index: int = 0) -> str:
+        return "".join(output.text for output in self.outputs[request_id, index])
+
+    def last(self, request_id: str, index: int = 0) -> SequenceOutput:
+        return self.outputs[request_id, index][-1]
+
+    def reason(self, request_id: str, index: int = 0) -> FinishReason | None:
+        return self.last(request_id, index).finish_reason
+
+
+def make_engine(pair: ModelPair | None = None, chooser: LengthChooser | int = 3, **settings: Any) -> Engine:
+    """An engine of 4 rows that checks nothing, since one test checks every family."""
+    chooser = FixedLength(chooser) if isinstance(chooser, int) else chooser
+    defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1}
+    return Engine(pair or make_pair(), EngineConfig(**(defaults | settings)), chooser)
+
+
+def request(
+    name: str, prompt: list[int] | tuple[int, ...], fixed_length: int | None = None, **sampling: Any
+) -> GenerationRequest:
+    return GenerationRequest(name, tuple(prompt), SamplingParams(**sampling), fixed_length)
+
+
+def finish(engine: Engine, max_steps: int = 20_000) -> None:
+    """Step until nothing is left to do."""
+    for _ in range(max_steps):
+        load = engine.load()
+        if not load.num_running and not load.num_waiting:
+            return
+        engine.step()
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def generate(engine: Engine, *requests: GenerationRequest) -> Collected:
+    """All outputs of these requests, run together."""
+    collected = Collected()
+    for one in requests:
+        engine.submit(one, collected)
+    finish(engine)
+    return collected
+
+
+def random_prompt(generator: random.Random, longest: int = 40) -> list[int]:
+    return [generator.randrange(1, tiny_models.VOCAB_SIZE) for _ in range(generator.randint(1, longest))]
+
+
+@torch.no_grad()
+def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocab] of the model alone, in transformers' own attention."""
+    used = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(used)

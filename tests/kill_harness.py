@@ -1,0 +1,353 @@
+"""Workers that keep reporting to a controller that keeps being killed, and what they may rely on.
+
+A report is *acknowledged* once the worker may forget it. Within a stream messages are taken in order, so that holds as
+soon as durable_seq reaches the report's own seq, if no higher one was sent before it; a report that was overtaken on
+purpose has to wait for the next message that is ahead of all others, because durable_seq was past it already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+
+EPOCH = 1_700_000_000
+SURVIVAL = (0.8, 0.6, 0.45, 0.3)
+
+
+@lru_cache(maxsize=50_000)
+def step_report(worker: int, seq: int) -> pb.StepReport:
+    """Report number seq of a worker: always the same one, so that a repetition is a true one."""
+    dice = random.Random(worker * 1_000_003 + seq)
+    batch_size = min(32, 1 << dice.randrange(6))
+    length = dice.randrange(5)
+    histogram = [0] * (length + 1)
+    for _ in range(batch_size):
+        accepted = next((i for i in range(length) if dice.random() > SURVIVAL[i] / (1, *SURVIVAL)[i]), length)
+        histogram[accepted] += 1
+    return pb.StepReport(
+        seq=seq,
+        batch_size=batch_size,
+        speculation_length=length,
+        latency_s=0.005 * (1 + 0.1 * length + 0.05 * batch_size) * dice.uniform(0.9, 1.1),
+        accepted_histogram=histogram,
+        mean_context_length=dice.randrange(50, 60),
+        flags=[pb.STEP_FLAG_PREFILL] if dice.random() < 0.05 else [],
+    )
+
+
+@dataclass
+class Message:
+    """Reports sent together. watermark: durable_seq from which on they are acknowledged; None: not known yet."""
+
+    seqs: list[int]
+    watermark: int | None = None
+
+
+@dataclass
+class ReportingWorker:
+    """One worker that resends until acknowledged, repeats groups, and lets groups overtake each other."""
+
+    number: int
+    context: pb.ContextKey
+    dice: random.Random
+    max_unacknowledged: int = 3000
+    unacknowledged: set[int] = field(default_factory=set)
+    num_acknowledged: int = 0
+    highest_acknowledged: int = 0
+    last_seq: int = 0
+    num_repeated: int = 0
+    num_overtaken: int = 0
+    broken_promises: list[str] = field(default_factory=list)
+    finishing: bool = False
+
+    @property
+    def identity(self) -> pb.WorkerIdentity:
+        return pb.WorkerIdentity(worker_id=f"worker-{self.number}", epoch=EPOCH)
+
+    def report_until_broken(self, address: str) -> None:
+        """One connection: register, send everything unacknowledged, then new reports until the controller dies."""
+        with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+            stub = rpc.ControlServiceStub(channel)
+            limits = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
+            registration = pb.RegisterWorkerRequest(worker=self.identity, context=self.context, limits=limits)
+            durable_seq = stub.RegisterWorker(registration, timeout=5).durable_seq
+            if durable_seq < self.highest_acknowledged:
+                self.broken_promises.append(
+                    f"{self.highest_acknowledged} was acknowledged, but the controller came back with {durable_seq}"
+                )
+            sent: queue.SimpleQueue[Message] = queue.SimpleQueue()
+            waiting: list[Message] = []
+            for response in stub.StreamReports(self.requests(sent, durable_seq)):
+                while not sent.empty():
+                    waiting.append(sent.get())
+                waiting = self.acknowledge(waiting, response.durable_seq)
+                if self.finishing and not self.unacknowledged:
+                    return
+
+    def acknowledge(self, waiting: list[Message], durable_seq: int) -> list[Message]:
+        """Forget what is on the disk; returns the messages that are not."""
+        still = []
+        for message in waiting:
+            if message.watermark is None or message.watermark > durable_seq:
+                still.append(message)
+                continue
+            for seq in message.seqs:
+                if seq in self.unacknowledged:
+                    self.unacknowledged.discard(seq)
+                    self.num_acknowledged += 1
+            self.highest_acknowledged = max(self.highest_acknowledged, *message.seqs)
+        return still
+
+    def requests(self, sent: queue.SimpleQueue[Message], durable_seq: int) -> Iterator[pb.StreamReportsRequest]:
+        """Messages of one connection. A message is noted before it is sent, so that no answer comes too early."""
+        yield pb.StreamReportsRequest(worker=self.identity)
+        highest, overtaken = durable_seq, list[Message]()
+        for seqs in self.groups():
+            message = Message(seqs)
+            if seqs and seqs[-1] > highest:
+                highest = message.watermark = seqs[-1]
+                for earlier in overtaken:
+                    earlier.watermark = highest
+                overtaken = []
+            elif seqs:
+                overtaken.append(message)
+            if seqs:
+                sent.put(message)
+            yield pb.StreamReportsRequest(reports=[step_report(self.number, seq) for seq in seqs])
+
+    def groups(self) -> Iterator[list[int]]:
+        """Seqs of one message after the other: the unacknowledged ones, then new ones, some repeated or swapped."""
+        yield from self.with_mischief(self.in_groups(sorted(self.unacknowledged)))
+        # However many wait: without one that is ahead of all others, what was sent again can never be acknowledged.
+        yield self.fresh(1)
+        while not self.finishing:
+            if len(self.unacknowledged) < self.max_unacknowledged:
+                yield from self.with_mischief(self.in_groups(self.fresh(self.dice.randint(1, 120))))
+            else:
+                yield []
+            time.sleep(0.004)
+        yield self.fresh(1)
+        while self.unacknowledged:
+            time.sleep(0.02)
+            yield []
+
+    def fresh(self, count: int) -> list[int]:
+        """Seqs that were never sent before."""
+        seqs = list(range(self.last_seq + 1, self.last_seq + count + 1))
+        self.last_seq = seqs[-1]
+        self.unacknowledged.update(seqs)
+        return seqs
+
+    def in_groups(self, seqs: list[int]) -> Iterator[list[int]]:
+        start = 0
+        while start < len(seqs):
+            size = self.dice.choice((1, 3, 16, 64, 64))
+            yield seqs[start : start + size]
+            start += size
+
+    def with_mischief(self, groups: Iterator[list[int]]) -> Iterator[list[int]]:
+        """Swap one group in ten with the next one, and send one in ten twice."""
+        for group in groups:
+            if self.dice.random() < 0.1 and (following := next(groups, None)):
+                self.num_overtaken += len(group)
+                yield following
+            yield group
+            if self.dice.random() < 0.1:
+                self.num_repeated += len(group)
+                yield group
+
+
+# Forks controllers from a process that has imported everything: most of a start is imports, and 200 take their time.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    ["cli.app", "cli.controller", "controller.logs", "controller.server", "kill_harness", "pytest"]
+)
+
+
+def command_line(database: Path) -> list[str]:
+    arguments = ["controller", "--listen", "127.0.0.1:0", "--db", str(database), "--commit-interval-s", "0.02"]
+    return ["speclen", *arguments]
+
+
+def run_forked(database: Path, failpoint: str, log: Path, output: Connection) -> None:
+    """The same as `speclen controller`, in a process that was forked for it."""
+    from cli.app import main
+
+    os.dup2(output.fileno(), 1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.environ["SPECLEN_FAILPOINT"] = failpoint
+    sys.argv = command_line(database)
+    main()
+
+
+class ControllerProcess:
+    """A real `speclen controller` on a port of its own choice. forked: without the time that imports take."""
+
+    def __init__(self, database: Path, failpoint: str = "", log: Path | None = None, forked: bool = False) -> None:
+        log = log or database.with_name("controller.log")
+        self.start_s = 0.0
+        self.started = time.monotonic()
+        self.returncode: int | None = None
+        reading, writing = FORKED.Pipe(duplex=False)
+        if forked:
+            self.process = FORKED.Process(target=run_forked, args=(database, failpoint, log, writing), daemon=True)
+            self.process.start()
+        else:
+            with log.open("ab") as errors:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "cli.app", *command_line(database)[1:]],
+                    stdout=writing.fileno(),
+                    stderr=errors,
+                    env={**os.environ, "SPECLEN_FAILPOINT": failpoint},
+                )
+        writing.close()
+        self.output = os.fdopen(os.dup(reading.fileno()))
+        reading.close()
+
+    def wait_until_serving(self) -> str:
+        """Its address; empty if it died before."""
+        line = self.output.readline()
+        self.start_s = time.monotonic() - self.started
+        return line.split(" serving on ")[1].split(",")[0] if line else ""
+
+    def end(self, number: int) -> int:
+        """Send a signal and wait; returns the exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+        assert self.wait_for_death(30.0), f"signal {number} did not end it"
+        assert self.returncode is not None
+        return self.returncode
+
+    def wait_for_death(self, timeout_s: float) -> bool:
+        """False if it still lives after timeout_s."""
+        if isinstance(self.process, subprocess.Popen):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+            self.returncode = self.process.returncode
+        else:
+            self.process.join(timeout_s)
+            self.returncode = self.process.exitcode
+        if self.returncode is None:
+            return False
+        self.output.close()
+        return True
+
+
+class Lane:
+    """One database, its controllers, one after the other, and its workers."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        folder.mkdir()
+        self.database = folder / "kill.db"
+        self.log = folder / "controller.log"
+        self.dice = random.Random(seed)
+        keys = [("t", "d", "cpu:one"), ("t", "d", "cpu:two"), ("t", "other", "cpu:one")]
+        self.workers = [
+            ReportingWorker(
+                number,
+                pb.ContextKey(target=target, draft=draft, device=device, dtype="float32"),
+                random.Random(seed * 100 + number),
+            )
+            for number, (target, draft, device) in enumerate(keys, start=1)
+        ]
+        self.num_kills = 0
+        self.kills_at: dict[str, int] = {}
+        self.start_times_s: list[float] = []
+        self.worker_failures: list[Exception] = []
+        self.aborted = False  # set when another lane has failed
+        self._address = ""
+        self._done = False
+
+    def run(self, failpoints: list[str], num_random: int) -> None:
+        """Kill at every failpoint given ("name:count") and num_random times at random, then end in peace."""
+        plan = failpoints + [""] * num_random
+        self.dice.shuffle(plan)
+        threads = [threading.Thread(target=self._keep_reporting, args=(each,), daemon=True) for each in self.workers]
+        for thread in threads:
+            thread.start()
+        try:
+            for failpoint in plan:
+                if self.aborted:
+                    return
+                self._one_life(failpoint)
+            self._end_in_peace()
+        finally:
+            self._done = True
+            for thread in threads:
+                thread.join(30)
+
+    def _keep_reporting(self, worker: ReportingWorker) -> None:
+        while not self._done:
+            address = self._address
+            if address:
+                try:
+                    worker.report_until_broken(address)
+                except Exception as error:
+                    self.worker_failures.append(error)
+                    raise
+                if worker.finishing and not worker.unacknowledged:
+                    return
+            time.sleep(0.005)
+
+    def _one_life(self, failpoint: str) -> None:
+        forked = self.dice.random() < 0.85
+        controller = ControllerProcess(self.database, failpoint, forked=forked)
+        if not failpoint and self.dice.random() < 0.15:  # while it starts: imports, recovery, restoring
+            time.sleep(self.dice.uniform(0.0, 0.1 if forked else 1.0))
+            self._killed(controller, "while starting")
+            return
+        self._address = controller.wait_until_serving()
+        if self._address and not forked:
+            self.start_times_s.append(controller.start_s)
+        if failpoint:
+            died = controller.wait_for_death(60.0)
+            self._address = ""
+            if not died:
+                controller.end(signal.SIGKILL)
+            assert died, f"the controller never came to {failpoint}; workers: {self.worker_failures or 'well'}"
+            assert controller.returncode == -signal.SIGKILL, f"{controller.returncode} at {failpoint}"
+            self._count(failpoint.partition(":")[0])
+        else:
+            time.sleep(self.dice.expovariate(1 / 0.12))
+            self._killed(controller, "at random")
+
+    def _killed(self, controller: ControllerProcess, where: str) -> None:
+        code = controller.end(signal.SIGKILL)
+        self._address = ""
+        assert code == -signal.SIGKILL, f"the controller ended by itself, with {code}"
+        self._count(where)
+
+    def _count(self, where: str) -> None:
+        self.num_kills += 1
+        self.kills_at[where] = self.kills_at.get(where, 0) + 1
+
+    def _end_in_peace(self) -> None:
+        """A last life, in which everything is acknowledged and the controller is asked to stop."""
+        for worker in self.workers:
+            worker.finishing = True
+        controller = ControllerProcess(self.database)
+        self._address = controller.wait_until_serving()
+        deadline = time.monotonic() + 60
+        while any(worker.unacknowledged for worker in self.workers) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = {worker.number: len(worker.unacknowledged) for worker in self.workers}
+        self._address = ""
+        assert controller.end(signal.SIGTERM) == 0
+        assert not any(left.values()), f"never acknowledged: {left}"

@@ -1,0 +1,98 @@
+"""Plausible rows for tests of the store: one context, one worker, any number of reports."""
+
+from __future__ import annotations
+
+import sqlite3 as _plain_sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from store.connection import sqlite3
+from store.database import Store
+from store.records import Commit, ContextRow, DecisionRow, LatencyCellRow, ReportRow, StateRow, WorkerRow
+
+NOW = float(int(time.time()))  # recent: retention deletes what is old
+
+
+CONTEXT = ContextRow(1, "t", "d", "cpu:test", "float32", "", 32, 4, decision_version=1, created_at=NOW, updated_at=NOW)
+WORKER = WorkerRow(
+    *(1, "worker-1", 7, 1, "127.0.0.1:7080", "adaptive", 32, 4),
+    applied_seq=0,
+    num_reports=0,
+    num_repeated=0,
+    num_missing=0,
+    num_refused=0,
+    registered_at=NOW,
+    last_seen_at=NOW,
+)
+# A step of 4 rows at length 2 that accepted 0, 1, 1 and 2 tokens in 20 ms.
+REPORT = ReportRow(1, 1, 1, 7, 1, 4, 2, 0.02, "[1,2,1]", 4, 100.0, 1, 0, "", NOW)
+CELL = LatencyCellRow(1, 3, 4, 2, 0.016, 1.6, 9.0, 11.0, num_steps=10, source="online", is_best=False, updated_at=NOW)
+DECISION = DecisionRow(1, 3, 4, 1, None, 2, None, 10.0, reason="a test", after_group_id=0, decided_at=NOW)
+
+
+def context(context_id: int = 1, device: str = "cpu:test", **changes: Any) -> ContextRow:
+    return replace(CONTEXT, context_id=context_id, device=device, **changes)
+
+
+def worker(applied_seq: int = 0, worker_key: int = 1, **changes: Any) -> WorkerRow:
+    base = replace(WORKER, applied_seq=applied_seq, worker_key=worker_key, worker_id=f"worker-{worker_key}")
+    return replace(base, **({"num_reports": applied_seq} | changes))
+
+
+def report(seq: int, **changes: Any) -> ReportRow:
+    return REPORT._replace(seq=seq, **changes)
+
+
+def cell(length: int = 2, batch_min: int = 3, batch_max: int = 4, **changes: Any) -> LatencyCellRow:
+    return replace(CELL, speculation_length=length, batch_min=batch_min, batch_max=batch_max, **changes)
+
+
+def decision(version: int, length: int, **changes: Any) -> DecisionRow:
+    return replace(DECISION, decision_version=version, speculation_length=length, **changes)
+
+
+def moment(seqs: Sequence[int], **changes: Any) -> Commit:
+    """A commit as the service makes it: reports, high-water mark and state agree on how many there were."""
+    applied = max(seqs, default=0)
+    whole = Commit(
+        contexts=[context()],
+        workers=[worker(applied)],
+        reports=[report(seq) for seq in seqs],
+        states=[StateRow("context", "1", f'{{"seen": {applied}}}', NOW)],
+    )
+    return replace(whole, **changes)
+
+
+def store_now(store: Store, commit: Commit, timeout_s: float = 20.0) -> Exception | None:
+    """Submit and wait for the answer."""
+    done, outcome = threading.Event(), []
+
+    def on_done(error: Exception | None) -> None:
+        outcome.append(error)
+        done.set()
+
+    store.submit(commit, on_done)
+    assert done.wait(timeout_s), f"no answer from the writer: {store.health()}"
+    return outcome[0]
+
+
+def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
+    """What a reader of its own sees, while the store is open."""
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        return [tuple(row) for row in connection.execute(query)]
+    finally:
+        connection.close()
+
+
+def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
+    """The same through the SQLite that Python itself was built with, as older tools would read it."""
+    connection = _plain_sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        return list(connection.execute(query))
+    finally:
+        connection.close()

@@ -1,0 +1,169 @@
+"""The law: exploring never costs more than what was set aside for it, and there is a way back from not drafting."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bench.players import make_player
+from bench.scenarios import SCENARIOS
+from bench.simulator import World
+from controller.core import StepObservation
+from tests.steps_of import KEY, Steps, controller_for, serve
+
+
+def policy_of(controller):
+    return controller._contexts[KEY].policy
+
+
+@pytest.mark.parametrize("scenario", ["stationary", "other-hardware", "cliffs"])
+def test_probes_cost_at_most_their_share_of_the_time(scenario):
+    """By the ledger: expected losses of all probes stay within share * time plus the starting credit of visited buckets."""
+    world = World(SCENARIOS[scenario], 900, 1500)
+    player = make_player(world, "adaptive")
+    run = world.play(player)
+    policy = next(iter(player.controller._contexts.values())).policy
+    config, longest = policy.config, float(run.seconds.max())
+    visited = len(set(world.courses[0].batch.tolist()))
+    start = visited * (config.start_steps + config.cap_steps_at_zero) * longest
+    assert policy.probe_seconds <= config.share_at_zero * run.seconds.sum() * 1.05 + start
+    assert player.num_probes > 0
+
+
+def profile_cost(world: World) -> tuple[np.ndarray, np.ndarray]:
+    """Cumulative time of the adaptive policy, and of the profile's table for the same work, by true means."""
+    run, table = (world.play(make_player(world, name)) for name in ("adaptive", "profile"))
+    return run.seconds.cumsum(), (run.work * table.seconds / table.work).cumsum()
+
+
+@pytest.mark.parametrize("scenario", ["stationary", "doubling", "tails", "pauses-5"])
+@pytest.mark.parametrize("seed", [901, 902])
+def test_at_no_time_is_it_much_behind_the_profiles_table(scenario, seed):
+    """Where the profile is right there is little to gain: time <= 1.003 times that of its table, plus 40 steps, always.
+
+    The steps on top are what the start may cost: probes, and the time until choices and bumps are known.
+    """
+    spent, table = profile_cost(World(SCENARIOS[scenario], seed, 3000))
+    step = table[-1] / len(table)
+    assert (spent - 1.003 * table).max() <= 40 * step
+
+
+def test_the_share_can_be_configured():
+    from controller.policies.adaptive import AdaptivePolicy
+
+    controller = controller_for(Steps(1))
+    model = controller.model(KEY)
+    thrifty = AdaptivePolicy(model, dataclasses.replace(policy_of(controller).config, share=0.0, start_steps=0.0))
+    steps = Steps(1)
+    thrifty.update(np.array([2]), [steps.step(4, 3)])
+    for _ in range(100):
+        assert thrifty.probe(2) is None
+        thrifty.update(np.array([2]), [steps.step(4, 3)])
+
+
+def test_way_back_from_not_drafting():
+    """Acceptance falls to 0.05 at a full batch until the table says 0, then returns: drafting comes back by probes."""
+    steps = Steps(2, acceptance=0.05)
+    controller = controller_for(Steps(2, acceptance=0.05))
+    serve(controller, steps, 8, 800)
+    assert controller.length_for(KEY, 8) == 0
+    steps.acceptance = 0.9
+    played = serve(controller, steps, 8, 800)
+    back = next(i for i in range(len(played)) if min(played[i : i + 8]) > 0)
+    assert back < 300
+    assert controller.length_for(KEY, 8) >= 3
+
+
+def test_a_profile_that_says_never_is_found_out():
+    steps = Steps(3)
+    controller = controller_for(steps, factor=4.0)
+    assert controller.length_for(KEY, 4) == 0
+    played = serve(controller, steps, 4, 400)
+    assert played.index(next(length for length in played if length)) < 8  # the first probe comes at once
+    assert controller.length_for(KEY, 4) >= 2
+
+
+def test_stale_acceptance_after_a_pause_does_not_last():
+    """The first steps after length 0 accept little, since the draft lags behind: it must not look low for good."""
+    steps = Steps(4)
+    controller = controller_for(Steps(4))
+    serve(controller, steps, 4, 200)
+    good = controller.length_for(KEY, 4)
+    controller.observe(KEY, [StepObservation(4, good, steps.time(4, good), (4, *[0] * good)) for _ in range(6)])
+    serve(controller, steps, 4, 400)
+    assert controller.length_for(KEY, 4) >= good - 1
+
+
+def test_an_arm_that_met_a_spike_is_tried_again():
+    """One step of 50 times its time at the best length: the choice is the same a few steps later."""
+    steps = Steps(5)
+    controller = controller_for(Steps(5))
+    serve(controller, steps, 4, 200)
+    best = controller.length_for(KEY, 4)
+    slow = dataclasses.replace(steps.step(4, best), latency_s=50 * steps.time(4, best))
+    controller.observe(KEY, [slow])
+    serve(controller, steps, 4, 40)
+    assert steps.goodput(4, controller.length_for(KEY, 4)) >= 0.99 * steps.goodput(4, best)
+
+
+def test_leaving_zero_must_pay_for_catching_up():
+    """A worker whose first step after length 0 takes 60 ms more: the cost is learned and stands against small gains."""
+    steps = Steps(6)
+    controller = controller_for(Steps(6))
+    for _ in range(30):
+        catch_up = dataclasses.replace(steps.step(4, 2), latency_s=steps.time(4, 2) + 0.060, teaches_latency=False)
+        controller.observe(KEY, [steps.step(4, 0), catch_up], "w")
+    model = controller.model(KEY)
+    assert model.resume_s == pytest.approx(0.060, rel=0.1)
+    policy = policy_of(controller)
+    policy.choice[:] = 0
+    gain = 0.5 * model.resume_s / (policy.config.resume_horizon * float(model.seconds[2, 0]))
+    model.tokens = np.ones_like(model.tokens)
+    model.seconds = np.full_like(model.seconds, float(model.seconds[2, 0]))
+    model.seconds[:, 1] /= 1.0 + policy.config.margin + gain
+    policy.decide()
+    assert policy.pull(2) == 0
+    model.resume_s = 0.0
+    policy.decide()
+    assert policy.pull(2) == 1
+
+
+LIES = {
+    "long lengths are cheap": lambda length, rng: 0.85**length,
+    "drafting is dear": lambda length, rng: 1.0 if length == 0 else 1.8,
+    "everything twice": lambda length, rng: 2.0,
+    "noise": lambda length, rng: float(rng.uniform(0.3, 3.0)),
+}
+
+
+def loss_of_the_honest(lie: str, start: int) -> float:
+    """Share of goodput that seven workers lose against the best lengths while the eighth lies from a round on."""
+    rng, controller, steps = np.random.default_rng(7), controller_for(Steps(7)), Steps(7)
+    lost = total = 0.0
+    for round_ in range(start + 60):
+        for worker in range(8):
+            batch = (2, 6, 12, 24)[(round_ // 10 + worker) % 4]
+            best, group = steps.goodput(batch, steps.best(batch)), []
+            for _ in range(8):
+                probe = controller.take_probe(KEY, batch)
+                length = probe.speculation_length if probe else controller.length_for(KEY, batch)
+                report = steps.step(batch, length)
+                if worker == 0 and round_ >= start:
+                    report = dataclasses.replace(report, latency_s=report.latency_s * LIES[lie](length, rng))
+                group.append(report)
+                if worker and round_ >= start:
+                    total += 1.0
+                    lost += 1.0 - steps.goodput(batch, length) / best
+            controller.observe(KEY, group, f"worker-{worker}")
+    return lost / total
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_one_of_eight_workers_that_begins_to_lie_does_not_change_the_choice_of_the_others(lie):
+    """Measured: a loss of 0.1%, as without the lies. The documented bound is 0.5%."""
+    assert loss_of_the_honest(lie, start=12) < 0.005
+
+
+def test_a_worker_that_lies_from_the_first_step_on_costs_little():
+    """Before anything is known, nobody can tell who lies. Measured: 1% to 5% in the first 60 rounds."""
+    assert loss_of_the_honest("everything twice", start=0) < 0.06

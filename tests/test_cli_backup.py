@@ -1,0 +1,74 @@
+"""A backup is of one moment, whole, and does not disturb the writer; what cannot be written leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from database_rows import write_database
+from store_rows import moment, report, rows, store_now
+
+from cli.backup import backup
+from cli.errors import UserError
+from store.database import Store
+
+
+def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    store_now(store, moment(range(1, 5001)))
+    stop = threading.Event()
+
+    def keep_writing() -> None:
+        seq = 5000
+        while not stop.is_set():
+            seq += 10
+            reports = [report(n) for n in range(seq - 9, seq + 1)]
+            assert store_now(store, moment([seq], reports=reports)) is None
+
+    writer = threading.Thread(target=keep_writing)
+    writer.start()
+    try:
+        for number in range(5):
+            copy = tmp_path / f"copy-{number}.db"
+            backup(copy, tmp_path / "s.db", overwrite=False, as_json=False)
+            [(applied, stored, highest)] = rows(
+                copy,
+                "SELECT applied_seq, (SELECT count(*) FROM step_reports), (SELECT max(seq) FROM step_reports) FROM workers",
+            )
+            assert applied == stored == highest >= 5000
+            assert rows(copy, "PRAGMA integrity_check") == [("ok",)]
+    finally:
+        stop.set()
+        writer.join()
+    store.close()
+    assert sorted(path.name for path in tmp_path.glob("*copy*")) == [f"copy-{number}.db" for number in range(5)]
+
+
+def test_a_backup_is_a_database_to_go_on_from(tmp_path):
+    original = write_database(tmp_path / "s.db")
+    backup(tmp_path / "copy.db", original, overwrite=False, as_json=False)
+    first, second = Store.open(original), Store.open(tmp_path / "copy.db")
+    assert first.load() == second.load()
+    assert store_now(second, moment([4], reports=[report(4)])) is None
+    first.close()
+    second.close()
+
+
+def test_an_existing_file_is_only_replaced_when_told(tmp_path):
+    original, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
+    copy.write_text("precious")
+    with pytest.raises(UserError, match="--overwrite"):
+        backup(copy, original, overwrite=False, as_json=False)
+    assert copy.read_text() == "precious"
+    backup(copy, original, overwrite=True, as_json=False)
+    assert rows(copy, "SELECT count(*) FROM step_reports") == [(3,)]
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
+    original = write_database(tmp_path / "s.db")
+    with pytest.raises(UserError, match=r"missing/copy\.db cannot be written"):
+        backup(tmp_path / "missing" / "copy.db", original, overwrite=False, as_json=False)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"folder cannot be written"):
+        backup(tmp_path / "folder", original, overwrite=True, as_json=False)
+    assert [path.name for path in tmp_path.iterdir() if "s.db" not in path.name] == ["folder"]

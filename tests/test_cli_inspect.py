@@ -1,0 +1,209 @@
+"""`speclen inspect`: every page, query and chart that is packaged works on a real database, live and read-only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from database_rows import write_database
+from store_rows import cell, report, rows, store_now
+
+from cli.errors import UserError
+from cli.inspect import METADATA, address, create_application
+from store.database import Store
+from store.records import Commit
+
+pytest.importorskip("datasette_dashboards", reason="needs pip install 'speclen[inspect]'")
+
+from datasette.utils import parse_metadata
+
+PACKAGED = parse_metadata(METADATA.read_text())
+QUERIES = PACKAGED["databases"]["speclen"]["queries"]
+CHARTS = PACKAGED["plugins"]["datasette-dashboards"]["learned"]["charts"]
+
+
+@pytest.fixture
+def database(tmp_path):
+    return write_database(tmp_path / "any name.db")
+
+
+def get(database: Path, path: str) -> tuple[int, str]:
+    async def fetch() -> tuple[int, str]:
+        response = await create_application(database).client.get(path)
+        return response.status_code, response.text
+
+    return asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("name", sorted(QUERIES))
+def test_every_canned_query_runs(database, name):
+    status, body = get(database, f"/speclen/{name}.json?_shape=objects&batch_size=4")
+    assert status == 200, body
+    assert json.loads(body)["ok"] is True
+
+
+def test_canned_queries_answer_what_they_promise(database):
+    _, body = get(database, "/speclen/best_lengths.json?_shape=array")
+    assert [(row["batch_bucket"], row["speculation_length"], row["speedup"]) for row in json.loads(body)] == [
+        ("1-2", 0, 1.0),
+        ("3-4", 2, 2.0),
+    ]
+    _, body = get(database, "/speclen/why.json?_shape=array&batch_size=4")
+    assert [row["reason"] for row in json.loads(body)] == ["a test"]
+    _, body = get(database, "/speclen/why.json?_shape=array&batch_size=5")
+    assert json.loads(body) == []
+    _, body = get(database, "/speclen/acceptance_by_load.json?_shape=array")
+    assert [(row["num_steps"], row["acceptance_rate"]) for row in json.loads(body)] == [(3, 0.5)]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, chart in CHARTS.items() if "query" in chart))
+@pytest.mark.parametrize("context", ["", "t + d on cpu:test, float32"])
+def test_every_chart_has_the_fields_that_it_draws(database, name, context):
+    connection_rows = chart_rows(database, CHARTS[name], context)
+    assert connection_rows, "the chart would be empty"
+    for field in fields_of(CHARTS[name]["display"]):
+        assert field in connection_rows[0], f"{name} draws {field}, which its query does not give"
+
+
+def chart_rows(database: Path, chart: dict, context: str) -> list[dict]:
+    """The rows as the page's script asks for them: with the filter's part of the query, or without it."""
+    optional = chart["query"].split("[[")[1].split("]]")[0]
+    query = chart["query"].replace(f"[[{optional}]]", optional if context else "")
+
+    async def fetch() -> list[dict]:
+        parameters = {"sql": query, "_shape": "array", "context": context}
+        response = await create_application(database).client.get("/speclen.json", params=parameters)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return asyncio.run(fetch())
+
+
+def fields_of(display: object) -> set[str]:
+    """Every field that a chart's description mentions."""
+    if isinstance(display, list):
+        return set().union(*map(fields_of, display))
+    if not isinstance(display, dict):
+        return set()
+    nested = set().union(*map(fields_of, display.values()), set())
+    return nested | ({display["field"]} if "field" in display else set())
+
+
+@pytest.mark.parametrize("view", ["learned_table", "current_choice", "prediction_error", "step_reports"])
+def test_pages_follow_the_controller(database, view):
+    store = Store.open(database)
+    _, before = get(database, f"/speclen/{view}.json?_shape=array")
+    changes = {"latency_cells": [cell(2, step_s=0.5, is_best=True)], "reports": [report(4, latency_s=0.5)]}
+    assert store_now(store, Commit(**changes)) is None
+    _, after = get(database, f"/speclen/{view}.json?_shape=array")
+    store.close()
+    assert json.loads(before) != json.loads(after)
+
+
+def test_nothing_can_be_written_through_it(database):
+    status, _ = get(database, "/speclen.json?sql=delete+from+step_reports")
+    assert status == 400
+    assert rows(database, "SELECT count(*) FROM step_reports") == [(3,)]
+
+
+@pytest.mark.parametrize(
+    ("listen", "insecure", "expected"),
+    [
+        ("127.0.0.1:8001", False, ("127.0.0.1", 8001)),
+        ("[::1]:8001", False, ("::1", 8001)),
+        ("0.0.0.0:8001", True, ("0.0.0.0", 8001)),
+        ("0.0.0.0:8001", False, "has no passwords"),
+        ("8001", False, "is not HOST:PORT"),
+        ("localhost:http", False, "is not HOST:PORT"),
+        ("localhost:70000", False, "is not HOST:PORT"),
+    ],
+)
+def test_addresses(listen, insecure, expected):
+    if isinstance(expected, tuple):
+        assert address(listen, insecure) == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            address(listen, insecure)
+
+
+def test_a_missing_database_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="There is no database"):
+        create_application(tmp_path / "none.db")
+
+
+@contextmanager
+def serving(database: Path, port: int):
+    script = (
+        "import sys; from pathlib import Path; from cli.inspect import inspect; inspect(Path(sys.argv[1]), sys.argv[2])"
+    )
+    command = [sys.executable, "-c", script.replace("sys.argv[2])", "sys.argv[2], False, False)"), str(database)]
+    with subprocess.Popen([*command, f"127.0.0.1:{port}"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split()[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+
+
+def test_a_taken_port_is_one_sentence(database, unused_port):
+    with serving(database, unused_port) as page:
+        wait_until_open(page)
+        command = [
+            sys.executable,
+            "-m",
+            "cli.app",
+            "inspect",
+            "--db",
+            str(database),
+            "--listen",
+            f"127.0.0.1:{unused_port}",
+        ]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{unused_port}: choose another" in second.stderr
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
+def test_a_browser_draws_every_chart(database, unused_port, tmp_path):
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --virtual-time-budget=20000 --dump-dom"
+    with serving(database, unused_port) as page:
+        wait_until_open(page)
+        command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'chromium'}", page]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+    charts = [name for name, chart in CHARTS.items() if chart["library"] == "vega-lite"]
+    assert len(charts) == 5
+    for name in charts:
+        drawn = shown.split(f'id="chart-{name}"')[1].split('id="chart-')[0]
+        assert re.search(r'role-mark[^>]*>\s*<path[^>]* d="M', drawn), f"{name} was not drawn"
+
+
+def wait_until_open(page: str) -> None:
+    """The address is printed just before the port opens."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            with urllib.request.urlopen(page, timeout=30):
+                return
+        except OSError:
+            assert time.monotonic() < deadline, "the pages never came"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

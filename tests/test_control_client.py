@@ -1,0 +1,214 @@
+"""A step never waits for the controller, no report is lost between the two, and a probe is used once."""
+
+import asyncio
+import time
+
+import pytest
+from grpc import aio
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+
+from worker.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
+from worker.length_table import LengthTable
+from worker.steps import LengthChoice, StepFlag, StepResult
+
+MAX_BATCH, MAX_LENGTH = 8, 4
+QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)
+
+
+def card() -> WorkerCard:
+    return WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), MAX_BATCH, MAX_LENGTH, "127.0.0.1:1", "adaptive")
+
+
+def client(follow: bool = True, settings: ControlSettings = QUICK) -> ControlClient:
+    return ControlClient(card(), LengthTable.constant(2, MAX_BATCH, "default"), follow, settings)
+
+
+def step(batch_size: int = 1, length: int = 2, flags: frozenset[StepFlag] = frozenset()) -> StepResult:
+    histogram = (batch_size,) + (0,) * length
+    return StepResult(batch_size, length, 0.01, histogram, 10.0, flags)
+
+
+def table(length: int, version: int) -> pb.LengthTable:
+    choice = pb.BucketChoice(batch_min=1, batch_max=MAX_BATCH, speculation_length=length)
+    return pb.LengthTable(decision_version=version, choices=[choice])
+
+
+class FakeController(rpc.ControlServiceServicer):
+    """Keeps every report it gets; `durable` says how far it acknowledges; `hang_up_after` ends a stream early."""
+
+    def __init__(self) -> None:
+        self.seqs: list[int] = []
+        self.reports: list[pb.StepReport] = []
+        self.num_streams = 0
+        self.acknowledge = True
+        self.hang_up_after: int | None = None
+        self.length = 3
+        self.probes: list[pb.Probe] = []
+
+    async def RegisterWorker(self, request, context):  # noqa: N802
+        return pb.RegisterWorkerResponse(table=table(self.length, 1), durable_seq=0)
+
+    async def StreamReports(self, request_iterator, context):  # noqa: N802
+        self.num_streams += 1
+        count = 0
+        async for request in request_iterator:
+            self.reports += request.reports
+            self.seqs += [report.seq for report in request.reports]
+            count += len(request.reports)
+            durable = self.seqs[-1] if self.seqs and self.acknowledge else 0
+            probes, self.probes = self.probes, []
+            yield pb.StreamReportsResponse(durable_seq=durable, applied_seq=durable, probes=probes)
+            if self.hang_up_after is not None and count >= self.hang_up_after:
+                return
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+async def start(controller: FakeController) -> tuple[aio.Server, str]:
+    server = aio.server()
+    rpc.add_ControlServiceServicer_to_server(controller, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+def with_controller(controller: FakeController, scenario, follow: bool = True) -> ControlClient:
+    async def run() -> ControlClient:
+        server, address = await start(controller)
+        control = client(follow)
+        task = asyncio.create_task(control.run(address))
+        try:
+            await scenario(control)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await server.stop(None)
+        return control
+
+    return asyncio.run(run())
+
+
+def test_without_a_controller_the_first_table_is_used_and_reports_wait():
+    control = client()
+    assert control.choice_for(5) == LengthChoice(2, 0)
+    control.report(control.choice_for(1), step())
+    assert [record[0] for record in control.buffer.records] == [1]
+
+
+def test_table_comes_from_the_controller_and_reports_go_to_it():
+    controller = FakeController()
+
+    async def scenario(control):
+        await until(lambda: control.connected)
+        for _ in range(300):
+            control.report(control.choice_for(2), step(2, 3, frozenset({StepFlag.PREFILL})))
+        await until(lambda: len(controller.seqs) == 300)
+        await until(lambda: not control.buffer.records)
+
+    control = with_controller(controller, scenario)
+    assert control.table.lengths[1] == 3
+    assert controller.seqs == list(range(1, 301))
+    last = controller.reports[-1]
+    assert (last.batch_size, last.speculation_length, last.decision_version) == (2, 3, 1)
+    assert list(last.flags) == [pb.STEP_FLAG_PREFILL]
+    assert control.buffer.num_dropped == 0
+
+
+def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
+    controller = FakeController()
+    controller.acknowledge = False
+    controller.hang_up_after = 10
+
+    async def scenario(control):
+        await until(lambda: control.connected)
+        for _ in range(10):
+            control.report(LengthChoice(1), step())
+        await until(lambda: controller.num_streams >= 2)
+        controller.acknowledge, controller.hang_up_after = True, None
+        await until(lambda: not control.buffer.records)
+
+    with_controller(controller, scenario)
+    assert set(controller.seqs) == set(range(1, 11))
+    assert len(controller.seqs) > 10
+
+
+def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
+    controller = FakeController()
+    controller.probes = [pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=60)]
+
+    async def scenario(control):
+        await until(lambda: control.connected)
+        control.report(control.choice_for(1), step())
+        await until(lambda: controller.seqs == [1])
+        await until(lambda: not control.buffer.records)
+        assert control.choice_for(1) == LengthChoice(2, 0)
+
+    with_controller(controller, scenario, follow=False)
+
+
+def test_a_probe_is_used_once_and_only_for_its_batch_sizes():
+    controller = FakeController()
+    controller.probes = [pb.Probe(probe_id=9, batch_min=3, batch_max=4, speculation_length=1, valid_for_s=60)]
+    seen: list[LengthChoice] = []
+
+    async def scenario(control):
+        await until(lambda: control.connected and control._incoming)
+        seen.extend(control.choice_for(batch_size) for batch_size in (2, 4, 4, 3))
+
+    with_controller(controller, scenario)
+    assert [choice.probe_id for choice in seen] == [0, 9, 0, 0]
+    assert [choice.speculation_length for choice in seen] == [3, 1, 3, 3]
+
+
+def test_an_old_probe_is_forgotten():
+    controller = FakeController()
+    controller.probes = [pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=0.01)]
+
+    async def scenario(control):
+        await until(lambda: control.connected and control._incoming)
+        await asyncio.sleep(0.05)
+        assert control.choice_for(1).probe_id == 0
+
+    with_controller(controller, scenario)
+
+
+def test_when_the_controller_goes_the_last_table_stays():
+    async def run() -> ControlClient:
+        controller = FakeController()
+        server, address = await start(controller)
+        control = client()
+        task = asyncio.create_task(control.run(address))
+        await until(lambda: control.connected)
+        await server.stop(None)
+        await until(lambda: not control.connected)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return control
+
+    control = asyncio.run(run())
+    assert control.table.source == "last table"
+    assert control.choice_for(1).speculation_length == 3
+
+
+def test_the_buffer_is_bounded_and_counts_what_it_drops():
+    buffer = ReportBuffer(max_buffered=5)
+    for _ in range(8):
+        buffer.append(LengthChoice(1), step())
+    buffer.trim()
+    assert buffer.num_dropped == 3
+    assert [seq for seq, _, _ in buffer.after(0, 10)] == [4, 5, 6, 7, 8]
+    assert [seq for seq, _, _ in buffer.after(6, 1)] == [7]
+    buffer.forget_until(7)
+    assert [seq for seq, _, _ in buffer.after(0, 10)] == [8]
+
+
+def test_choosing_and_reporting_are_cheap():
+    """No timing here, only that nothing but a tuple index and an append happens: no lock, no message, no clock."""
+    control = ControlClient(card(), LengthTable.constant(2, MAX_BATCH, "default"), True, QUICK, clock=pytest.fail)
+    control.report(control.choice_for(1), step())

@@ -1,0 +1,292 @@
+"""The law: a mark becomes durable only after the commit that holds every report up to it; nothing waits for the disk."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from control_fakes import report
+
+from controller.config import ControllerConfig
+from controller.core import ContextKey, Limits
+from controller.fleet import MANY_WORKERS, Fleet, batches
+from controller.journal import JournalSettings
+from controller.registry import Context, Registration, Worker
+from controller.server import create_fleet
+from store.records import Commit, StoredState, StoreHealth
+
+CONTEXT = Context(1, ContextKey("t", "d", "cpu", "float32"), Limits(32, 4), 0.0)
+
+
+class FakeStore:
+    """Keeps commits and lets the test say when they are on disk."""
+
+    def __init__(self) -> None:
+        self.commits: list[tuple[Commit, object]] = []
+        self.ok = True
+
+    def submit(self, commit: Commit, on_done) -> None:
+        self.commits.append((commit, on_done))
+
+    def health(self) -> StoreHealth:
+        return StoreHealth(self.ok, "", 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+
+    async def land(self, number: int = 0, error: Exception | None = None) -> None:
+        self.commits[number][1](error)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+def setting() -> tuple[Fleet, FakeStore, Worker, list[str]]:
+    store, told = FakeStore(), []
+    fleet = create_fleet(ControllerConfig(in_memory=True), None, StoredState())
+    fleet.journal.store = store
+    fleet.journal.on_durable = lambda workers: told.extend(worker.worker_id for worker in workers)
+    worker = fleet.register(Registration("w", 7, ContextKey("t", "d", "cpu", "float32"), Limits(32, 4)))
+    return fleet, store, worker, told
+
+
+def send(fleet: Fleet, worker: Worker, *seqs: int, learn: bool = True) -> None:
+    fleet.take(worker, [report(seq) for seq in seqs])
+    if learn:
+        fleet.learn(worker)
+
+
+def test_durable_follows_the_commit():
+    async def story() -> None:
+        fleet, store, worker, told = setting()
+        send(fleet, worker, 1, 2, 3)
+        fleet.journal.commit()
+        assert (worker.durable_seq, told) == (0, [])
+        send(fleet, worker, 4)  # after the commit was built: not in it
+        await store.land()
+        assert (worker.durable_seq, told) == (3, ["w"])
+        commit = store.commits[0][0]
+        assert [row[4] for row in commit.reports] == [1, 2, 3]
+        assert [row.applied_seq for row in commit.workers] == [3]
+
+    asyncio.run(story())
+
+
+def test_reports_that_wait_to_be_learned_from_are_beyond_the_mark():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        send(fleet, worker, 1, 2)
+        send(fleet, worker, 3, learn=False)
+        send(fleet, worker, 3)  # a repetition, which changes a count of the worker
+        fleet.journal.note_worker(worker)
+        fleet.journal.commit()
+        commit = store.commits[0][0]
+        assert commit.workers[0].applied_seq == max(row[4] for row in commit.reports)
+
+    asyncio.run(story())
+
+
+def test_a_mark_never_runs_ahead_of_reports_that_wait():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        send(fleet, worker, 1, 2, learn=False)
+        fleet.take(worker, [report(2)])
+        fleet.journal.commit()
+        for commit, _done in store.commits:
+            assert all(row.applied_seq == 0 for row in commit.workers)
+        fleet.learn(worker)
+        fleet.journal.commit()
+        assert store.commits[-1][0].workers[0].applied_seq == 2
+
+    asyncio.run(story())
+
+
+def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks():
+    async def story() -> None:
+        fleet, store, worker, told = setting()
+        send(fleet, worker, 1, 2)
+        fleet.journal.commit()
+        await store.land(0, RuntimeError("no"))
+        assert (worker.durable_seq, told) == (0, [])
+        assert fleet.journal.num_failed_commits == 1
+        fleet.journal.commit()
+        assert store.commits[1][0].workers[0].applied_seq == 2
+        await store.land(1)
+        assert (worker.durable_seq, told) == (2, ["w"])
+
+    asyncio.run(story())
+
+
+def test_a_late_report_is_durable_only_with_its_own_commit():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        send(fleet, worker, 1, 5)
+        fleet.journal.commit()
+        send(fleet, worker, 3)
+        await store.land(0)
+        assert worker.durable_seq == 2
+        fleet.journal.commit()
+        await store.land(1)
+        assert worker.durable_seq == 5
+        assert store.commits[1][0].workers[0].missing_ranges == "[[2, 2], [4, 4]]"
+
+    asyncio.run(story())
+
+
+def test_an_answer_for_an_old_life_moves_nothing():
+    async def story() -> None:
+        fleet, store, worker, told = setting()
+        send(fleet, worker, 1, 2)
+        fleet.journal.commit()
+        fleet.register(Registration("w", 8, worker.context.key, Limits(32, 4)))
+        await store.land(0)
+        assert (worker.durable_seq, told) == (0, [])
+
+    asyncio.run(story())
+
+
+def test_registering_anew_does_not_lose_reports_that_wait():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        send(fleet, worker, 1, 2, learn=False)
+        fleet.register(Registration("w", 8, worker.context.key, Limits(32, 4)))
+        fleet.journal.commit()
+        commit = store.commits[0][0]
+        assert [(row[3], row[4]) for row in commit.reports] == [(7, 1), (7, 2)]
+        assert (commit.workers[0].epoch, commit.workers[0].applied_seq) == (8, 0)
+
+    asyncio.run(story())
+
+
+def test_groups_ascend_in_the_order_of_rows():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        other = fleet.register(Registration("v", 1, worker.context.key, Limits(32, 4)))
+        send(fleet, worker, 1, learn=False)
+        send(fleet, other, 1)
+        await fleet.learn_all()
+        send(fleet, worker, 2, 3)
+        fleet.journal.commit()
+        rows = store.commits[0][0].reports
+        assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+        assert rows[-1][0] == fleet.last_group_id
+
+    asyncio.run(story())
+
+
+def test_reports_of_several_workers_are_learned_from_in_one_call():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        other = fleet.register(Registration("v", 1, worker.context.key, Limits(32, 4)))
+        elsewhere = fleet.register(Registration("u", 1, ContextKey("t", "d", "cuda", "float32"), Limits(32, 4)))
+        for each in (worker, other, elsewhere):
+            send(fleet, each, 1, 2, learn=False)
+        await fleet.learn_all()
+        fleet.journal.commit()
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for commit, _done in store.commits:
+            for row in commit.reports:
+                groups.setdefault(row[0], []).append((row[2], row[4]))
+        together, alone = groups.values()
+        assert together == [
+            (worker.worker_key, 1),
+            (worker.worker_key, 2),
+            (other.worker_key, 1),
+            (other.worker_key, 2),
+        ]
+        assert alone == [(elsewhere.worker_key, 1), (elsewhere.worker_key, 2)]
+        marks = {row.worker_id: row.applied_seq for commit, _done in store.commits for row in commit.workers}
+        assert marks == {"w": 2, "v": 2, "u": 2}
+
+    asyncio.run(story())
+
+
+def test_a_call_of_the_estimator_is_bounded():
+    workers = [Worker(*(number, f"w{number}", 1), CONTEXT, Limits(32, 4), "", "", 0.0, 0.0) for number in range(100)]
+    assert [len(batch) for batch in batches(workers)] == [MANY_WORKERS] * 6 + [4]
+    for worker in workers:
+        worker.group.rows.extend([()] * 100)
+    assert {len(batch) for batch in batches(workers)} == {6, 4}, "more than enough reports, or the rest"
+
+
+@pytest.mark.parametrize(("disk_works", "waits"), [(True, True), (False, False)])
+def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works, waits):
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        fleet.journal.settings = JournalSettings(max_waiting_reports=2)
+        store.ok = disk_works
+        send(fleet, worker, 1, 2, 3)
+        fleet.journal.commit()
+        waiting = asyncio.create_task(fleet.journal.wait_for_room())
+        await asyncio.sleep(0.01)
+        assert waiting.done() != waits
+        await store.land()
+        await asyncio.wait_for(waiting, 1.0)
+        assert fleet.journal.num_waiting_reports == 0
+
+    asyncio.run(story())
+
+
+def test_lag_is_the_age_of_the_oldest_change_that_is_not_on_disk():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        fleet.journal.commit()
+        await store.land(0)
+        assert fleet.journal.lag_s() == 0.0
+        now = 1000.0
+        fleet.journal.clock = lambda: now
+        send(fleet, worker, 1)
+        fleet.journal.commit()
+        now = 1002.5
+        assert fleet.journal.lag_s() == 2.5
+        await store.land(1)
+        assert fleet.journal.lag_s() == 0.0
+
+    asyncio.run(story())
+
+
+def test_the_end_waits_for_the_disk_but_not_for_ever():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        send(fleet, worker, 1)
+        assert not await fleet.journal.finish(0.05)
+        finishing = asyncio.create_task(fleet.journal.finish(5.0))
+        await asyncio.sleep(0.01)
+        await store.land(0)
+        assert await finishing
+
+    asyncio.run(story())
+
+
+def test_expensive_commits_stretch_the_interval_instead_of_the_loop():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        fleet.journal.settings = JournalSettings(interval_s=0.001, max_share=0.1)
+        snapshots = fleet.journal.snapshots.of_pair
+
+        def slow(*arguments):
+            time.sleep(0.05)
+            return snapshots(*arguments)
+
+        fleet.journal.snapshots.of_pair = slow
+
+        async def settle() -> None:
+            fleet.journal.note_worker(worker)
+
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(fleet.journal.run(settle), 0.9)
+        assert 1 <= len(store.commits) <= 3, "0.05 s of work at a tenth of the time: two a second"
+
+    asyncio.run(story())
+
+
+def test_pairs_are_committed_one_by_one():
+    async def story() -> None:
+        fleet, store, worker, _ = setting()
+        other = fleet.register(Registration("v", 1, ContextKey("t2", "d", "cpu", "float32"), Limits(32, 4)))
+        send(fleet, worker, 1)
+        send(fleet, other, 1, 2)
+        fleet.journal.commit()
+        assert [[state.key for state in commit.states if state.scope == "pair"] for commit, _done in store.commits] == [
+            ['["t", "d"]'],
+            ['["t2", "d"]'],
+        ]
+        assert [len(commit.reports) for commit, _done in store.commits] == [1, 2]
+
+    asyncio.run(story())

@@ -1,0 +1,395 @@
+"""The five calls over real gRPC: what a worker may rely on, and the status of everything that goes wrong."""
+
+import asyncio
+import math
+
+import pytest
+from control_fakes import CONTEXT, LIMITS, group, identity, registration, report, run, served, status_of, until_durable
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+
+from store.connection import connect_reader
+from store.queries import stored_reports, workers
+
+PROFILE = pb.ImportProfileRequest(
+    context=CONTEXT,
+    cells=[
+        pb.ProfileCell(
+            batch_size=batch,
+            speculation_length=length,
+            step_s=0.010 + 0.002 * length + 0.0005 * batch * length,
+            num_steps=50,
+        )
+        for batch in (1, 8, 32)
+        for length in range(5)
+    ],
+    survival=[0.9, 0.8, 0.7, 0.6],
+    num_survival_rows=[1000] * 4,
+    source="test",
+)
+
+
+def test_the_life_of_a_report(tmp_path):
+    """Registered, sent, learned from, on disk, in the table; and after a restart still there."""
+
+    async def first_life():
+        async with served(tmp_path) as at:
+            answer = await at.stub.RegisterWorker(registration())
+            assert answer.durable_seq == 0
+            covered = [b for c in answer.table.choices for b in range(c.batch_min, c.batch_max + 1)]
+            assert covered == list(range(1, 33)), "every batch size is in exactly one bucket"
+            call = at.stub.StreamReports()
+            await call.write(group(1, 64))
+            answer = await call.read()
+            assert answer.applied_seq == 64
+            assert answer.num_refused == 0
+            assert answer.HasField("table")
+            answer = await until_durable(call, 64)
+            assert [row.seq for row in stored_reports(connect_reader(tmp_path / "test.db"))] == list(range(1, 65))
+            learned = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables[0]
+            steps = {(row.batch_min, row.speculation_length): row.num_steps for row in learned.rows}
+            assert steps[3, 2] == 64
+            assert sum(steps.values()) == 64
+            return learned
+
+    async def second_life(learned):
+        async with served(tmp_path) as at:
+            again = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0]
+            assert again == learned, "a restart changes nothing"
+            assert (await at.stub.RegisterWorker(registration())).durable_seq == 64
+            call = at.stub.StreamReports()
+            await call.write(group(60, 70))
+            await until_durable(call, 70)
+            assert at.fleet.totals.num_repeated == 5
+            assert at.fleet.totals.num_reports == 6
+
+    async def story():
+        await second_life(await first_life())
+
+    run(story)
+
+
+def test_every_message_is_answered_and_the_table_comes_when_it_changed():
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            versions = []
+            for number in range(30):
+                if number % 3 == 0:
+                    await call.write(pb.StreamReportsRequest(worker=identity()))
+                else:
+                    await call.write(group(10 * number + 1, 10 * number + 10))
+                answer = await call.read()
+                if answer.HasField("table"):
+                    versions.append(answer.table.decision_version)
+            assert versions == sorted(set(versions)), "no version is sent twice"
+
+    run(story)
+
+
+def test_a_table_that_changed_is_pushed_to_the_other_workers():
+    async def story():
+        async with served(None) as at:
+            for worker_id in ("w", "listener"):
+                await at.stub.RegisterWorker(registration(worker_id))
+            listener = at.stub.StreamReports()
+            await listener.write(pb.StreamReportsRequest(worker=identity("listener")))
+            first = (await listener.read()).table.decision_version
+            # Length 0 takes as long as length 2 with nearly everything accepted: the cautious first table must change.
+            call = at.stub.StreamReports()
+            await call.write(group(1, 64, accepted_histogram=[0, 0, 4]))
+            await call.write(group(65, 128, speculation_length=0, accepted_histogram=[4]))
+            await call.write(group(129, 192, speculation_length=4, latency_s=0.021, accepted_histogram=[0, 0, 0, 0, 4]))
+            while True:
+                answer = await listener.read()
+                if answer.HasField("table"):
+                    break
+            assert answer.table.decision_version > first
+
+    run(story)
+
+
+def test_unary_and_stream_share_one_numbering():
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            for seq in range(1, 6):
+                answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
+                assert answer.applied_seq == seq
+                assert 0 <= answer.speculation_length <= 4
+            assert at.fleet.totals.num_groups == 5, "learned from before the answer"
+            call = at.stub.StreamReports()
+            await call.write(group(1, 8))
+            assert (await call.read()).applied_seq == 8
+            assert at.fleet.totals.num_repeated == 5
+
+    run(story)
+
+
+def test_a_bad_report_is_refused_alone_and_counted():
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            request = pb.ReportStepRequest(worker=identity(), report=report(1, latency_s=math.nan))
+            code, details = await status_of(at.stub.ReportStep(request))
+            assert (code, "latency_s is nan" in details) == ("INVALID_ARGUMENT", True)
+            call = at.stub.StreamReports()
+            await call.write(
+                pb.StreamReportsRequest(
+                    worker=identity(),
+                    reports=[report(2), report(3, latency_s=-1.0), report(4, batch_size=5), report(5)],
+                )
+            )
+            answer = await call.read()
+            assert (answer.num_refused, answer.applied_seq) == (2, 5)
+            assert "report 4: accepted_histogram sums to 4" in answer.last_refusal
+            await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+            assert at.fleet.totals.num_reports == 2
+            assert at.fleet.totals.refused == {"latency_s": 2, "accepted_histogram": 1}
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"worker": pb.WorkerIdentity(worker_id="", epoch=1)}, "worker_id"),
+        ({"worker": pb.WorkerIdentity(worker_id="x" * 129, epoch=1)}, "worker_id"),
+        ({"worker": pb.WorkerIdentity(worker_id="a\nb", epoch=1)}, "worker_id"),
+        ({"worker": pb.WorkerIdentity(worker_id="w", epoch=0)}, "epoch"),
+        ({"worker": pb.WorkerIdentity(worker_id="w", epoch=2**63)}, "epoch"),
+        ({"context": pb.ContextKey()}, "context.target"),
+        ({"context": pb.ContextKey(target="t", device="c")}, "context.dtype"),
+        ({"limits": pb.WorkerLimits(max_batch_size=0)}, "max_batch_size"),
+        ({"limits": pb.WorkerLimits(max_batch_size=4097)}, "max_batch_size"),
+        ({"limits": pb.WorkerLimits(max_batch_size=1, max_speculation_length=65)}, "max_speculation_length"),
+        ({"address": "x" * 257}, "address"),
+        ({"policy": "x" * 65}, "policy"),
+    ],
+)
+def test_a_registration_is_checked_field_by_field(changes, named):
+    async def story():
+        async with served(None) as at:
+            request = registration()
+            for field, value in changes.items():
+                if isinstance(value, str):
+                    setattr(request, field, value)
+                else:
+                    getattr(request, field).CopyFrom(value)
+            code, details = await status_of(at.stub.RegisterWorker(request))
+            assert (code, named in details) == ("INVALID_ARGUMENT", True), details
+            assert not at.fleet.registry.workers
+
+    run(story)
+
+
+def test_old_and_unknown_lives_are_refused():
+    async def story():
+        async with served(None) as at:
+            unary = pb.ReportStepRequest(worker=identity(), report=report(1))
+            assert (await status_of(at.stub.ReportStep(unary)))[0] == "FAILED_PRECONDITION"
+            await at.stub.RegisterWorker(registration(epoch=7))
+            stream = at.stub.StreamReports()
+            await stream.write(group(1, 4))
+            await stream.read()
+            await at.stub.RegisterWorker(registration(epoch=8))
+            assert (await status_of(drained(stream)))[0] == "FAILED_PRECONDITION", "the old life's stream is ended"
+            for attempt in (
+                at.stub.RegisterWorker(registration(epoch=7)),
+                at.stub.ReportStep(unary),
+                first_answer(at, 7),
+            ):
+                code, details = await status_of(attempt)
+                assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
+            await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+            assert at.fleet.totals.num_reports == 4
+
+    run(story)
+
+
+async def drained(call):
+    while await call.read() is not aio.EOF:
+        pass
+    raise AssertionError("the stream ended without a status")
+
+
+async def first_answer(at, epoch):
+    call = at.stub.StreamReports()
+    await call.write(pb.StreamReportsRequest(worker=identity(epoch=epoch)))
+    return await call.read()
+
+
+def test_a_profile_seeds_a_context_and_is_checked():
+    async def story():
+        async with served(None) as at:
+            answer = await at.stub.ImportProfile(PROFILE)
+            assert (answer.profile_id, answer.num_cells) == (1, 15)
+            table = (await at.stub.RegisterWorker(registration())).table
+            assert table.choices[0].speculation_length == 4, "at batch size 1 the longest pays in this profile"
+            rows = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0].rows
+            assert {row.source for row in rows if row.batch_min == 1} == {"profile"}
+            for change, named in (
+                (lambda p: p.ClearField("cells"), "cells"),
+                (lambda p: p.cells.add(batch_size=1, speculation_length=0, step_s=0.1, num_steps=1), "two cells"),
+                (lambda p: setattr(p.cells[0], "step_s", math.inf), "step_s"),
+                (lambda p: setattr(p.cells[0], "step_s_stderr", -1.0), "step_s_stderr"),
+                (lambda p: setattr(p.cells[0], "num_steps", 0), "num_steps"),
+                (lambda p: setattr(p.cells[0], "mean_context_length", math.nan), "mean_context_length"),
+                (lambda p: p.survival.append(0.9), "num_survival_rows"),
+                (lambda p: p.survival.__setitem__(1, 0.95), "survival"),
+                (lambda p: p.survival.__setitem__(0, math.nan), "survival"),
+                (lambda p: p.context.ClearField("target"), "context.target"),
+            ):
+                profile = pb.ImportProfileRequest()
+                profile.CopyFrom(PROFILE)
+                change(profile)
+                code, details = await status_of(at.stub.ImportProfile(profile))
+                assert (code, named in details) == ("INVALID_ARGUMENT", True), details
+
+    run(story)
+
+
+def test_an_unknown_context_is_no_empty_table():
+    async def story():
+        async with served(None) as at:
+            code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT)))
+            assert (code, "unknown" in details) == ("FAILED_PRECONDITION", True)
+            assert not (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables
+
+    run(story)
+
+
+def test_a_worker_gets_no_length_beyond_its_own_limit():
+    async def story():
+        async with served(None) as at:
+            await at.stub.ImportProfile(PROFILE)
+            short = pb.WorkerLimits(max_batch_size=32, max_speculation_length=1)
+            table = (await at.stub.RegisterWorker(registration("short", limits=short))).table
+            assert max(choice.speculation_length for choice in table.choices) == 1
+            full = (await at.stub.RegisterWorker(registration("full", limits=LIMITS))).table
+            assert max(choice.speculation_length for choice in full.choices) == 4
+
+    run(story)
+
+
+def test_a_probe_goes_to_one_worker_once_and_only_to_one_that_follows_the_table():
+    async def story():
+        async with served(None) as at:
+            probes = []
+            for worker_id, policy in (("a", "adaptive"), ("b", "adaptive"), ("c", "fixed:2")):
+                await at.stub.RegisterWorker(registration(worker_id, policy=policy))
+            calls = {worker_id: at.stub.StreamReports() for worker_id in "abc"}
+            for number in range(150):
+                for worker_id, call in calls.items():
+                    request = group(number + 1, number + 1, batch_size=4)
+                    request.worker.CopyFrom(identity(worker_id))
+                    await call.write(request)
+                    answer = await call.read()
+                    assert not (worker_id == "c" and answer.probes)
+                    assert len(answer.probes) <= 1
+                    probes += answer.probes
+                await at.fleet.learn_all()
+            assert probes, "a length that was never tried must be tried"
+            assert len({probe.probe_id for probe in probes}) == len(probes) == at.fleet.totals.num_probes
+            assert all(probe.valid_for_s > 0 and probe.batch_min <= 4 <= probe.batch_max for probe in probes)
+
+    run(story)
+
+
+def test_health_and_reflection_are_on_the_same_port():
+    async def story():
+        async with served(None) as at:
+            health = health_pb2_grpc.HealthStub(at.channel)
+            for name in ("", "speclen.v1.ControlService", "speclen.store"):
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
+            call = reflection_pb2_grpc.ServerReflectionStub(at.channel).ServerReflectionInfo()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            names = {service.name for service in (await call.read()).list_services_response.service}
+            assert "speclen.v1.ControlService" in names
+            call.cancel()
+
+    run(story)
+
+
+def test_a_token_is_needed_on_every_method(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+
+    async def story():
+        async with served(None, token_file=token) as at:
+            health = health_pb2_grpc.HealthStub(at.channel)
+            for call in (
+                at.stub.RegisterWorker(registration()),
+                at.stub.GetLearnedTable(pb.GetLearnedTableRequest()),
+                health.Check(health_pb2.HealthCheckRequest()),
+                at.stub.StreamReports().read(),
+            ):
+                assert (await status_of(call))[0] == "UNAUTHENTICATED"
+            metadata = (("authorization", "Bearer 0123456789abcdef"),)
+            await at.stub.RegisterWorker(registration(), metadata=metadata)
+            call = at.stub.StreamReports(metadata=metadata)
+            await call.write(group(1, 2))
+            assert (await call.read()).applied_seq == 2
+
+    run(story)
+
+
+def test_a_mistake_of_ours_is_logged_and_not_told(monkeypatch):
+    async def story():
+        async with served(None) as at:
+            monkeypatch.setattr(at.fleet.estimator, "learned_rows", lambda key: 1 / 0)
+            await at.stub.RegisterWorker(registration())
+            code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
+            assert (code, "division" in details) == ("INTERNAL", False)
+
+    run(story)
+
+
+def test_a_mistake_in_the_estimator_costs_one_group_and_no_more(tmp_path, monkeypatch):
+    async def story():
+        async with served(tmp_path) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            with monkeypatch.context() as broken:
+                broken.setattr(at.fleet.estimator, "observe", lambda *arguments: 1 / 0)
+                await call.write(group(1, 10))
+                await until_durable(call, 10)
+            await call.write(group(11, 20))
+            await until_durable(call, 20)
+            assert at.fleet.totals.refused == {"estimator": 10}
+            assert [row.seq for row in stored_reports(connect_reader(tmp_path / "test.db"))] == list(range(11, 21))
+
+    run(story)
+
+
+def test_draining_saves_everything_tells_the_workers_and_refuses_what_is_new(tmp_path):
+    async def story():
+        answers = []
+        async with served(tmp_path) as at:
+            await at.stub.RegisterWorker(registration())
+            channel = aio.insecure_channel(at.address)  # outlives the controller
+            call = rpc.ControlServiceStub(channel).StreamReports()
+            await call.write(group(1, 20))
+            answers.append(await call.read())
+            reading = asyncio.create_task(read_to_the_end(call, answers))
+        assert await reading == "UNAVAILABLE"
+        assert answers[-1].durable_seq == 20
+        assert workers(connect_reader(tmp_path / "test.db"))[0].applied_seq == 20
+        await channel.close()
+
+    run(story)
+
+
+async def read_to_the_end(call, answers):
+    """Code of the status with which the stream ended."""
+    try:
+        while (answer := await call.read()) is not aio.EOF:
+            answers.append(answer)
+    except aio.AioRpcError as error:
+        return error.code().name
+    return "OK"

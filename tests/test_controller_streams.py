@@ -1,0 +1,217 @@
+"""A stream ends for a stated reason, costs a bounded amount of memory, and never waits for another one."""
+
+import asyncio
+import time
+
+import pytest
+from control_fakes import group, identity, registration, report, run, served, status_of, until_durable
+from grpc import aio
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+
+from controller.streams import StreamSettings
+
+
+async def opened(at, worker_id="w", epoch=7):
+    """A stream that has said whose it is, and its first answer."""
+    call = at.stub.StreamReports()
+    await call.write(pb.StreamReportsRequest(worker=identity(worker_id, epoch)))
+    return call, await call.read()
+
+
+async def to_the_end(call):
+    while await call.read() is not aio.EOF:
+        pass
+
+
+def test_the_first_message_names_the_worker():
+    async def story():
+        async with served(None) as at:
+            call = at.stub.StreamReports()
+            await call.write(pb.StreamReportsRequest(reports=[report(1)]))
+            code, details = await status_of(call.read())
+            assert (code, "name the worker" in details) == ("INVALID_ARGUMENT", True)
+
+    run(story)
+
+
+def test_a_message_has_a_largest_number_of_reports():
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(group(1, 1024))
+            assert (await call.read()).applied_seq == 1024
+            await call.write(group(1025, 2049))
+            code, details = await status_of(to_the_end(call))
+            assert (code, "1025 reports" in details) == ("INVALID_ARGUMENT", True)
+
+    run(story)
+
+
+def test_a_second_stream_of_a_worker_takes_the_place_of_the_first():
+    """The first is a connection that died without a word; its reports that still arrive count once."""
+
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            first, _ = await opened(at)
+            second, _ = await opened(at)
+            assert (await status_of(first.read()))[0] == "ABORTED"
+            await second.write(group(1, 3))
+            assert (await second.read()).applied_seq == 3
+            assert len(at.controller.servicer.streams.open) == 1
+
+    run(story)
+
+
+def test_streams_are_bounded_and_a_closed_one_makes_room():
+    async def story():
+        async with served(None, max_streams=2) as at:
+            for worker_id in "abc":
+                await at.stub.RegisterWorker(registration(worker_id))
+            first, _ = await opened(at, "a")
+            await opened(at, "b")
+            code, details = await status_of(opened(at, "c"))
+            assert (code, "try again later" in details) == ("RESOURCE_EXHAUSTED", True)
+            assert (
+                await at.stub.ReportStep(pb.ReportStepRequest(worker=identity("c"), report=report(1)))
+            ).applied_seq == 1
+            first.cancel()
+            await asyncio.sleep(0.1)
+            await opened(at, "c")
+
+    run(story)
+
+
+def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not():
+    async def story():
+        async with served(None, silence_s=1.5) as at:
+            for worker_id in ("silent", "alive"):
+                await at.stub.RegisterWorker(registration(worker_id))
+            silent, _ = await opened(at, "silent")
+            alive, _ = await opened(at, "alive")
+            ended = asyncio.create_task(status_of(silent.read()))
+            started = time.monotonic()
+            while not ended.done():
+                await alive.write(pb.StreamReportsRequest())
+                await alive.read()
+                await asyncio.sleep(0.1)
+            code, details = ended.result()
+            assert (code, "no message for 1.5 s" in details) == ("DEADLINE_EXCEEDED", True)
+            assert 1.0 < time.monotonic() - started < 6.0
+
+    run(story)
+
+
+def test_a_controller_that_was_stopped_itself_does_not_blame_the_workers():
+    async def story():
+        async with served(None, silence_s=1.5) as at:
+            await at.stub.RegisterWorker(registration())
+            call, _ = await opened(at)
+            time.sleep(3.0)  # noqa: ASYNC251 - nothing in this process runs, as after SIGSTOP
+            await asyncio.sleep(0.3)
+            await call.write(group(1, 2))
+            assert (await call.read()).applied_seq == 2
+
+    run(story)
+
+
+def test_a_worker_that_does_not_read_is_not_read_from_either():
+    """Its messages pile up on its own side; others are served, and after a while its stream is ended."""
+
+    async def story():
+        async with served(None) as at:
+            streams = at.controller.servicer.streams
+            streams.settings = StreamSettings(unread_s=1.0)
+            for worker_id in ("deaf", "w"):
+                await at.stub.RegisterWorker(registration(worker_id))
+            # The deaf side has room for a few hundred answers; then the controller has to wait.
+            options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+            channel = aio.insecure_channel(at.address, options=options)
+            deaf = rpc.ControlServiceStub(channel).StreamReports()
+            flooding = asyncio.create_task(flood(deaf, pb.StreamReportsRequest(worker=identity("deaf"))))
+            call, _ = await opened(at)
+            for number in range(200):
+                await call.write(group(number + 1, number + 1))
+                assert await asyncio.wait_for(call.read(), 2.0) is not aio.EOF
+                if "deaf" not in streams.by_worker and number > 5:
+                    break
+                await asyncio.sleep(0.05)
+            code, details = await status_of(to_the_end(deaf))
+            assert (code, "not read for 1 s" in details) == ("DEADLINE_EXCEEDED", True)
+            assert set(streams.by_worker) == {"w"}
+            flooding.cancel()
+            await asyncio.gather(flooding, return_exceptions=True)
+            await channel.close()
+
+    run(story)
+
+
+async def flood(call, request):
+    while True:
+        await call.write(request)
+
+
+def test_half_closing_waits_for_the_disk(tmp_path):
+    """The simplest client: send, close the sending side, read to the end."""
+
+    async def story():
+        async with served(tmp_path) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(group(1, 10))
+            await call.done_writing()
+            last = None
+            while (answer := await call.read()) is not aio.EOF:
+                last = answer
+            assert last.durable_seq == 10
+
+    run(story)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+def test_durable_reaches_a_busy_worker_and_a_quiet_one(tmp_path, pause_s):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(group(1, 10))
+            if pause_s:
+                await until_durable(call, 10)
+                return
+            last = 10
+            while (await call.read()).durable_seq < 10:
+                last += 1
+                await call.write(group(last, last))
+                await asyncio.sleep(0.005)
+            assert last > 11
+
+    run(story)
+
+
+def test_one_worker_s_reports_learned_while_another_waits_for_its_answer():
+    """An answer does not wait for the estimator: 64 workers in step get theirs within a moment."""
+
+    async def story():
+        async with served(None) as at:
+            calls = {}
+            for number in range(64):
+                worker_id = f"w{number}"
+                await at.stub.RegisterWorker(registration(worker_id))
+                calls[worker_id], _ = await opened(at, worker_id)
+
+            async def step(worker_id, call, seq):
+                request = group(seq, seq)
+                request.worker.CopyFrom(identity(worker_id))
+                await call.write(request)
+                while (await call.read()).applied_seq < seq:  # what comes before is a table that changed
+                    pass
+
+            for seq in range(1, 11):
+                await asyncio.gather(*(step(w, c, seq) for w, c in calls.items()))
+            await at.fleet.learn_all()
+            assert at.fleet.totals.num_reports == 640
+            assert at.fleet.totals.num_groups < 640, "reports of a worker wait for each other"
+
+    run(story)

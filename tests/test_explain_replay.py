@@ -1,0 +1,162 @@
+"""The law: stored reports give the stored decisions again, to the last bit, and a choice can be explained in numbers."""
+
+import json
+
+import pytest
+import typer
+from control_fakes import CONTEXT, LIMITS, identity, registration, run, served
+from speclen.v1 import control_pb2 as pb
+from typer.testing import CliRunner
+
+from cli.explain import explain as explain_verb
+from cli.replay import replay as replay_verb
+from controller.explain import Change, explain, in_words
+from controller.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
+from tests.steps_of import KEY, Steps, controller_for, profile_of, serve
+from tests.steps_of import LIMITS as STEP_LIMITS
+
+
+def history(seed: int = 1, rounds: int = 40):
+    """Events of a controller that was seeded with a profile and then served, and what it decided on the way."""
+    steps, controller = Steps(seed), controller_for()
+    profile = profile_of(steps, factor=1.3)
+    events = [ContextAdded(KEY, STEP_LIMITS), ProfileImported(KEY, profile)]
+    decisions = controller.seed_profile(KEY, profile).decisions
+    for number in range(rounds):
+        batch = (1, 4, 12, 30)[number // 3 % 4]
+        group = [steps.step(batch, controller.length_for(KEY, batch)) for _ in range(6)]
+        decisions += controller.observe(KEY, group, "w").decisions
+        controller.take_probe(KEY, batch)  # probes leave no trace in decisions
+        events.append(GroupObserved(number + 1, KEY, ["w"] * 6, group))
+    return events, decisions
+
+
+def test_a_replay_decides_as_before():
+    events, decisions = history()
+    assert len(decisions) > 6
+    again = replay(events)
+    assert [each.decision for each in again.decisions] == decisions
+    assert (again.num_groups, again.num_reports) == (40, 240)
+
+
+def test_another_policy_would_have_cost():
+    """By true means plain decoding costs more than twice as much here; the estimate is within 10% of that ratio."""
+    events, _ = history(rounds=120)
+    steps = Steps(1)
+    adaptive, none, thompson = cost_of(events, ["adaptive", "none", "thompson"])
+    assert adaptive.ratio == pytest.approx(1.0, abs=0.03)
+    batches = (1, 4, 12, 30)
+    played = {
+        b: next(
+            e.observations[-1].speculation_length
+            for e in events[::-1]
+            if getattr(e, "observations", None) and e.observations[0].batch_size == b
+        )
+        for b in batches
+    }
+    truth = sum(1 / steps.goodput(b, 0) for b in batches) / sum(1 / steps.goodput(b, played[b]) for b in batches)
+    assert none.ratio == pytest.approx(truth, rel=0.25)
+    assert thompson.ratio > 1.0
+    assert none.policy_s == pytest.approx(none.actual_s * none.ratio)
+
+
+def test_an_explanation_holds_the_numbers_of_the_choice():
+    steps, controller = Steps(2), controller_for(Steps(2))
+    serve(controller, steps, 6, 200)
+    explanation = explain(controller, KEY, 6, Change(3, 5, "it was better", "yesterday"))
+    assert explanation.speculation_length == controller.length_for(KEY, 6)
+    assert len(explanation.rows) == 9
+    assert explanation.survival[0] == pytest.approx(0.75, abs=0.05)
+    best = min(explanation.rows, key=lambda row: row.estimate.ms_per_token).estimate
+    assert explanation.chosen.estimate.ms_per_token <= 1.003 * best.ms_per_token
+    assert explanation.runner_up != explanation.speculation_length
+    words = " ".join(in_words(explanation))
+    assert "bucket 5 to 8" in words
+    assert "from length 3 to length 5: it was better" in words
+    assert f"length {explanation.runner_up}" in words
+
+
+def test_what_cannot_be_explained_is_said():
+    controller = controller_for()
+    with pytest.raises(ValueError, match="nothing is known"):
+        explain(controller, KEY, 4)
+    with pytest.raises(ValueError, match="use 1 to 32"):
+        explain(controller, KEY, 33)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    """What a real controller wrote while a worker reported 240 steps and imported a profile on the way."""
+    folder, steps = tmp_path_factory.mktemp("replay"), Steps(3)
+
+    async def serve_some() -> None:
+        async with served(folder, commit_interval_s=0.02) as server:
+            await server.stub.RegisterWorker(registration())
+            for seq in range(1, 241):
+                if seq == 120:
+                    cells = [
+                        pb.ProfileCell(batch_size=b, speculation_length=s, step_s=steps.time(b, s), num_steps=5)
+                        for b in (1, 4, 16)
+                        for s in range(LIMITS.max_speculation_length + 1)
+                    ]
+                    await server.stub.ImportProfile(
+                        pb.ImportProfileRequest(
+                            context=CONTEXT, cells=cells, survival=[0.8, 0.6], num_survival_rows=[99, 99]
+                        )
+                    )
+                batch = (1, 3, 9)[seq // 10 % 3]
+                seen = steps.step(batch, seq % 4)
+                report = pb.StepReport(
+                    seq=seq,
+                    batch_size=batch,
+                    speculation_length=seq % 4,
+                    latency_s=seen.latency_s,
+                    accepted_histogram=seen.accepted_histogram,
+                    mean_context_length=100.0,
+                    flags=[pb.STEP_FLAG_PREFILL] if seq % 17 == 0 else [],
+                )
+                await server.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report))
+
+    run(serve_some)
+    return folder / "test.db"
+
+
+def call(verb, *arguments: str):
+    app = typer.Typer()
+    app.command()(verb)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_stored_decisions_come_out_the_same(database):
+    result = call(replay_verb, "--db", str(database), "--policies", "none", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout[result.stdout.index("{") :])
+    assert document["num_reports"] == 240
+    assert document["num_stored"] > 2
+    assert document["exact"], document["first_difference"]
+    assert document["costs"][0]["policy"] == "none"
+
+
+def test_a_stored_choice_is_explained(database):
+    result = call(explain_verb, "--db", str(database), "--batch", "4", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["bucket"]["batch_min"] == 3
+    assert len(document["rows"]) == 5
+    assert document["last_change"]["when"].endswith("UTC")
+    assert any("survive" in sentence for sentence in document["words"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--batch", "99"], "batch size 99 is beyond"),
+        (["--batch", "4", "--context", "elsewhere"], "no context is called 'elsewhere'"),
+    ],
+)
+def test_bad_questions_get_a_sentence(database, arguments, sentence):
+    assert sentence in str(call(explain_verb, "--db", str(database), *arguments).exception)
+
+
+def test_an_unknown_policy_is_refused(database):
+    assert "policy 'best' is unknown" in str(call(replay_verb, "--db", str(database), "--policies", "best").exception)

@@ -1,0 +1,65 @@
+"""A child that dies is started again after a growing pause, and what it said last is shown."""
+
+import signal
+
+import pytest
+
+from cli.errors import UserError
+from cli.processes import FIRST_PAUSE_S, Child
+
+DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
+
+
+def child(tmp_path, arguments=DYING) -> Child:
+    return Child("worker 0", list(arguments), "127.0.0.1:1", tmp_path / "log")
+
+
+def died(one: Child) -> Child:
+    one.start()
+    assert one.process is not None
+    one.process.wait(30)
+    return one
+
+
+def test_the_cause_of_a_failed_start_is_passed_on(tmp_path):
+    with pytest.raises(UserError, match="worker 0 did not start: --speculation 'many' is unknown"):
+        died(child(tmp_path)).wait_until_serving(5)
+
+
+def test_a_child_that_never_serves_is_an_error_that_names_its_log(tmp_path):
+    running = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
+    # Not started: neither dead nor serving.
+    with pytest.raises(UserError, match="log"):
+        running.wait_until_serving(0.3)
+
+
+def test_restarts_wait_longer_each_time(tmp_path):
+    one = died(child(tmp_path))
+    now = one.started_at
+    assert "starting it again in 1 s" in (one.restart_if_dead(now) or "")
+    assert one.restart_if_dead(now + FIRST_PAUSE_S / 2) is None
+    assert "started again" in (one.restart_if_dead(now + FIRST_PAUSE_S) or "")
+    assert one.process is not None
+    one.process.wait(30)
+    assert "in 2 s" in (one.restart_if_dead(one.started_at) or "")
+    assert one.num_restarts == 1
+
+
+def test_a_stable_life_resets_the_pause(tmp_path):
+    one = died(child(tmp_path))
+    one.pause_s = 16.0
+    assert "in 1 s" in (one.restart_if_dead(one.started_at + 3600) or "")
+
+
+def test_a_killed_child_is_said_to_be_killed(tmp_path):
+    one = child(tmp_path, ["up", "--help"])
+    one.start()
+    assert one.process is not None
+    one.process.send_signal(signal.SIGKILL)
+    one.process.wait(30)
+    assert "SIGKILL" in (one.restart_if_dead(one.started_at) or "")
+
+
+def test_stopping_what_is_gone_is_no_error(tmp_path):
+    died(child(tmp_path)).stop(1.0)
+    child(tmp_path).stop(1.0)

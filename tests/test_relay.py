@@ -1,0 +1,58 @@
+"""Outputs reach their stream in order, all of them, and the event loop is woken far less often than they are put."""
+
+import asyncio
+import threading
+
+from worker.relay import OutputRelay, OutputStream
+from worker.request import FinishReason, SequenceOutput
+
+
+def output(number: int, last: bool = False) -> SequenceOutput:
+    return SequenceOutput(
+        "r", 0, (number,), "", finish_reason=FinishReason.STOP if last else None, num_steps=number + 1
+    )
+
+
+async def collect(stream: OutputStream) -> tuple[list[int], int]:
+    tokens, wakes = [], 0
+    while True:
+        outputs = await stream.next()
+        wakes += 1
+        tokens += [one.token_ids[0] for one in outputs]
+        if outputs[-1].finish_reason is not None:
+            return tokens, wakes
+
+
+def test_order_is_kept_and_wakes_are_few():
+    async def run() -> tuple[list[int], int]:
+        relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=0.01), OutputStream()
+
+        def engine() -> None:
+            for number in range(1000):
+                relay.put(stream, output(number, last=number == 999))
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        result = await asyncio.wait_for(collect(stream), 10)
+        thread.join()
+        return result
+
+    tokens, wakes = asyncio.run(run())
+    assert tokens == list(range(1000))
+    assert wakes < 100
+
+
+def test_the_first_tokens_do_not_wait_for_the_interval():
+    async def run() -> list[SequenceOutput]:
+        relay, stream = OutputRelay(asyncio.get_running_loop(), interval_s=60.0), OutputStream()
+        relay.put(stream, output(0))
+        return await asyncio.wait_for(stream.next(), 5)
+
+    assert [one.token_ids for one in asyncio.run(run())] == [(0,)]
+
+
+def test_a_closed_loop_is_no_error():
+    loop = asyncio.new_event_loop()
+    relay = OutputRelay(loop, 0.01)
+    loop.close()
+    relay.put(OutputStream(), output(0))

@@ -1,0 +1,147 @@
+"""Rows stay in their regions with their keys and values, nobody overtakes, and KV is never promised twice."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from worker.kv_cache import KVPool, LayerShape
+from worker.request import GenerationRequest, SamplingParams
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence
+
+CPU = torch.device("cpu")
+
+
+def sequence(
+    name: str, prompt: int = 4, max_tokens: int = 6, fixed_length: int | None = None, index: int = 0
+) -> Sequence:
+    request = GenerationRequest(
+        name, tuple(range(1, prompt + 1)), SamplingParams(max_tokens=max_tokens), fixed_length=fixed_length
+    )
+    return Sequence(
+        request,
+        index,
+        lambda output: None,
+        decode=lambda ids: "",
+        eos_token_ids=(),
+        max_context_length=64,
+        may_draft=True,
+    )
+
+
+def scheduler(max_batch_size: int = 4, max_kv_tokens: int = 10_000) -> Scheduler:
+    pools = [KVPool([LayerShape(1, 8)], max_batch_size, 80, torch.float32, CPU) for _ in range(2)]
+    return Scheduler(*pools, max_batch_size, max_kv_tokens, slack=4)
+
+
+def names(sequences: list[Sequence]) -> list[str]:
+    return [sequence.request.request_id for sequence in sequences]
+
+
+def test_first_come_first_served() -> None:
+    queue = scheduler()
+    for name in "abcdef":
+        queue.add([sequence(name)])
+    assert names(queue.admit()) == ["a", "b", "c", "d"]
+    queue.start_decoding()
+    queue.remove(queue.rows[0])
+    assert names(queue.admit()) == ["e"]
+    assert names(queue.rows) == ["b", "c", "d", "e"]
+    assert queue.num_waiting == 1
+
+
+def test_a_large_request_waits_for_room_and_is_not_overtaken() -> None:
+    queue = scheduler(max_kv_tokens=40)
+    queue.add([sequence("small", max_tokens=6)])  # 4 + 6 + 4 tokens of slack
+    queue.add([sequence("large", max_tokens=30)])
+    queue.add([sequence("small too", max_tokens=6)])
+    assert names(queue.admit()) == ["small"]
+    queue.remove(queue.rows[0])
+    assert names(queue.admit()) == ["large"]
+    assert queue.num_reserved_tokens == 38
+    queue.remove(queue.rows[0])
+    assert names(queue.admit()) == ["small too"]
+    queue.remove(queue.rows[0])
+    assert queue.num_reserved_tokens == 0
+
+
+def test_many_sequences_of_one_request_let_others_in_between() -> None:
+    queue = scheduler(max_batch_size=5)
+    queue.add([sequence("many", index=index) for index in range(10)])
+    queue.add([sequence("b")])
+    queue.add([sequence("c")])
+    assert names(queue.admit()) == ["many", "b", "c", "many", "many"]
+
+
+def test_waiting_sequences_can_be_dropped() -> None:
+    queue = scheduler(max_batch_size=1)
+    queue.add([sequence("many", index=index) for index in range(3)])
+    queue.add([sequence("b")])
+    queue.admit()
+    assert [dropped.index for dropped in queue.drop_waiting("many")] == [1, 2]
+    assert names([s for group in queue.waiting for s in group]) == ["b"]
+
+
+def check_regions(queue: Scheduler, marks: dict[str, float]) -> None:
+    """Drafting rows first, then the others that decode, then prefilling ones; each row still holds its own mark."""
+    assert 0 <= queue.num_drafting <= queue.num_decoding <= len(queue.rows)
+    for row, one in enumerate(queue.rows):
+        if row < queue.num_decoding:
+            assert one.may_draft == (row < queue.num_drafting)
+        mark = marks[one.request.request_id]
+        for pool, length in ((queue._target_pool, one.target_length), (queue._draft_pool, one.draft_length)):
+            assert pool is not None
+            assert set(pool.layers[0][row, :, :, :length].unique().tolist()) <= {mark}
+            assert length <= pool.max_length
+
+
+def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
+    """3,000 random moves; every row's keys and values carry a mark of its own."""
+    generator = random.Random(0)
+    queue, marks = scheduler(max_batch_size=7), {}
+    for number in range(3000):
+        action = generator.random()
+        if action < 0.35:
+            name = str(number)
+            marks[name] = float(number + 1)
+            queue.add([sequence(name, fixed_length=generator.choice([None, 0]))])
+            queue.admit()
+        elif action < 0.7 and queue.next_prefill() is not None:
+            one, row = queue.next_prefill(), queue.num_decoding
+            assert one is not None
+            for pool, length in (
+                (queue._target_pool, generator.randrange(1, 60)),
+                (queue._draft_pool, generator.randrange(60)),
+            ):
+                assert pool is not None
+                pool.layers[0][row, :, :, :length] = marks[one.request.request_id]
+                pool.note_written(row, length)
+                if pool is queue._target_pool:
+                    one.target_length = length
+                else:
+                    one.draft_length = length
+            queue.start_decoding()
+        elif queue.rows:
+            # Prefilling rows hold something only when they are the first, as in the engine.
+            queue.remove(generator.choice(queue.rows))
+            queue.admit()
+        check_regions(queue, marks)
+    while queue.rows:
+        queue.remove(queue.rows[-1])
+        queue.admit()
+    assert queue.num_reserved_tokens == 0
+    assert queue._target_pool.num_bytes_held() == 0
+
+
+def test_prefilling_rows_keep_their_order_when_a_decoding_row_leaves() -> None:
+    queue = scheduler(max_batch_size=5)
+    for name in "abcde":
+        queue.add([sequence(name)])
+    queue.admit()
+    queue.start_decoding()
+    queue.start_decoding()
+    queue.remove(queue.rows[0])
+    assert names(queue.rows) == ["b", "c", "d", "e"]
+    assert queue.num_decoding == queue.num_drafting == 1

@@ -1,0 +1,167 @@
+"""The client measures what a request waits for, and hides neither a late answer nor a missing one."""
+
+import asyncio
+import json
+
+import pytest
+from fake_generation import FakeService, serving
+
+from bench.load import Progress, closed_loop, make_request, open_loop
+from bench.survey import Survey, capacity_cells, concurrencies_up_to, exhaustive_cells, load_survey, measure
+from bench.tracks import Arrival
+from bench.watch import over_time, reached_steps_at, watch
+from worker.profile_file import table_from_file
+
+
+def arrivals(times, num_tokens=10):
+    return [Arrival(at_s, "code", 0, 4, num_tokens) for at_s in times]
+
+
+def replay(service, track, timeout_s=10.0, samples=None):
+    async def run():
+        async with serving(service) as address:
+            watcher = asyncio.create_task(watch(address, samples if samples is not None else []))
+            progress = Progress()
+            prompts = [(index + 1, 2, 3, 4) for index in range(len(track))]
+            outcomes = await open_loop(address, track, prompts, progress, timeout_s)
+            watcher.cancel()
+            return outcomes, progress
+
+    return asyncio.run(run())
+
+
+def test_requests_are_sent_when_the_track_says_and_not_when_earlier_ones_are_done():
+    """Each takes 0.3 s, and they come every 0.05 s: a closed loop would take 1.8 s, an open one 0.55 s."""
+    track = arrivals([0.05 * index for index in range(6)], num_tokens=30)
+    outcomes, progress = replay(FakeService(step_s=0.01), track)
+    assert [outcome.at_s for outcome in outcomes] == [arrival.at_s for arrival in track]
+    assert all(-0.001 <= outcome.sent_s - outcome.at_s < 0.2 for outcome in outcomes)
+    assert all(outcome.latency_s >= 0.3 for outcome in outcomes)
+    assert max(outcome.finished_s for outcome in outcomes) < 1.5
+    assert all(outcome.at_s < outcome.first_token_s < outcome.finished_s for outcome in outcomes)
+    assert (progress.num_sent, progress.num_finished, progress.num_failed) == (6, 6, 0)
+    assert "6 finished, mean latency" in str(progress)
+
+
+def test_latency_counts_from_the_moment_of_the_track():
+    """A request of the past is late by all that time: what a client that fell behind would otherwise hide."""
+    outcomes, _ = replay(FakeService(step_s=0.001), arrivals([-1.0]))
+    assert outcomes[0].latency_s > 1.0
+
+
+def test_every_prompt_reaches_the_server_once():
+    service = FakeService(step_s=0.001)
+    replay(service, arrivals([0.0, 0.01, 0.02]))
+    assert sorted(service.prompts) == [(1, 2, 3, 4), (2, 2, 3, 4), (3, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("service", "timeout_s", "num_failed", "words"),
+    [
+        (FakeService(step_s=0.001, fail_after=2), 10.0, 3, "RESOURCE_EXHAUSTED: the queue is full"),
+        (FakeService(step_s=0.001, short_by=1), 10.0, 5, "9 tokens instead of 10"),
+        (FakeService(step_s=1.0), 0.3, 5, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_a_request_without_its_full_answer_has_failed_and_says_why(service, timeout_s, num_failed, words):
+    outcomes, progress = replay(service, arrivals([0.02 * index for index in range(5)]), timeout_s)
+    failed = [outcome for outcome in outcomes if outcome.error]
+    assert len(failed) == progress.num_failed == num_failed
+    assert all(words in outcome.error for outcome in failed)
+    assert all(outcome.finished_s is None for outcome in failed)
+    assert f"{num_failed} FAILED" in str(progress)
+
+
+def test_no_server_at_all_is_a_failure_of_every_request_and_not_of_the_client():
+    outcomes = asyncio.run(open_loop("127.0.0.1:1", arrivals([0.0, 0.1]), [(1,), (1,)], Progress(), 5.0))
+    assert [outcome.error.partition(":")[0] for outcome in outcomes] == ["UNAVAILABLE"] * 2
+
+
+def test_requests_ask_for_the_same_work_under_every_policy():
+    plain, fixed, auto = make_request((1,), 5, 0), make_request((1,), 5, 3), make_request((1,), 5)
+    for request in (plain, fixed, auto):
+        assert request.sampling_params.ignore_eos
+        assert request.sampling_params.temperature == 0
+    assert (plain.speculation.mode, fixed.speculation.length, auto.HasField("speculation")) == (2, 3, False)
+
+
+def test_a_closed_loop_counts_the_tokens_of_its_window():
+    """4 clients, a token every 10 ms each: 400 tokens a second, less what a busy machine loses."""
+
+    async def run():
+        async with serving(FakeService(step_s=0.01)) as address:
+            return await closed_loop(address, 4, 0, lambda: (1, 2), 20, warm_up_s=0.2, measure_s=1.0)
+
+    found = asyncio.run(run())
+    assert 150 < found.tokens_per_s <= 420
+    assert found.tokens_per_step == 1.0
+
+
+def test_counters_become_batch_sizes_and_lengths_over_time():
+    samples = []
+    replay(FakeService(step_s=0.02), arrivals([0.0], num_tokens=40), samples=samples)
+    assert len(samples) >= 3
+    assert samples[0].table == ((1, 2),)
+    stretches = [stretch for stretch in over_time(samples) if stretch.num_steps]
+    assert all(stretch.mean_batch_size == pytest.approx(1.0) for stretch in stretches)
+    assert all(stretch.mean_length == 0.0 for stretch in stretches)
+    assert reached_steps_at(samples, 1) > 0
+    assert reached_steps_at(samples, 10_000) is None
+
+
+def test_a_survey_finds_capacity_and_its_file_is_a_profile_of_the_best_lengths(tmp_path):
+    """The fake accepts every draft token for free, so the longest is best everywhere."""
+
+    async def run():
+        async with serving(FakeService(step_s=0.005)) as address:
+            return await measure(address, exhaustive_cells(2, 2), lambda: (1, 2), cell_s=0.4, rounds=1, warm_up_s=0.1)
+
+    survey = asyncio.run(run())
+    assert survey.concurrencies == [1, 2]
+    assert survey.is_exhaustive(2)
+    assert not survey.is_exhaustive(3)
+    assert survey.best_length(2) == 2
+    assert survey.capacity_tokens_per_s == survey.tokens_per_s((2, 2))
+    assert survey.survival() == pytest.approx([1.0, 1.0], abs=0.1)
+    file = tmp_path / "survey.json"
+    survey.save(file, {"machine": "fake"})
+    assert load_survey(file) == survey
+    assert set(table_from_file(file, 2, 2).lengths[1:]) == {2}
+
+
+def test_the_oracle_uses_exactly_the_length_that_served_fastest(tmp_path):
+    """Yields per step suggest length 2 everywhere; what counts is the tokens that came."""
+    survey = Survey()
+    rates = {(1, 0): 100, (1, 1): 120, (1, 2): 150, (4, 0): 300, (4, 1): 310, (4, 2): 290, (16, 0): 500, (16, 1): 450}
+    rates[16, 2] = 440
+    for key, rate in rates.items():
+        survey.tokens[key], survey.seconds[key], survey.steps_yield[key] = rate, 1.0, [1 + 0.5 * key[1]]
+    survey.save(tmp_path / "survey.json", {})
+    lengths = table_from_file(tmp_path / "survey.json", 16, 2).lengths
+    assert [lengths[size] for size in (1, 2, 4, 5, 16)] == [2, 1, 1, 0, 0]
+    assert survey.plain_s_per_token == 0.01
+
+
+def test_a_failing_worker_ends_a_survey_with_one_sentence():
+    async def run():
+        async with serving(FakeService(fail_after=0)) as address:
+            await measure(address, [(2, 0)], lambda: (1,), cell_s=0.2, rounds=1, warm_up_s=0.1)
+
+    with pytest.raises(ValueError, match=r"concurrency 2.*RESOURCE_EXHAUSTED"):
+        asyncio.run(run())
+
+
+def test_cells_cover_every_bucket():
+    assert concurrencies_up_to(1) == [1]
+    assert concurrencies_up_to(16) == [1, 2, 4, 8, 16]
+    assert concurrencies_up_to(24) == [1, 2, 4, 8, 16, 24]
+    assert len(exhaustive_cells(16, 8)) == 45
+    assert set(capacity_cells(16, 2)) == {(1, 0), (16, 0), (16, 1), (16, 2)}
+
+
+@pytest.mark.parametrize("content", ["", "{}", json.dumps({"format": "speclen-survey-1", "measured": []})])
+def test_a_file_that_is_no_survey_is_named(tmp_path, content):
+    file = tmp_path / "survey.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"survey\.json"):
+        load_survey(file)

@@ -1,0 +1,94 @@
+"""Every field out of range is refused with a sentence that names it, and every limit itself is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from worker.request import GenerationRequest, SamplingParams
+from worker.validation import check_request
+
+VOCAB, CONTEXT, LENGTH = 100, 32, 8
+
+
+def check(prompt: tuple[int, ...] = (1, 2), fixed_length: int | None = None, **sampling: Any) -> None:
+    check_request(GenerationRequest("r", prompt, SamplingParams(**sampling), fixed_length), VOCAB, CONTEXT, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.1, 100.1, math.nan, math.inf]),
+        ("top_p", [0.0, -1.0, 1.01, math.nan]),
+        ("top_k", [-1]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, 10.5, math.nan]),
+        ("presence_penalty", [-10.5, 10.5, math.nan]),
+        ("frequency_penalty", [-10.5, 10.5, math.nan]),
+        ("logit_bias", [{100: 1.0}, {-1: 1.0}, {5: 101.0}, {5: math.nan}, {5: -math.inf}]),
+        ("max_tokens", [0, -1]),
+        ("min_tokens", [-1, 129]),
+        ("stop", [("",), ("x" * 257,), ("x",) * 17]),
+        ("stop_token_ids", [(100,), (-1,)]),
+        ("n", [0, -1, 65, 10**9]),
+        ("seed", [-1, 2**64]),
+        ("logprobs", [-1, 21]),
+    ],
+)
+def test_out_of_range_names_the_field(field: str, values: list[Any]) -> None:
+    assert field in {one.name for one in dataclasses.fields(SamplingParams)}
+    for value in values:
+        with pytest.raises(ValueError, match=field):
+            check(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [0.0, 100.0]),
+        ("top_p", [1.0, 1e-9]),
+        ("top_k", [0, 10**6]),
+        ("min_p", [0.0, 1.0]),
+        ("repetition_penalty", [10.0, 0.01]),
+        ("presence_penalty", [-10.0, 10.0]),
+        ("logit_bias", [{0: -100.0, 99: 100.0}]),
+        ("max_tokens", [1, 10**6]),
+        ("min_tokens", [128]),
+        ("stop", [("x",) * 16, ("x" * 256,)]),
+        ("stop_token_ids", [(0, 99)]),
+        ("n", [1, 64]),
+        ("seed", [0, 2**64 - 1]),
+        ("logprobs", [0, 20]),
+    ],
+)
+def test_limits_themselves_are_allowed(field: str, values: list[Any]) -> None:
+    for value in values:
+        check(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "prompt is empty"),
+        ((1,) * CONTEXT, "prompt has 32 tokens.*context of 32"),
+        ((1, 100), "prompt token 100 is unknown.*0 to 99"),
+        ((1, -3), "prompt token -3 is unknown"),
+    ],
+)
+def test_prompts_that_cannot_be_served(prompt: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(prompt)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    check((1,) * (CONTEXT - 1))
+
+
+@pytest.mark.parametrize("length", [-1, 9])
+def test_own_lengths_stay_within_the_workers(length: int) -> None:
+    with pytest.raises(ValueError, match=f"speculation.length is {length}, allowed are 0 to 8"):
+        check(fixed_length=length)
+    check(fixed_length=8)

@@ -1,0 +1,61 @@
+"""Settings that cannot work are refused by name, and defaults leave room for the worker's neighbours."""
+
+import pytest
+
+from worker.config import WorkerConfig, parse_policy
+from worker.server import initial_table
+from worker.threads import default_threads
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("adaptive", ("adaptive", None)), ("none", ("none", None)), ("fixed:12", ("fixed", 12))]
+)
+def test_policies(policy, expected):
+    assert parse_policy(policy) == expected
+
+
+@pytest.mark.parametrize("policy", ["", "fixed", "fixed:", "fixed:-1", "fixed:x", "Adaptive"])
+def test_unknown_policies_are_named(policy):
+    with pytest.raises(ValueError, match="--policy"):
+        parse_policy(policy)
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_parameters", "threads"),
+    [(1, 10**9, 1), (2, 10**9, 1), (16, 5 * 10**6, 1), (16, 60 * 10**6, 7), (16, 7 * 10**9, 15)],
+)
+def test_threads_leave_a_core_and_suit_the_model(num_cpus, num_parameters, threads):
+    assert default_threads(num_cpus, num_parameters) == threads
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "follows"), [("adaptive", {2}, True), ("none", {0}, False), ("fixed:5", {5}, False)]
+)
+def test_the_first_table_is_the_policys(policy, lengths, follows):
+    table, follow = initial_table(WorkerConfig(policy=policy, max_batch_size=4), max_length=8)
+    assert (set(table.lengths[1:]), follow) == (lengths, follows)
+
+
+def test_a_fixed_length_over_the_limit_is_refused():
+    with pytest.raises(ValueError, match="fixed:5 is over --max-length 4"):
+        initial_table(WorkerConfig(policy="fixed:5"), max_length=4)
+
+
+def test_a_profile_is_read_and_used(tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(
+        '{"cells": [{"batch_size": 1, "speculation_length": 0, "step_s": 0.01},'
+        ' {"batch_size": 1, "speculation_length": 1, "step_s": 0.011}], "survival": [0.8]}'
+    )
+    table, follow = initial_table(WorkerConfig(policy="profile", profile=profile, max_batch_size=4), max_length=8)
+    assert (table.lengths[1:], follow) == ((1, 1, 1, 1), False)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"cells": [{}], "survival": []}', '{"cells": [], "survival": [1]}']
+)
+def test_a_file_that_is_no_profile_is_named(tmp_path, content):
+    profile = tmp_path / "profile.json"
+    profile.write_text(content)
+    with pytest.raises(ValueError, match="profile"):
+        initial_table(WorkerConfig(profile=profile), max_length=8)

@@ -1,0 +1,71 @@
+"""The page has the names that dashboards for other engines use, and the numbers of the engine and the control client."""
+
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import generate_latest
+from speclen.v1 import control_pb2 as pb
+
+from worker.control_client import ControlClient, WorkerCard
+from worker.length_table import LengthTable
+from worker.metrics import WorkerMetrics
+from worker.steps import LengthChoice, StepResult
+
+
+@dataclass
+class Load:
+    num_running: int = 2
+    num_waiting: int = 1
+    num_kv_tokens_used: int = 50
+    num_kv_tokens_total: int = 200
+    num_steps: int = 7
+    num_generated_tokens: int = 11
+    num_draft_tokens: int = 6
+    num_accepted_tokens: int = 4
+
+
+class FakeEngine:
+    def load(self) -> Load:
+        return Load()
+
+
+@pytest.fixture
+def metrics() -> WorkerMetrics:
+    card = WorkerCard("w", 1, pb.ContextKey(), 4, 2, "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, LengthTable.constant(2, 4, "default"), follow=True)
+    control.report(LengthChoice(2), StepResult(3, 2, 0.01, (1, 0, 2), 10.0))
+    control.report(LengthChoice(0), StepResult(3, 0, 0.01, (3,), 10.0))  # nothing drafted: no row counts
+    return WorkerMetrics(FakeEngine(), control)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "speclen_num_requests_running 2.0",
+        "speclen_num_requests_waiting 1.0",
+        "speclen_kv_cache_usage_perc 0.25",
+        "speclen_spec_decode_num_drafts_total 3.0",
+        "speclen_spec_decode_num_draft_tokens_total 6.0",
+        "speclen_spec_decode_num_accepted_tokens_total 4.0",
+        'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="0"} 2.0',
+        'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0',
+        'speclen_speculation_length{batch_max="4",batch_min="1"} 2.0',
+        "speclen_controller_connected 0.0",
+        "speclen_reports_buffered 2.0",
+    ],
+)
+def test_page(metrics, line):
+    assert line in generate_latest(metrics.registry).decode().splitlines()
+
+
+def test_latencies_of_a_request(metrics):
+    metrics.request_finished(arrived_at=10.0, first_token_at=10.25, ended_at=11.25, num_tokens=11)
+    page = generate_latest(metrics.registry).decode()
+    assert "speclen_time_to_first_token_seconds_sum 0.25" in page
+    assert "speclen_inter_token_latency_seconds_sum 0.1" in page
+    assert "speclen_e2e_request_latency_seconds_sum 1.25" in page
+
+
+def test_an_address_without_port_is_refused(metrics):
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        metrics.serve("9090")

@@ -1,0 +1,48 @@
+"""Where servers listen, and who may reach them there."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+def split_address(flag: str, address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; an IPv6 host is in brackets. Raises ValueError naming the flag."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535 or (":" in host and not host.startswith("[")):
+        raise ValueError(f"{flag} {address!r} is not HOST:PORT, for example 127.0.0.1:7070 or [::1]:7070")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches; a name other than localhost is not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_exposure(flag: str, address: str, encrypted: bool, authenticated: bool, insecure: bool) -> None:
+    """Raise ValueError for an address that other machines reach while nothing protects it.
+
+    encrypted: the server has TLS. authenticated: callers prove who they are, by certificate or token.
+    """
+    host, _ = split_address(flag, address)
+    if is_loopback(host) or insecure or (encrypted and authenticated):
+        return
+    raise ValueError(
+        f"{flag} {address} is open to other machines: give --tls-cert and --tls-key with --tls-client-ca or --token-file, "
+        "use 127.0.0.1, or accept the risk with --insecure"
+    )
+
+
+def check_free(flag: str, address: str) -> None:
+    """Raise OSError at once when the port is taken, before anything slow starts."""
+    host, port = split_address(flag, address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {address}: {error.strerror}; choose another with {flag}") from error

@@ -1,0 +1,156 @@
+"""Who may call: certificates, or a bearer token on every method, health and reflection included."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc import aio
+
+MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSecurity:
+    """How a server protects itself. Raises ValueError, naming flags, for a combination that cannot work.
+
+    tls_cert, tls_key: PEM files, both or none. tls_client_ca: clients must show a certificate it signed.
+    token_file: file with the token that every call must carry.
+    """
+
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    token_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together: give both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+
+    @property
+    def encrypted(self) -> bool:
+        return self.tls_cert is not None
+
+    @property
+    def authenticated(self) -> bool:
+        return self.tls_client_ca is not None or self.token_file is not None
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """Certificates as configured; None for a server without TLS. Raises ValueError."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        client_ca = None if self.tls_client_ca is None else read_file("--tls-client-ca", self.tls_client_ca)
+        return grpc.ssl_server_credentials(
+            [(read_file("--tls-key", self.tls_key), read_file("--tls-cert", self.tls_cert))],
+            root_certificates=client_ca,
+            require_client_auth=client_ca is not None,
+        )
+
+    def interceptors(self) -> list[aio.ServerInterceptor]:
+        """The token check, when there is a token. Raises ValueError."""
+        return [] if self.token_file is None else [TokenInterceptor(read_token("--token-file", self.token_file))]
+
+    def add_port(self, server: aio.Server, address: str) -> int:
+        """Bind the server, with TLS when it is configured; the port. Raises OSError when the address is taken."""
+        credentials = self.credentials()
+        try:
+            if credentials is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: is it taken? Choose another with --listen") from error
+
+
+class TokenInterceptor(aio.ServerInterceptor):
+    """Refuses calls without `authorization: Bearer TOKEN`.
+
+    Digests are compared, in constant time, so that neither the token's length nor its beginning leaks.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._expected = digest(f"Bearer {token}")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        given = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
+        if len(given) == 1 and hmac.compare_digest(digest(given[0]), self._expected):
+            return handler
+        return refusing(handler)
+
+
+def digest(text: str | bytes) -> bytes:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).digest()
+
+
+def refusing(handler: grpc.RpcMethodHandler[Any, Any] | None) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of the same shape that answers UNAUTHENTICATED; an unknown method is not told from a known one."""
+
+    async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send the metadata `authorization: Bearer TOKEN`")
+
+    if handler is None or not (handler.request_streaming or handler.response_streaming):
+        return grpc.unary_unary_rpc_method_handler(refuse)
+    if not handler.request_streaming:
+        return grpc.unary_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSecurity:
+    """How a client reaches a protected server. ca: PEM file of the authority that signed the server's certificate.
+
+    cert, key: the client's own, for servers that ask for one. token_file: the server's token.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """None for a plain channel. Raises ValueError when a file cannot be read or only half is given."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("the client's certificate and key belong together: give both or none")
+        if self.ca is None:
+            if self.cert is not None:
+                raise ValueError("a client's certificate needs the server's authority as well")
+            return None
+        own = (
+            () if self.cert is None or self.key is None else (read_file("key", self.key), read_file("cert", self.cert))
+        )
+        return grpc.ssl_channel_credentials(read_file("authority", self.ca), *own)
+
+    def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """What every call carries. Raises ValueError when the token cannot be read."""
+        if self.token_file is None:
+            return ()
+        return (("authorization", f"Bearer {read_token('token file', self.token_file)}"),)
+
+
+def read_token(flag: str, path: Path) -> str:
+    """The token in a file, without surrounding space. Raises ValueError."""
+    token = read_file(flag, path).decode("utf-8", errors="replace").strip()
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
+        raise ValueError(
+            f"{flag} {path} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters: "
+            "make one with `openssl rand -hex 32`"
+        )
+    return token
+
+
+def read_file(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error

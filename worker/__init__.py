@@ -1,0 +1,1 @@
+"""Runs batched speculative decoding and reports every step."""

@@ -1,0 +1,274 @@
+"""The engine: continuous batching with one speculative step per iteration.
+
+The life of a request: `submit` checks it and puts it in the queue; `step` gives its sequences rows, feeds their prompts
+in chunks, then lets all decoding rows take one speculative step together; every new token goes to the request's callback;
+a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called from any.
+
+What is promised. Greedy output is what the target alone writes, and sampled output follows the target's distribution,
+whatever is drafted and whoever shares the batch. A request with a seed gives the same tokens alone and in any batch, at any
+speculation lengths: its noise goes by seed, sequence and position only. Both hold as far as the arithmetic allows: sums
+depend on the shape of a product in their last bits, so two tokens whose logits (with noise, where sampled) agree to
+about 1e-5 in float32 may change places. In 16 bits such near ties are common enough that outputs of different batches
+drift apart after some tens to hundreds of tokens, with and without speculation, as in any batching engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from worker.detokenize import make_decode
+from worker.engine_config import EngineConfig
+from worker.models import ModelPair
+from worker.preparation import prepare
+from worker.request import DrainingError, GenerationRequest, QueueFullError, SequenceOutput
+from worker.scheduler import Scheduler
+from worker.sequence import OnOutput, Sequence, SharedPrompt
+from worker.step_runner import StepRunner
+from worker.steps import LengthChooser, StepFlag, StepResult
+from worker.validation import check_request
+
+__all__ = ["Engine", "EngineConfig", "EngineLoad"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What the engine is doing, and totals since its start. Tokens are of KV for num_kv_*, else generated ones."""
+
+    num_running: int
+    num_waiting: int
+    num_kv_tokens_used: int
+    num_kv_tokens_total: int
+    num_steps: int
+    num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+class Engine:
+    """Serves a pair of models. Raises ModelError when a model cannot be served exactly."""
+
+    def __init__(self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser) -> None:
+        self.pair = pair
+        self.config = config
+        self._chooser = chooser
+        prepared = prepare(pair, config)
+        self.target, self.draft = prepared.target, prepared.draft
+        self.max_context_length = prepared.max_context_length
+        self.scheduler = Scheduler(
+            self.target.pool,
+            self.draft.pool if self.draft is not None else None,
+            config.max_batch_size,
+            prepared.max_kv_tokens,
+            slack=config.max_speculation_length,
+        )
+        generator = torch.Generator(pair.device)
+        generator.seed() if config.seed is None else generator.manual_seed(config.seed)
+        self.runner = StepRunner(self.target, self.draft, self.scheduler, self._tell, config.prefill_chunk, generator)
+        self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
+
+        self._wakeup = threading.Condition()
+        # Guarded by _wakeup:
+        self._incoming: list[list[Sequence]] = []
+        self._aborting: set[str] = set()
+        self._unfinished: dict[str, int] = {}  # sequences left of each request
+        self._draining = False
+        self._stopping = False
+
+    # Called from any thread.
+
+    def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
+        """Queue a request. on_output is called from the engine's thread and must not block.
+
+        Raises ValueError naming the field, QueueFullError, or DrainingError.
+        """
+        sequences = self._make_sequences(request, on_output)
+        with self._wakeup:
+            if self._draining:
+                raise DrainingError("the worker is draining and takes no new requests")
+            if request.request_id in self._unfinished:
+                raise ValueError(f"request_id {request.request_id!r} is already running: choose another")
+            if len(self._incoming) + self.scheduler.num_waiting >= self.config.max_waiting:
+                raise QueueFullError(f"{self.config.max_waiting} requests are waiting already: try again later")
+            self._unfinished[request.request_id] = len(sequences)
+            self._incoming.append(sequences)
+            self._wakeup.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request after the running step; whether it was running or waiting."""
+        with self._wakeup:
+            if request_id not in self._unfinished:
+                return False
+            self._aborting.add(request_id)
+            self._wakeup.notify()
+            return True
+
+    def drain(self) -> None:
+        """Take no new requests; those accepted go on to their end."""
+        with self._wakeup:
+            self._draining = True
+
+    def stop(self) -> None:
+        """Let `run` return after the running step; what is unfinished is aborted."""
+        with self._wakeup:
+            self._draining = self._stopping = True
+            self._aborting.update(self._unfinished)
+            self._wakeup.notify()
+
+    def load(self) -> EngineLoad:
+        """A snapshot; its numbers may be of neighbouring steps."""
+        with self._wakeup:
+            num_incoming = len(self._incoming)
+        totals = self.runner.totals
+        return EngineLoad(
+            num_running=len(self.scheduler.rows),
+            num_waiting=num_incoming + self.scheduler.num_waiting,
+            num_kv_tokens_used=self.scheduler.num_kv_tokens(),
+            num_kv_tokens_total=self.scheduler.max_kv_tokens,
+            num_steps=totals.num_steps,
+            num_generated_tokens=totals.num_generated_tokens,
+            num_draft_tokens=totals.num_draft_tokens,
+            num_accepted_tokens=totals.num_accepted_tokens,
+        )
+
+    # The engine's thread.
+
+    def run(self) -> None:
+        """Step until `stop`; sleep when there is nothing to do."""
+        while True:
+            with self._wakeup:
+                self._wakeup.wait_for(self._has_work)
+                stopping = self._stopping
+            try:
+                self.step()
+            except Exception:
+                log.exception("an iteration failed outside its step; %d running requests end", len(self.scheduler.rows))
+                self._end(self.scheduler.rows)
+            if stopping:
+                return
+
+    def _has_work(self) -> bool:
+        scheduler = self.scheduler
+        return bool(self._incoming or self._aborting or self._stopping or scheduler.rows or scheduler.waiting)
+
+    @torch.inference_mode()
+    def step(self) -> StepResult | None:
+        """One iteration: admit, feed prompts, decode. None when no row decoded.
+
+        An exception ends the rows it met, not the engine.
+        """
+        started = time.perf_counter()
+        self._take_in()
+        self._admit()
+        num_prefilled = self._prefill()
+        batch = self.scheduler.decoding
+        if not batch:
+            return None
+        try:
+            return self._decode(batch, started, num_prefilled > 0)
+        except Exception:
+            log.exception("a step of %d rows failed; their requests end", len(batch))
+            self._end(batch)
+            return None
+
+    def _prefill(self) -> int:
+        """Feed up to `prefill_chunk` prompt tokens, first come first served; returns how many."""
+        fed = 0
+        while fed < self.config.prefill_chunk:
+            sequence = self.scheduler.next_prefill()
+            if sequence is None:
+                break
+            try:
+                fed += self.runner.prefill(sequence, self.config.prefill_chunk - fed)
+            except Exception:
+                log.exception("feeding a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
+                self._end([sequence])
+        return fed
+
+    def _decode(self, batch: list[Sequence], started: float, prefilled: bool) -> StepResult:
+        num_held = sum(len(sequence.tokens) for sequence in batch)
+        choice = self._chooser.choice_for(len(batch))
+        outcome = self.runner.decode(batch, min(choice.speculation_length, self.config.max_speculation_length))
+        result = StepResult(
+            batch_size=len(batch),
+            speculation_length=outcome.speculation_length,
+            latency_s=time.perf_counter() - started,
+            accepted_histogram=outcome.accepted_histogram,
+            mean_context_length=num_held / len(batch),
+            flags=outcome.flags | {StepFlag.PREFILL} if prefilled else outcome.flags,
+        )
+        self._chooser.report(choice, result)
+        return result
+
+    def _admit(self) -> None:
+        for sequence in self.scheduler.admit():
+            sequence.start_sampling(self.pair.vocab_size, self.pair.device)
+
+    def _take_in(self) -> None:
+        """Queue what was submitted and end what was aborted since the last step."""
+        with self._wakeup:
+            incoming, self._incoming = self._incoming, []
+            aborting, self._aborting = self._aborting, set()
+        for sequences in incoming:
+            self.scheduler.add(sequences)
+        if aborting:
+            for request_id in aborting:
+                for sequence in self.scheduler.drop_waiting(request_id):
+                    self._tell(sequence, sequence.abort())
+            self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
+
+    def _end(self, sequences: Iterable[Sequence]) -> None:
+        """Abort sequences that have rows."""
+        sequences = list(sequences)
+        for sequence in sequences:
+            if not sequence.finished:
+                self._tell(sequence, sequence.abort())
+            self.scheduler.remove(sequence)
+
+    def _tell(self, sequence: Sequence, output: SequenceOutput) -> None:
+        if output.finish_reason is not None:
+            self._forget(sequence)
+        try:
+            sequence.on_output(output)
+        except Exception:
+            log.exception("the callback of request %s failed", sequence.request.request_id)
+
+    def _forget(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        with self._wakeup:
+            self._unfinished[request_id] -= 1
+            if not self._unfinished[request_id]:
+                del self._unfinished[request_id]
+                self._aborting.discard(request_id)
+
+    def _make_sequences(self, request: GenerationRequest, on_output: OnOutput) -> list[Sequence]:
+        pair, sampling = self.pair, request.sampling
+        check_request(request, pair.vocab_size, self.max_context_length, self.config.max_speculation_length)
+        shared = SharedPrompt() if sampling.n > 1 else None
+        sequences = [
+            Sequence(
+                request,
+                index,
+                on_output,
+                decode=self._decode_text[not sampling.include_special_tokens],
+                eos_token_ids=pair.eos_token_ids,
+                max_context_length=self.max_context_length,
+                may_draft=self.draft is not None,
+                shared=shared,
+            )
+            for index in range(sampling.n)
+        ]
+        need = self.scheduler.kv_need(sequences[0])
+        if need > self.scheduler.max_kv_tokens:
+            raise ValueError(
+                f"max_tokens is {sampling.max_tokens}: with the prompt that may take {need} tokens of KV, but there are "
+                f"only {self.scheduler.max_kv_tokens}"
+            )
+        return sequences

@@ -1,0 +1,20 @@
+"""Settings of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every default works."""
+
+    max_batch_size: int = 32  # rows, decoding and prefilling together
+    max_speculation_length: int = 8  # draft tokens per row and step, at most
+    max_waiting: int = 256  # requests that may wait for a row; one more is refused
+    max_context_length: int | None = None  # tokens of prompt and output; None: the models' limit, or what fits on a GPU
+    max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
+    prefill_chunk: int = 256  # prompt tokens per iteration: how long a prompt may hold up the rows that decode
+    seed: int | None = None  # of requests that bring none; None: drawn at random
+    check_models: bool = True  # compare each model with its plain forward before serving
+    pack_weights: bool = True  # on a CPU, a second copy of the weights in its kernels' own layout, if memory allows

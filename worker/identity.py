@@ -1,0 +1,56 @@
+"""Names what step times depend on: models, device, dtype and the rest of the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from speclen.v1 import control_pb2 as pb
+
+from worker.models import ModelPair
+
+
+def device_name(device: torch.device) -> str:
+    """Kind of device as people say it, for example "cuda:NVIDIA H200" or "cpu:AMD EPYC x2"."""
+    if device.type == "cuda":
+        return f"cuda:{torch.cuda.get_device_name(device)}"
+    return f"cpu:{processor_name()} x{os.cpu_count()}"
+
+
+def processor_name() -> str:
+    """Name of the processor as the kernel gives it; the architecture where it gives none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def model_name(name: str, model: torch.nn.Module | None) -> str:
+    """Name with a digest of the configuration, so that two models of one name are told apart."""
+    if model is None:
+        return "none"
+    config = model.config.to_json_string(use_diff=False)  # type: ignore[union-attr, operator]
+    short = name if name.startswith("bundled:") else Path(name).name
+    return f"{short}#{digest(config)}"
+
+
+def context_key(pair: ModelPair) -> pb.ContextKey:
+    """The context whose step times this worker measures."""
+    engine = f"torch {torch.__version__} transformers {version('transformers')} threads {torch.get_num_threads()}"
+    return pb.ContextKey(
+        target=model_name(pair.target_name, pair.target),
+        draft=model_name(pair.draft_name, pair.draft),
+        device=device_name(pair.device),
+        dtype=str(pair.dtype).removeprefix("torch."),
+        engine_fingerprint=f"threads={torch.get_num_threads()},{digest(engine)}",
+    )

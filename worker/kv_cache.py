@@ -1,0 +1,152 @@
+"""Keys and values of every row of a batch, one pool per model. Knows nothing of requests or models.
+
+Layout. Every layer has one tensor [rows, 2, kv_heads, max_length, head_dim] (keys, then values), so that attention
+reads rows 0..b-1 and tokens 0..n-1 as a strided view: no gather and no block table. A row keeps the same place whatever
+the lengths of the others.
+
+Memory. On Linux CPUs the tensors lie in one anonymous mapping that reserves addresses only. The kernel backs a page
+when a token is first written to it, and `release` hands a row's pages back. Memory thus follows what each row holds, in
+units of one page per head (`allocation_unit` tokens), while all views stay valid; a padded pool would cost
+rows x longest row. On other devices the pool is allocated in full, which also gives captured graphs fixed addresses.
+
+Rolling back rejected tokens means forgetting them: the caller's length says what is valid, and what lies beyond it is
+overwritten by the next tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MAP_NORESERVE = 0x4000  # Linux; the mmap module names it only from Python 3.13 on.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Heads of keys and values of one layer, and elements per head."""
+
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers that one token takes, key and value together."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+class KVPool:
+    """A length per row, kept by the caller; `num_rows` rows of up to `max_length` tokens.
+
+    layers: views [rows, 2, kv_heads, max_length, head_dim], one per layer. max_length is rounded up to the allocation
+    unit. Raises MemoryError, with a sentence, when the addresses or the device memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_rows: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.num_rows = num_rows
+        self.dtype = dtype
+        self.device = device
+        # Tokens of one head that fill whole pages, for every layer.
+        head_bytes = {shape.head_dim * dtype.itemsize for shape in shapes}
+        self.allocation_unit = math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, size) for size in head_bytes))
+        self.max_length = math.ceil(max_length / self.allocation_unit) * self.allocation_unit
+        self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
+        self._touched = [0] * num_rows  # tokens of each row that ever were written since its last release
+        sizes = [num_rows * 2 * shape.kv_heads * self.max_length * shape.head_dim for shape in shapes]
+        flat, self._mapping = self._allocate(sum(sizes))
+        ends = list(itertools.accumulate(sizes))
+        self.layers = [
+            flat[end - size : end].view(num_rows, 2, shape.kv_heads, self.max_length, shape.head_dim)
+            for end, size, shape in zip(ends, sizes, self.shapes, strict=True)
+        ]
+
+    def _allocate(self, num_elements: int) -> tuple[torch.Tensor, mmap.mmap | None]:
+        num_bytes = num_elements * self.dtype.itemsize
+        problem = (
+            f"{self.num_rows} rows of {self.max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV on {self.device}, "
+            "which cannot be had: lower the batch size or the context length"
+        )
+        try:
+            if self.device.type != "cpu" or not sys.platform.startswith("linux"):
+                return torch.zeros(num_elements, dtype=self.dtype, device=self.device), None
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        except (OSError, RuntimeError, OverflowError) as error:
+            raise MemoryError(problem) from error
+        with contextlib.suppress(OSError):  # A kernel without huge pages has none to avoid.
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(mapping, dtype=self.dtype), mapping
+
+    def note_written(self, row: int, length: int) -> None:
+        """Tokens 0..length-1 of a row have been written to, rejected ones included."""
+        if length > self._touched[row]:
+            self._touched[row] = length
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a row over another row, and release the source."""
+        self.copy(source, target, length)
+        self.release(source)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a row over another row."""
+        for layer in self.layers:
+            layer[target, :, :, :length] = layer[source, :, :, :length]
+        self.note_written(target, length)
+
+    def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
+        """Exchange two rows of the given lengths."""
+        for layer in self.layers:
+            kept = layer[first, :, :, :first_length].clone()
+            layer[first, :, :, :second_length] = layer[second, :, :, :second_length]
+            layer[second, :, :, :first_length] = kept
+        self.note_written(first, second_length)
+        self.note_written(second, first_length)
+
+    def release(self, row: int) -> None:
+        """Hand the row's memory back; its contents are gone."""
+        if self._touched[row] and self._mapping is not None:
+            start = 0
+            for shape in self.shapes:
+                size = 2 * shape.kv_heads * self.max_length * shape.head_dim * self.dtype.itemsize
+                self._mapping.madvise(mmap.MADV_DONTNEED, start + row * size, size)
+                start += self.num_rows * size
+        self._touched[row] = 0
+
+    def num_bytes_held(self) -> int:
+        """Memory behind the rows: whole allocation units on Linux CPUs, else the whole pool."""
+        if self._mapping is None:
+            return self.num_rows * self.max_length * self.bytes_per_token
+        unit = self.allocation_unit
+        return sum(math.ceil(touched / unit) * unit for touched in self._touched) * self.bytes_per_token
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a process could still use on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.readlines()
+    except OSError:
+        return []

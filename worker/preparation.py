@@ -1,0 +1,95 @@
+"""Makes a pair of models ready for the engine: private copies, pools that fit the memory, and the check of each model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker.cached_model import CachedModel
+from worker.engine_config import EngineConfig
+from worker.kv_cache import KVPool, LayerShape, free_memory
+from worker.model_check import check_model, inspect_layers
+from worker.models import ModelError, ModelPair
+from worker.packed_linear import num_packed_bytes, pack_linears, private_copy
+
+log = logging.getLogger(__name__)
+
+# Share of a GPU's free memory that the pools may take: they are allocated in full, and passes need room too.
+GPU_POOL_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPair:
+    """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models."""
+
+    target: CachedModel
+    draft: CachedModel | None
+    max_context_length: int
+    max_kv_tokens: int
+
+
+@torch.inference_mode()
+def prepare(pair: ModelPair, config: EngineConfig) -> PreparedPair:
+    """The pair in the engine's own copies; the caller's models stay as they are and share their weights.
+
+    Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
+    """
+    named = [(pair.target, pair.target_name)]
+    if pair.draft is not None and config.max_speculation_length:
+        named.append((pair.draft, pair.draft_name))
+    ours = [private_copy(model) for model, _ in named]
+    layers = [inspect_layers(model, name) for model, (_, name) in zip(ours, named, strict=True)]
+    for model in ours:
+        if config.pack_weights and num_packed_bytes(model) < free_memory(pair.device) // 4:
+            pack_linears(model)
+    bytes_per_token = sum(shape.elements_per_token for shapes in layers for shape in shapes) * pair.dtype.itemsize
+    context = _context_length(pair, config, bytes_per_token)
+    rows_tokens = config.max_batch_size * (context + config.max_speculation_length)
+    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, rows_tokens)
+    cached = [
+        CachedModel(model, _make_pool(shapes, config, context, pair), context)
+        for model, shapes in zip(ours, layers, strict=True)
+    ]
+    if config.check_models:
+        for one, (model, name) in zip(cached, named, strict=True):
+            check_model(one, model, name)
+    return PreparedPair(cached[0], cached[1] if len(cached) == 2 else None, context, kv_tokens)
+
+
+def _make_pool(shapes: Sequence[LayerShape], config: EngineConfig, context: int, pair: ModelPair) -> KVPool:
+    length = context + config.max_speculation_length
+    try:
+        return KVPool(shapes, config.max_batch_size, length, pair.dtype, pair.device)
+    except MemoryError as error:
+        raise ModelError(str(error)) from error
+
+
+def _context_length(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> int:
+    """Tokens that every row may hold. On a GPU, where pools are allocated in full, it is cut to what fits."""
+    length = min(pair.max_context_length, config.max_context_length or pair.max_context_length)
+    if pair.device.type == "cpu":
+        return length
+    budget = int(GPU_POOL_SHARE * free_memory(pair.device))
+    fitting = budget // (config.max_batch_size * bytes_per_token) - config.max_speculation_length
+    if fitting < 2:
+        raise ModelError(
+            f"{config.max_batch_size} rows need more KV than the {budget / 2**30:.1f} GiB left on {pair.device}: lower the "
+            "batch size"
+        )
+    if fitting < length:
+        log.warning(
+            "the context is cut from %d to %d tokens, so that %d rows fit", length, fitting, config.max_batch_size
+        )
+    return min(length, fitting)
+
+
+def _kv_tokens(device: torch.device, config: EngineConfig, bytes_per_token: int, rows_tokens: int) -> int:
+    """Tokens that all rows may hold together, at most `rows_tokens`."""
+    if config.max_kv_tokens is not None:
+        return min(rows_tokens, config.max_kv_tokens)
+    if device.type != "cpu":
+        return rows_tokens
+    return min(rows_tokens, free_memory(device) // 2 // bytes_per_token)

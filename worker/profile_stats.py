@@ -1,0 +1,139 @@
+"""Arithmetic of an offline profile: from single steps to cells, survival and the effect of context length.
+
+Pure functions of numpy; no engine, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# A step this many robust deviations from its cell's median is a pause of the machine, not a step of the engine.
+OUTLIER_DEVIATIONS = 6.0
+# Deviations are taken to be at least this share of the median, so that a very steady cell does not lose honest steps.
+LEAST_DEVIATION = 0.02
+# Relative standard deviation assumed for a step when a cell has too few to show it.
+ASSUMED_DEVIATION = 0.1
+
+Key = tuple[int, int]  # batch size, speculation length
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCell:
+    """Mean whole-step time at one batch size and length, moved to the profile's reference context length.
+
+    step_s_stderr: standard error of step_s. num_steps: steps behind it; num_outliers: left out besides.
+    """
+
+    batch_size: int
+    speculation_length: int
+    step_s: float
+    step_s_stderr: float
+    num_steps: int
+    num_outliers: int
+    mean_context_length: float
+
+    @property
+    def relative_error(self) -> float:
+        """Half of the 95% interval, as a share of the mean."""
+        return 1.96 * self.step_s_stderr / self.step_s
+
+
+def robust_mean(values: np.ndarray) -> tuple[float, float, int]:
+    """Mean without outliers, its standard error, and how many values were outliers. values: [n], n >= 1.
+
+    Outliers are farther than 6 scaled median absolute deviations from the median. With fewer than four values none
+    can be told, and the standard error falls back on 10% of the mean per step.
+    """
+    if len(values) < 4:
+        mean = float(np.median(values)) if len(values) > 2 else float(np.min(values))
+        return mean, ASSUMED_DEVIATION * mean / np.sqrt(len(values)), 0
+    median = np.median(values)
+    deviation = max(1.4826 * np.median(np.abs(values - median)), LEAST_DEVIATION * median)
+    kept = values[np.abs(values - median) <= OUTLIER_DEVIATIONS * deviation]
+    spread = max(float(kept.std(ddof=1)), LEAST_DEVIATION * float(median) / 2)
+    return float(kept.mean()), spread / np.sqrt(len(kept)), len(values) - len(kept)
+
+
+def context_slope(samples: Mapping[Key, np.ndarray]) -> float:
+    """Seconds that one more token held by one row adds to a step; at least 0.
+
+    samples: per cell [n, 2] of latency_s and mean context length. Least squares over all cells at once, each with its
+    own level: latency = level(cell) + slope * batch_size * context. Outliers are left out first.
+    """
+    numerator = denominator = 0.0
+    for (batch_size, _), values in samples.items():
+        kept = _without_outliers(values)
+        if len(kept) < 2:
+            continue
+        latency, tokens = kept[:, 0], batch_size * kept[:, 1]
+        # Relative errors are what is alike between cells, so each cell counts by the square of its level.
+        weight = 1.0 / np.median(latency) ** 2
+        centred = tokens - tokens.mean()
+        numerator += weight * float(centred @ (latency - latency.mean()))
+        denominator += weight * float(centred @ centred)
+    return max(0.0, float(numerator / denominator)) if denominator > 0 else 0.0
+
+
+def _without_outliers(values: np.ndarray) -> np.ndarray:
+    latency = values[:, 0]
+    median = np.median(latency)
+    deviation = max(1.4826 * np.median(np.abs(latency - median)), LEAST_DEVIATION * median)
+    return values[np.abs(latency - median) <= OUTLIER_DEVIATIONS * deviation]
+
+
+def measured_cells(samples: Mapping[Key, np.ndarray], slope: float, reference_context: float) -> list[MeasuredCell]:
+    """One cell per key with samples, ordered by batch size and length, all at the reference context length."""
+    cells = []
+    for (batch_size, length), values in sorted(samples.items()):
+        if not len(values):
+            continue
+        moved = values[:, 0] + slope * batch_size * (reference_context - values[:, 1])
+        # A step cannot take no time: what the slope takes away is bounded where contexts differ a lot.
+        mean, stderr, outliers = robust_mean(np.maximum(moved, 0.1 * values[:, 0]))
+        cells.append(
+            MeasuredCell(batch_size, length, mean, float(stderr), len(values) - outliers, outliers, reference_context)
+        )
+    return cells
+
+
+def reference_context(samples: Mapping[Key, np.ndarray]) -> float:
+    """Mean context length over all steps, in whole tokens."""
+    contexts = [values[:, 1] for values in samples.values() if len(values)]
+    return float(round(np.concatenate(contexts).mean())) if contexts else 0.0
+
+
+def survival(histograms: Mapping[int, Sequence[int]]) -> tuple[list[float], list[int]]:
+    """Survival by draft position, and the rows that reached each position, from accepted runs at any lengths.
+
+    histograms[s][j]: rows that accepted exactly j of s draft tokens. A run of s is censored there: it says nothing of
+    later positions. Kaplan-Meier: survival[i] is the product of the shares that each position accepted. A position that
+    no row reached is taken to accept what the one before it does; its 0 rows say that this was not measured.
+    """
+    longest = max(histograms, default=0)
+    reached, accepted = np.zeros(longest, dtype=int), np.zeros(longest, dtype=int)
+    for length, histogram in histograms.items():
+        at_least = np.cumsum(np.asarray(histogram)[::-1])[::-1]  # at_least[j]: rows with j accepted or more
+        reached[:length] += at_least[:length]
+        accepted[:length] += at_least[1 : length + 1]
+    shares: list[float] = []
+    for count, rows in zip(accepted, reached, strict=True):
+        shares.append(count / rows if rows else shares[-1] if shares else 0.0)
+    return [float(value) for value in np.cumprod(shares)], [int(value) for value in reached]
+
+
+def expected_tokens_error(histogram: Sequence[int]) -> float:
+    """Half of the 95% interval of the tokens that a row gains per step, as a share of them; infinite without rows.
+
+    histogram[j]: rows that accepted exactly j draft tokens, all at one length. The bonus token is counted.
+    """
+    counts = np.asarray(histogram, dtype=float)
+    rows = counts.sum()
+    if rows < 2:
+        return float("inf")
+    tokens = np.arange(len(counts)) + 1.0
+    mean = counts @ tokens / rows
+    deviation = np.sqrt(counts @ (tokens - mean) ** 2 / (rows - 1))
+    return float(1.96 * deviation / np.sqrt(rows) / mean)

@@ -1,0 +1,103 @@
+"""Prompts to measure on: pieces of real files, cut to a number of tokens.
+
+By default they come from the Python standard library, and of it from the files that the bundled pair did not see in
+training, so that acceptance is that of new text. The split follows a hash of each file's path, so it is the same
+wherever the file exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+HELD_OUT_PERCENT = 4
+# Tables and generated text: nothing a model of source code should spend its time on.
+SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "lib2to3", "idlelib", "__pycache__", "turtledemo"}
+FILE_BYTES = range(500, 200_000)
+
+
+def is_held_out(relative_path: str) -> bool:
+    """Whether a file of the standard library was kept out of the bundled pair's training."""
+    return hashlib.sha256(relative_path.encode()).digest()[0] * 100 // 256 < HELD_OUT_PERCENT
+
+
+def library_files(held_out: bool) -> list[Path]:
+    """Source files of this Python's standard library on one side of the split, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+        and path.stat().st_size in FILE_BYTES
+        and is_held_out(str(path.relative_to(root))) == held_out
+    ]
+
+
+def held_out_texts() -> list[str]:
+    """Source files that the bundled pair has not seen."""
+    return [path.read_text("utf-8", errors="replace") for path in library_files(held_out=True)]
+
+
+def texts_from_file(path: Path) -> list[str]:
+    """Prompts of a file: one a line as JSON strings or objects with "prompt" (*.jsonl), else separated by empty lines.
+
+    Raises ValueError naming the file.
+    """
+    try:
+        content = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts {path}: {error}") from error
+    if path.suffix == ".jsonl":
+        texts = [_prompt_of(line, path) for line in content.splitlines() if line.strip()]
+    else:
+        texts = [text.strip("\n") for text in content.split("\n\n")]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise ValueError(f"{path} holds no prompts: one JSON string a line (.jsonl), or texts separated by empty lines")
+    return texts
+
+
+def _prompt_of(line: str, path: Path) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}: a line is not JSON: {line[:40]!r}") from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise ValueError(f'{path}: a line has neither a string nor an object with "prompt": {line[:40]!r}')
+    return prompt
+
+
+class PromptSource:
+    """Draws prompts of any number of tokens from texts; the same seed draws the same ones."""
+
+    def __init__(self, tokenizer: Any, texts: list[str], seed: int = 0) -> None:
+        """texts: at least one that is not empty; they are encoded when they are first drawn."""
+        self._tokenizer = tokenizer
+        self._random = random.Random(seed)
+        self._texts = [text for text in texts if text]
+        self._encoded: dict[int, list[int]] = {}
+
+    def draw(self, num_tokens: int, seed: int | None = None) -> tuple[int, ...]:
+        """Exactly num_tokens ids: a piece of one text, or of several one after the other where one is too short.
+
+        With a seed the prompt depends on it alone, not on what was drawn before.
+        """
+        rng = self._random if seed is None else random.Random(seed)
+        ids: list[int] = []
+        while len(ids) < num_tokens:
+            text = self._ids(rng.randrange(len(self._texts)))
+            start = rng.randrange(max(1, len(text) - num_tokens))
+            ids.extend(text[start : start + num_tokens - len(ids)])
+        return tuple(ids)
+
+    def _ids(self, index: int) -> list[int]:
+        if index not in self._encoded:
+            # Special tokens would end a sequence inside a prompt; verbose warns of texts longer than the model's context.
+            encoded = self._tokenizer(self._texts[index], add_special_tokens=False, verbose=False)
+            self._encoded[index] = encoded["input_ids"]
+        return self._encoded[index]

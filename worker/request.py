@@ -1,0 +1,93 @@
+"""What a caller asks of the engine and what it gets back. Plain values; no torch, no gRPC."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends. Ranges are those of generation.proto.
+
+    temperature 0 is greedy. logprobs None: none; k: the chosen token's and the k most likely ones'.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    include_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt. `fixed_length` None: the table decides; k: always k draft tokens (0: plain decoding).
+
+    With sampling.n > 1 the engine runs n sequences; their outputs carry the index.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    fixed_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the target's unmodified distribution."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """New tokens of one sequence, and, once finish_reason is set, its totals. Sent after a step.
+
+    text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
+    num_*: totals so far. After a message with a finish_reason nothing follows for this index.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class QueueFullError(Exception):
+    """The waiting queue is at its bound: try again later."""
+
+
+class DrainingError(Exception):
+    """The engine accepts no new requests because it is stopping."""

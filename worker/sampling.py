@@ -1,0 +1,134 @@
+"""The rules that turn logits into tokens. Pure functions of tensors; knows nothing of requests or models.
+
+Two rules accept drafts, and both keep the output exactly target-distributed:
+
+- `verify`, rejection sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv
+  2302.01318): accepts as often as any rule can, but which token comes out depends on what was drafted.
+- `accept_matching`: target and draft choose with the same noise, and a draft token is accepted when it is the target's
+  own choice. The output is then a function of the noise and the target alone, whatever was drafted and however many
+  tokens at a time (drafter invariance: Daliri, Musco and Suresh 2024, arXiv 2408.07978). It accepts somewhat less
+  often. Greedy decoding is its case without noise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def distribution(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Probabilities [rows, columns, vocab], float32, that tokens are drawn from.
+
+    logits: [rows, columns, vocab]; the others: [rows]. Temperature 0 puts everything on the most likely token. Then the
+    temperature, then the k most likely tokens (0: all), of these the fewest that reach top_p (the one that reaches it
+    included), of these the ones at least min_p times as likely as the most likely one. Ties go to the lower token id.
+    """
+    logits = logits.float()
+    greedy = (temperature == 0)[:, None, None]
+    # Below 1e-6 the division could overflow, and nothing but the most likely token is left anyway.
+    scale = torch.where(greedy, 1.0, temperature[:, None, None].clamp_min(1e-6))
+    logits = (logits - logits.amax(-1, keepdim=True)) / scale
+    if top_k is not None or top_p is not None:
+        logits = _keep_most_likely(logits, top_k, top_p)
+    if min_p is not None:
+        # The most likely token has logit 0 here.
+        logits = logits.masked_fill(logits < torch.log(min_p)[:, None, None], float("-inf"))
+    probs = torch.softmax(logits, dim=-1)
+    best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy, best, probs)
+
+
+def _keep_most_likely(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Logits with all but the top_k most likely tokens, and of these the top_p share, at -inf."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        vocab_size = logits.shape[-1]
+        num_kept = torch.where(top_k == 0, vocab_size, top_k)[:, None, None]
+        ordered = ordered.masked_fill(torch.arange(vocab_size, device=logits.device) >= num_kept, float("-inf"))
+    if top_p is not None:
+        probs = torch.softmax(ordered, dim=-1)
+        before = probs.cumsum(-1) - probs
+        # 1 means all: rounding in the sum must not cut the tail. The first token always stays.
+        cut = (before >= top_p[:, None, None]) & (top_p < 1)[:, None, None]
+        cut[..., 0] = False
+        ordered = ordered.masked_fill(cut, float("-inf"))
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+def choose(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """One token per distribution, drawn by an exponential race: argmax of probs / noise, noise being Exp(1)."""
+    return (probs / noise).argmax(-1)
+
+
+def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: torch.Tensor | None) -> torch.Tensor:
+    """Length [rows] of the prefix of each draft that agrees with the target's own choices.
+
+    draft_ids: [rows, k]; target_ids: [rows, k + 1]; caps: [rows], the longest prefix allowed per row, None for k.
+    """
+    matches = draft_ids == target_ids[:, :-1]
+    if caps is not None:
+        matches &= _within(caps, draft_ids.shape[1])
+    return matches.cumprod(dim=1).sum(dim=1)
+
+
+def acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+    """Probability [rows, k] that each draft token is accepted, given that all before it were: min(1, target / draft)."""
+    index = draft_ids[..., None]
+    target = target_probs[:, : draft_ids.shape[1]].gather(-1, index)[..., 0]
+    draft = draft_probs.gather(-1, index)[..., 0]
+    return (target / draft.clamp_min(torch.finfo(draft.dtype).tiny)).clamp(max=1)
+
+
+def recovery(target_probs: torch.Tensor, draft_probs: torch.Tensor, num_accepted: torch.Tensor) -> torch.Tensor:
+    """Distribution [rows, vocab], not normalised, of the token after the accepted prefix: max(0, target - draft).
+
+    draft_probs must be 0 where nothing was drafted, which makes it the target's distribution there, and likewise after
+    the last draft token.
+    """
+    rows = torch.arange(len(num_accepted), device=num_accepted.device)
+    target = target_probs[rows, num_accepted]
+    k = draft_probs.shape[1]
+    if k == 0:
+        return target
+    draft = draft_probs[rows, num_accepted.clamp(max=k - 1)] * (num_accepted < k)[:, None]
+    difference = (target - draft).clamp_min(0)
+    # Where both distributions agree to rounding, nothing may be left of the difference: then the target itself is right.
+    return torch.where(difference.sum(-1, keepdim=True) > 0, difference, target)
+
+
+def verify(
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    draft_ids: torch.Tensor,
+    caps: torch.Tensor | None,
+    generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept a prefix of each draft so that outputs follow the target exactly.
+
+    target_probs: [rows, k + 1, vocab]; draft_probs: [rows, k, vocab]; draft_ids: [rows, k], drawn from draft_probs;
+    caps: [rows], drafts beyond which count as not drawn, None for k. Returns the accepted lengths [rows] and the token
+    [rows] that follows each. Leviathan et al. 2023, algorithm 1.
+    """
+    rows, k = draft_ids.shape
+    within = None
+    if caps is not None:
+        within = _within(caps, k)
+        draft_probs = draft_probs * within[:, :, None]
+    uniform = torch.rand((rows, k), generator=generator, device=draft_ids.device)
+    accepted = uniform < acceptance(target_probs, draft_probs, draft_ids)
+    if within is not None:
+        accepted &= within
+    num_accepted = accepted.cumprod(dim=1).sum(dim=1)
+    remaining = recovery(target_probs, draft_probs, num_accepted)
+    noise = torch.empty_like(remaining).exponential_(generator=generator)
+    return num_accepted, choose(remaining, noise)
+
+
+def _within(caps: torch.Tensor, k: int) -> torch.Tensor:
+    """[rows, k]: whether a draft position is inside its row's cap."""
+    return torch.arange(k, device=caps.device) < caps[:, None]

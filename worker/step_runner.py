@@ -1,0 +1,218 @@
+"""Runs the models for the rows of a scheduler: feeds prompts, and takes decoding steps. One thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker.cached_model import CachedModel
+from worker.logprobs import token_logprobs
+from worker.request import SequenceOutput, TokenLogprobs
+from worker.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence
+from worker.speculative import StepTokens, speculative_step
+from worker.step_plan import StepLengths, make_batch, plan_lengths
+from worker.steps import StepFlag
+
+# A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
+CATCH_UP_WIDTH = 16
+
+Deliver = Callable[[Sequence, SequenceOutput], None]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start. Generated tokens are those that went to callers."""
+
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """speculation_length: length used. accepted_histogram[j]: rows whose accepted run was exactly j."""
+
+    speculation_length: int
+    accepted_histogram: tuple[int, ...]
+    flags: frozenset[StepFlag]
+
+
+class StepRunner:
+    """Moves the sequences of a scheduler on, and hands their new tokens to `deliver`.
+
+    draft: None when nothing can be drafted. A sequence that ends is taken out of the scheduler at once.
+    """
+
+    def __init__(
+        self,
+        target: CachedModel,
+        draft: CachedModel | None,
+        scheduler: Scheduler,
+        deliver: Deliver,
+        prefill_chunk: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.totals = Totals()
+        self._scheduler = scheduler
+        self._deliver = deliver
+        self._prefill_chunk = prefill_chunk
+        self._generator = generator
+        self._device = target.pool.device
+        self._greedy = GreedyRule()
+        self._sampling: tuple[int, BatchSampling] | None = None  # of the decoding rows, by the scheduler's version
+        self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
+        self._seen_shapes: set[tuple[int, int]] = set()
+
+    def prefill(self, sequence: Sequence, budget: int) -> int:
+        """Feed up to `budget` tokens of the next prompt; returns how many. After the last one, the row decodes."""
+        start = sequence.target_length
+        ids = sequence.tokens[start : start + budget]
+        logits = self._copy_prompt(sequence)
+        if logits is None:
+            logits = self._feed_prompt(sequence, ids)
+        if sequence.target_length == sequence.num_prompt_tokens:
+            if sequence.shared is not None:
+                sequence.shared.logits = logits
+            self._first_token(sequence, logits)
+        return len(ids)
+
+    def _feed_prompt(self, sequence: Sequence, ids: list[int]) -> torch.Tensor:
+        row, start = self._scheduler.num_decoding, sequence.target_length
+        logits = self.target.prefill(row, ids, start)
+        sequence.target_length += len(ids)
+        drafts = self._speculating or bool(sequence.fixed_length)
+        if self.draft is not None and sequence.may_draft and drafts and sequence.draft_length == start:
+            self.draft.prefill(row, ids, start)
+            sequence.draft_length += len(ids)
+        return logits
+
+    def _copy_prompt(self, sequence: Sequence) -> torch.Tensor | None:
+        """Take keys and values from a sequence of the same request, if one holds them; returns the logits they led to."""
+        if sequence.shared is None or sequence.shared.logits is None:
+            return None
+        length, rows = sequence.num_prompt_tokens, self._scheduler.rows[: self._scheduler.num_decoding]
+        source = next((row for row, other in enumerate(rows) if other.shared is sequence.shared), None)
+        if source is None:
+            return None  # Those that held them have ended.
+        row = self._scheduler.num_decoding
+        self.target.pool.copy(source, row, length)
+        sequence.target_length = length
+        if self.draft is not None and rows[source].draft_length >= length:
+            self.draft.pool.copy(source, row, length)
+            sequence.draft_length = length
+        return sequence.shared.logits
+
+    def _first_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        """Choose the token that follows the prompt."""
+        assert sequence.sampling is not None
+        rule = self._rule(BatchSampling([sequence.sampling], self._device), [sequence])
+        nothing_drafted = torch.zeros((1, 0), dtype=torch.long, device=self._device)
+        _, tokens = rule.decide(logits, nothing_drafted, None)
+        wanted = sequence.request.sampling.logprobs
+        logprobs = token_logprobs(logits, tokens, [] if wanted is None else [(0, wanted)])
+        self._append(sequence, tokens[0].tolist(), logprobs.get(0))
+        if sequence.finished:
+            self._scheduler.remove(sequence)
+        else:
+            self._scheduler.start_decoding()
+
+    def decode(self, batch: list[Sequence], chosen_length: int) -> StepOutcome:
+        """One step of all decoding rows, with the length chosen for them."""
+        lengths = plan_lengths(batch, chosen_length if self.draft is not None else 0, self.target.max_context_length)
+        flags = self._flags(len(batch), lengths)
+        width = 1
+        self._speculating = lengths.length > 0
+        if self._speculating:
+            width, caught_up = self._catch_up(batch)
+            flags |= {StepFlag.CATCH_UP} if caught_up else set()
+        tensors = make_batch(batch, self._scheduler.num_drafting, lengths, width, self._device)
+        result = speculative_step(self.target, self.draft, tensors, lengths.length, self._batch_rule(batch))
+        accepted = self._commit(batch, result, lengths)
+        histogram = [0] * (lengths.length + 1)
+        for count in accepted:
+            histogram[count] += 1
+        self.totals.num_steps += 1
+        return StepOutcome(lengths.length, tuple(histogram), frozenset(flags))
+
+    def _flags(self, batch_size: int, lengths: StepLengths) -> set[StepFlag]:
+        flags = {StepFlag.MIXED_LENGTHS} if lengths.caps is not None else set()
+        shape = (batch_size, lengths.length)
+        if shape not in self._seen_shapes:
+            self._seen_shapes.add(shape)
+            flags.add(StepFlag.FIRST_USE)
+        return flags
+
+    def _batch_rule(self, batch: list[Sequence]) -> TokenRule:
+        """How the decoding rows choose their tokens in this step."""
+        version = self._scheduler.version
+        if self._sampling is None or self._sampling[0] != version:
+            rows = [sequence.sampling for sequence in batch if sequence.sampling is not None]
+            self._sampling = (version, BatchSampling(rows, self._device))
+        return self._rule(self._sampling[1], batch)
+
+    def _rule(self, sampling: BatchSampling, batch: list[Sequence]) -> TokenRule:
+        if sampling.is_plain_greedy:
+            return self._greedy
+        positions = torch.tensor([sequence.num_output_tokens for sequence in batch], device=self._device)
+        return SamplingRule(sampling, positions, self._generator)
+
+    def _catch_up(self, batch: list[Sequence]) -> tuple[int, bool]:
+        """How many recent tokens the draft's first pass must be fed, and whether the draft had fallen behind.
+
+        It lacks one token after a step that accepted everything; more means that steps went by without it.
+        """
+        assert self.draft is not None
+        drafting = batch[: self._scheduler.num_drafting]
+        behind = max(len(s.tokens) - 1 - s.draft_length for s in drafting)
+        if behind <= 1:
+            return 1 + behind, False
+        if behind < CATCH_UP_WIDTH and min(len(s.tokens) for s in batch) > behind:
+            return 1 + behind, True
+        for row, sequence in enumerate(drafting):
+            self._feed(self.draft, row, sequence.tokens[:-1], sequence.draft_length)
+            sequence.draft_length = len(sequence.tokens) - 1
+        return 1, True
+
+    def _feed(self, model: CachedModel, row: int, tokens: list[int], start: int) -> None:
+        for at in range(start, len(tokens), self._prefill_chunk):
+            model.prefill(row, tokens[at : at + self._prefill_chunk], at)
+
+    def _commit(self, batch: list[Sequence], result: StepTokens, lengths: StepLengths) -> list[int]:
+        """Hand out the new tokens and move the rows' lengths on; returns the accepted lengths."""
+        # The step's one synchronisation with the device.
+        table = torch.cat([result.num_accepted[:, None], result.tokens], dim=1).tolist()
+        wanted = [(row, s.request.sampling.logprobs) for row, s in enumerate(batch)]
+        logprobs = token_logprobs(result.logits, result.tokens, [(r, k) for r, k in wanted if k is not None])
+        num_drafting = self._scheduler.num_drafting if lengths.length else 0
+        for row, sequence in enumerate(batch):
+            num_accepted, held = table[row][0], len(sequence.tokens)
+            self.target.pool.note_written(row, held + lengths.length)
+            sequence.target_length = held + num_accepted
+            if row < num_drafting:
+                assert self.draft is not None
+                self.draft.pool.note_written(row, held - 1 + lengths.length)
+                sequence.draft_length = held - 1 + min(num_accepted + 1, lengths.length)
+            sequence.num_steps += 1
+            sequence.num_draft_tokens += lengths.cap(row)
+            sequence.num_accepted_tokens += min(num_accepted, sequence.num_left)
+            self.totals.num_draft_tokens += lengths.cap(row)
+            self.totals.num_accepted_tokens += num_accepted
+            self._append(sequence, table[row][1 : num_accepted + 2], logprobs.get(row))
+        for sequence in batch:
+            if sequence.finished:
+                self._scheduler.remove(sequence)
+        return [entry[0] for entry in table]
+
+    def _append(self, sequence: Sequence, ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Append to the sequence and deliver."""
+        before = sequence.num_output_tokens
+        output = sequence.accept(ids, logprobs)
+        self.totals.num_generated_tokens += sequence.num_output_tokens - before
+        self._deliver(sequence, output)

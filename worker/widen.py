@@ -1,0 +1,162 @@
+"""Widens a Llama-style model without changing its function, so that a small model has a large one's cost.
+
+Every hidden unit, head and FFN unit is replicated, and what flows out of r copies is weighted by coefficients that sum
+to one, as in Net2Net (Chen, Goodfellow and Shlens 2016, arXiv 1511.05641). The coefficients are powers of two even for
+r = 3 (1/2, 1/4, 1/4), so every weight stays exact in bfloat16 and only the order of summation differs:
+
+    copies of hidden units   coefficients in the norm that reads them (input, post-attention and final norm)
+    copies of heads          coefficients in the columns of o_proj
+    copies of FFN units      coefficients in the columns of down_proj
+
+RMSNorm itself is unchanged because all units are replicated equally often. Additional layers have zero output
+projections, so they add nothing to the residual stream but cost what a layer costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+KEYS = ("hidden", "layers", "heads", "ffn")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model is widened to. None: as in the small model, or for heads and ffn in proportion to hidden."""
+
+    hidden: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    ffn: int | None = None
+
+
+def parse_shape(text: str) -> Shape:
+    """Shape of "hidden=512,layers=8,heads=8,ffn=1376"; every key may be left out. Raises ValueError."""
+    values: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        if match is None or match[1] not in KEYS or int(match[2]) < 1:
+            raise ValueError(f"shape {part!r} is not one of {', '.join(KEYS)} with a positive number, as in hidden=512")
+        if match[1] in values:
+            raise ValueError(f"shape names {match[1]} twice")
+        values[match[1]] = int(match[2])
+    return Shape(**values)
+
+
+def coefficients(num_copies: int) -> list[float]:
+    """num_copies powers of two that sum to one exactly: 1/2, 1/4, 1/4 for three."""
+    power = num_copies.bit_length() - 1
+    num_split = num_copies - 2**power  # This many of the 2**power equal parts are halved.
+    return [2.0**-power] * (2**power - num_split) + [2.0 ** -(power + 1)] * (2 * num_split)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The wide configuration and how often hidden units, heads and FFN units are replicated."""
+
+    config: Any
+    hidden_copies: int
+    head_copies: int
+    ffn_copies: int
+
+
+def _plan(config: Any, shape: Shape) -> _Plan:
+    if config.model_type != "llama":
+        raise ValueError(f"only Llama-style models can be widened, this is {config.model_type}")
+    if config.attention_bias or config.mlp_bias:
+        raise ValueError("a model with biases in its projections cannot be widened")
+    hidden_copies = _copies("hidden", config.hidden_size, shape.hidden)
+    head_copies = _copies("heads", config.num_attention_heads, shape.heads, hidden_copies)
+    ffn_copies = _copies("ffn", config.intermediate_size, shape.ffn, hidden_copies)
+    layers = shape.layers or config.num_hidden_layers
+    if layers < config.num_hidden_layers:
+        raise ValueError(f"layers={layers} is fewer than the model's {config.num_hidden_layers}")
+    wide = copy.deepcopy(config)
+    wide.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    wide.hidden_size = config.hidden_size * hidden_copies
+    wide.num_attention_heads = config.num_attention_heads * head_copies
+    wide.num_key_value_heads = config.num_key_value_heads * head_copies
+    wide.intermediate_size = config.intermediate_size * ffn_copies
+    wide.num_hidden_layers = layers
+    return _Plan(wide, hidden_copies, head_copies, ffn_copies)
+
+
+def _copies(name: str, small: int, wide: int | None, default: int = 1) -> int:
+    if wide is None:
+        return default
+    if wide % small:
+        nearest = max(1, round(wide / small)) * small
+        raise ValueError(f"{name}={wide} is not a multiple of the model's {small}; the nearest is {nearest}")
+    return wide // small
+
+
+def count_parameters(config: Any, shape: Shape) -> int:
+    """Parameters of the widened model, without building it. Raises ValueError as `widen` does."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(_plan(config, shape).config).num_parameters()
+
+
+@torch.no_grad()
+def widen(model: Any, shape: Shape, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """A wider model with the logits of `model`, built in the memory of `device` and in `dtype`.
+
+    Nothing larger than the small model exists besides the result. Raises ValueError for a shape that is not a multiple.
+    """
+    plan = _plan(model.config, shape)
+    with torch.device("meta"):
+        blank: Any = LlamaForCausalLM(plan.config)
+    wide = blank.to(dtype).to_empty(device=device)
+    # Not parameters, so to_empty left them blank: taken from the small model, which has the same head dimension.
+    wide.model.rotary_emb = copy.deepcopy(model.model.rotary_emb).to(device)
+    _replicate(wide.model.embed_tokens.weight, model.model.embed_tokens.weight, 1, plan.hidden_copies)
+    if wide.config.tie_word_embeddings:
+        wide.tie_weights()
+    else:
+        _replicate(wide.lm_head.weight, model.lm_head.weight, 1, plan.hidden_copies)
+    _replicate_norm(wide.model.norm.weight, model.model.norm.weight, plan.hidden_copies)
+    small_layers = model.model.layers
+    for index, layer in enumerate(wide.model.layers):
+        _widen_layer(layer, small_layers[index % len(small_layers)], plan)
+        if index >= len(small_layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    wide.generation_config = copy.deepcopy(model.generation_config)
+    return wide.eval()
+
+
+def _widen_layer(wide: Any, small: Any, plan: _Plan) -> None:
+    hidden, heads, ffn = plan.hidden_copies, plan.head_copies, plan.ffn_copies
+    _replicate_norm(wide.input_layernorm.weight, small.input_layernorm.weight, hidden)
+    _replicate_norm(wide.post_attention_layernorm.weight, small.post_attention_layernorm.weight, hidden)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        _replicate(getattr(wide.self_attn, name).weight, getattr(small.self_attn, name).weight, heads, hidden)
+    _replicate(wide.self_attn.o_proj.weight, small.self_attn.o_proj.weight, hidden, heads, weighted=True)
+    for name in ("gate_proj", "up_proj"):
+        _replicate(getattr(wide.mlp, name).weight, getattr(small.mlp, name).weight, ffn, hidden)
+    _replicate(wide.mlp.down_proj.weight, small.mlp.down_proj.weight, hidden, ffn, weighted=True)
+
+
+def _replicate(
+    wide: torch.Tensor, small: torch.Tensor, row_copies: int, column_copies: int, weighted: bool = False
+) -> None:
+    """Fill wide [row_copies * rows, column_copies * columns] with copies of small [rows, columns], in place.
+
+    Copy c of a unit is unit c * units + u. weighted: the copies of each column get coefficients that sum to one.
+    """
+    rows, columns = small.shape
+    narrow = small.to(wide.device, wide.dtype)[:, None, :].expand(rows, column_copies, columns)
+    if weighted:
+        scale = torch.tensor(coefficients(column_copies), device=wide.device, dtype=wide.dtype)
+        narrow = narrow * scale[:, None]
+    wide.view(row_copies, rows, column_copies, columns).copy_(narrow.expand(row_copies, rows, column_copies, columns))
+
+
+def _replicate_norm(wide: torch.Tensor, small: torch.Tensor, copies: int) -> None:
+    """Fill wide [copies * hidden] with small [hidden], weighted so that what reads all copies sees the sum of one."""
+    scale = torch.tensor(coefficients(copies), device=wide.device, dtype=wide.dtype)
+    torch.mul(small.to(wide.device, wide.dtype)[None, :], scale[:, None], out=wide.view(copies, -1))
