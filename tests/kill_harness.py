@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import grpc
@@ -176,6 +176,9 @@ class ReportingWorker:
 
 # Forks controllers from a process that has imported everything: most of a start is imports, and 200 take their time.
 FORKED = multiprocessing.get_context("forkserver")
+# Starting one process polls all others. A status can be read only once, and of two threads that read it at the same
+# time, one for its own process and one in passing, multiprocessing lets the later one put 255 in its place.
+POLLING = threading.Lock()
 FORKED.set_forkserver_preload(
     ["cli.app", "cli.controller", "controller.logs", "controller.server", "kill_harness", "pytest"]
 )
@@ -208,7 +211,8 @@ class ControllerProcess:
         reading, writing = FORKED.Pipe(duplex=False)
         if forked:
             self.process = FORKED.Process(target=run_forked, args=(database, failpoint, log, writing), daemon=True)
-            self.process.start()
+            with POLLING:
+                self.process.start()
         else:
             with log.open("ab") as errors:
                 self.process = subprocess.Popen(
@@ -242,8 +246,9 @@ class ControllerProcess:
                 self.process.wait(timeout_s)
             self.returncode = self.process.returncode
         else:
-            self.process.join(timeout_s)
-            self.returncode = self.process.exitcode
+            wait([self.process.sentinel], timeout_s)
+            with POLLING:
+                self.returncode = self.process.exitcode
         if self.returncode is None:
             return False
         self.output.close()
