@@ -19,6 +19,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
 from bench.tracks import Arrival
+from transport.aio import prepare_aio
 
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 16 * 1024 * 1024)]
 REQUEST_TIMEOUT_S = 120.0
@@ -123,6 +124,7 @@ async def open_loop(
     timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> list[Outcome]:
     """Send every request at its time and wait for all answers; one outcome per arrival, in order."""
+    prepare_aio()
     outcomes = [Outcome(index, arrival.at_s) for index, arrival in enumerate(arrivals)]
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.GenerationServiceStub(channel)

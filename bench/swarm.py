@@ -19,6 +19,8 @@ from grpc import aio
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
+from transport.aio import prepare_aio
+
 METHOD = "/speclen.v1.ControlService/StreamReports"
 WINDOW = 4  # messages of one worker on their way; a real worker has about as many
 NUM_TEMPLATES = 512  # different steps of a worker
@@ -172,6 +174,7 @@ def open_stream(channel: aio.Channel) -> Any:
 
 async def connect(address: str, num_channels: int) -> list[aio.Channel]:
     """Channels with a connection each."""
+    prepare_aio()
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [aio.insecure_channel(address, options=options) for _ in range(num_channels)]
     for channel in channels:

@@ -13,6 +13,8 @@ from grpc import aio
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
+from transport.aio import prepare_aio
+
 INTERVAL_S = 0.25
 
 
@@ -60,6 +62,7 @@ def to_sample(info: pb.GetServerInfoResponse, at_s: float) -> Sample:
 
 async def watch(address: str, samples: list[Sample]) -> None:
     """Add a sample every quarter of a second until cancelled. A worker that does not answer leaves a hole."""
+    prepare_aio()
     begin = time.monotonic()
     async with aio.insecure_channel(address) as channel:
         stub = rpc.GenerationServiceStub(channel)

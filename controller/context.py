@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import Any
 
 import numpy as np
@@ -73,81 +73,71 @@ class ContextModel:
         workers: who sent each observation; those of one worker stand side by side.
         """
         events = []
-        batch = np.array([each.batch_size for each in observations])
-        length = np.array([each.speculation_length for each in observations])
-        fired = self._learn_acceptance(observations, batch, length)
+        steps = StepColumns(observations)
+        fired = self._learn_acceptance(steps)
         if fired:
             events.append(self._event("acceptance", fired))
-        spans = spans_of(workers)
-        for worker_id, span in spans:
+        for worker_id, span in spans_of(workers):
             self._learn_resuming(observations[span], worker_id)
-        fired = self._learn_latency(observations, batch, length, spans)
+        fired = self._learn_latency(steps, workers)
         if fired:
             events.append(self._event("latency", fired))
         self.refresh()
         return events
 
-    def _learn_acceptance(
-        self, observations: Sequence[StepObservation], batch: np.ndarray, length: np.ndarray
-    ) -> float:
-        positions = self.acceptance.max_length
+    def _learn_acceptance(self, steps: StepColumns) -> float:
+        positions, length = self.acceptance.max_length, steps.length
         width = length + 1
         last = width.cumsum()
-        values = np.fromiter(
-            chain.from_iterable([each.accepted_histogram for each in observations]), float, int(last[-1])
-        )
+        values = np.fromiter(chain.from_iterable(steps.histograms), float, int(last[-1]))
         # Where each report's histogram goes in a table of equal rows: its own row, from the first column on.
-        place = np.arange(len(values)) + np.repeat(np.arange(len(batch)) * (positions + 2) - (last - width), width)
-        histogram = np.zeros((len(batch), positions + 2))
+        place = np.arange(len(values)) + np.repeat(np.arange(len(length)) * (positions + 2) - (last - width), width)
+        histogram = np.zeros((len(length), positions + 2))
         histogram.reshape(-1)[place] = values
-        silent = [index for index, each in enumerate(observations) if not each.teaches_acceptance]
-        if silent:
-            histogram[silent] = 0.0
+        histogram[~steps.teaches_acceptance] = 0.0
         # at_least[:, i]: rows with i or more accepted. Position i is judged in rows with i - 1 or more, up to the length.
         at_least = histogram[:, ::-1].cumsum(axis=1)[:, ::-1]
         inside = np.arange(positions) < length[:, None]
-        bands = self.band_of_size[batch]
+        bands = self.band_of_size[steps.batch]
         return self.acceptance.update(at_least[:, 1:-1] * inside, at_least[:, :-2] * inside, bands)
 
-    def _learn_latency(
-        self,
-        observations: Sequence[StepObservation],
-        batch: np.ndarray,
-        length: np.ndarray,
-        spans: list[tuple[str, slice]],
-    ) -> float:
-        teaches = np.array([each.teaches_latency for each in observations])
+    def _learn_latency(self, steps: StepColumns, workers: Sequence[str]) -> float:
+        teaches = steps.teaches_latency
         if not teaches.any():
             return 0.0
-        seconds = np.array([each.latency_s for each in observations])
-        context = np.array([each.mean_context_length for each in observations])
-        size = batch.astype(float)
-        offset, use = np.zeros(len(size)), teaches.copy()
-        for worker_id, span in spans:
-            if not teaches[span].any():
-                continue
-            offset[span], trusted = self.fleet.judge(worker_id)
-            if not trusted:
-                use[span] = False
-                mine = np.arange(len(size))[span][teaches[span]]
-                if self.fleet.exclude(worker_id, len(mine)):
-                    self.latency.doubt(size[mine])
-                residual = self.latency.residuals(size[mine], length[mine], context[mine], seconds[mine])
-                self.fleet.record(worker_id, length[mine], residual)
-            else:
-                self.fleet.excluded.discard(worker_id)
-        if not use.any():
-            return 0.0
+        size, length = steps.batch[teaches].astype(float), steps.length[teaches]
+        context, seconds = steps.context[teaches], steps.seconds[teaches]
+        senders = list(compress(workers, teaches.tolist()))
+        places: dict[str, int] = {}
+        sender = np.array([places.setdefault(worker_id, len(places)) for worker_id in senders])
+        names = list(places)
+        offsets, trusted = self.fleet.judge(names)
+        offset, use = offsets[sender], trusted[sender]
         deviation = np.zeros(len(size))
-        senders = [worker_id for worker_id, span in spans for kept in use[span].tolist() if kept]
-        fired, residual = self.latency.update(size[use], length[use], context[use], seconds[use], offset[use], senders)
-        deviation[use] = residual + offset[use]
-        if fired:
-            self.fleet.forget()
-        for worker_id, span in spans:
-            if use[span].any():
-                self.fleet.record(worker_id, length[span][use[span]], deviation[span][use[span]])
+        if not trusted.all():
+            self._leave_out(
+                [worker_id for worker_id, good in zip(names, trusted, strict=True) if not good], senders, size
+            )
+            odd = ~use
+            deviation[odd] = self.latency.residuals(size[odd], length[odd], context[odd], seconds[odd])
+        self.fleet.readmit([worker_id for worker_id, good in zip(names, trusted, strict=True) if good])
+        fired = 0.0
+        if use.any():
+            fired, residual = self.latency.update(
+                size[use], length[use], context[use], seconds[use], offset[use], list(compress(senders, use.tolist()))
+            )
+            deviation[use] = residual + offset[use]
+            if fired:
+                self.fleet.forget()
+        self.fleet.record(names, sender, length, deviation)
         return fired
+
+    def _leave_out(self, excluded: list[str], senders: list[str], size: FloatArray) -> None:
+        """Reports of these workers are not learned from; what was, a moment ago, is doubted."""
+        for worker_id in excluded:
+            mine = [index for index, sender in enumerate(senders) if sender == worker_id]
+            if self.fleet.exclude(worker_id, len(mine)):
+                self.latency.doubt(size[mine])
 
     def _learn_resuming(self, observations: Sequence[StepObservation], worker_id: str) -> None:
         """Track what the first step with draft tokens after length 0 takes longer: the draft catches up in it.
@@ -216,6 +206,20 @@ class ContextModel:
         self.resume_s, self.num_resumes = float(state["resume_s"]), int(state["num_resumes"])
         self.last_length = {worker_id: int(length) for worker_id, length in state["last_length"]}
         self.refresh()
+
+
+class StepColumns:
+    """A group of observations as arrays [n]; batch, length: whole numbers."""
+
+    __slots__ = ("batch", "context", "histograms", "length", "seconds", "teaches_acceptance", "teaches_latency")
+
+    def __init__(self, observations: Sequence[StepObservation]) -> None:
+        batch, length, seconds, self.histograms, context, teaches_latency, teaches_acceptance = zip(
+            *observations, strict=True
+        )
+        self.batch, self.length = np.array(batch), np.array(length)
+        self.seconds, self.context = np.array(seconds), np.array(context)
+        self.teaches_latency, self.teaches_acceptance = np.array(teaches_latency), np.array(teaches_acceptance)
 
 
 def spans_of(workers: Sequence[str]) -> list[tuple[str, slice]]:

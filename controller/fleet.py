@@ -8,6 +8,7 @@ on the number of reports in it, and an answer does not have to wait for it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +42,8 @@ FOLLOWS_TABLE = ("", "adaptive")
 # thin, and one call still takes less than two milliseconds.
 MANY_REPORTS = 512
 # Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
-# to wait for the call.
-MANY_WORKERS = 16
+# to wait for the call, which takes about a millisecond for so many.
+MANY_WORKERS = 8
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -160,11 +161,12 @@ class Fleet:
             self.learn(worker)
 
     async def learn_all(self) -> None:
-        """Learn from everything that waits now, letting calls in between."""
+        """Learn from everything that waits now; between two calls of the estimator, answer for as long as it took."""
         for workers in batches(list(self._waiting.values())):
+            started = time.perf_counter()
             # One that has registered anew in the meantime may have another context by now.
             self.learn(*(worker for worker in workers if worker.context is workers[0].context))
-            await asyncio.sleep(0)
+            await asyncio.sleep(time.perf_counter() - started)
 
     def _without_repetitions(self, worker: Worker, reports: Sequence[pb.StepReport]) -> Sequence[pb.StepReport]:
         window = worker.window

@@ -31,6 +31,7 @@ from store.database import Store, StoreConfig
 from store.records import StoredState
 from store.retention import Retention
 from transport.address import check_free
+from transport.aio import prepare_aio
 
 log = structlog.get_logger()
 
@@ -117,6 +118,7 @@ async def create_server(
 
     Raises OSError when the address cannot be bound, ValueError when a certificate or the token cannot be read.
     """
+    prepare_aio()
     security = config.security
     server = aio.server(
         options=SERVER_OPTIONS,
@@ -236,7 +238,7 @@ def quiet_interpreter() -> None:
     """
     sys.setswitchinterval(0.0005)
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(200_000, 20, 50)
 
 
 def stop_event() -> asyncio.Event:

@@ -22,8 +22,8 @@ from controller.messages import probe_message, table_message
 from controller.registry import Context, FullError, Worker, check_epoch
 from controller.validation import MAX_REPORTS, InvalidMessageError
 
-# A stream that spoke within this time will speak again, and its next answer carries durable_seq: a message saved, and
-# with hundreds of busy workers those messages would be a good part of the work.
+# A stream that spoke within this time will speak again, and its next answer carries what is new: a message saved. With
+# many busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
 BUSY_S = 0.1
 
 # Rounds of the event loop between two messages while more wait. A message makes two events: its answer is written, the
@@ -148,20 +148,20 @@ class Stream:
         return None if probe is None else probe_message(probe, self.hub.settings.probe_valid_s)
 
     async def _push(self) -> None:
-        """Send news that no answer has carried yet: a new table at once, durable_seq when no answer will bring it."""
+        """Send a new table or durable_seq when no answer will bring it soon."""
         while True:
             await self.news.wait()
             self.news.clear()
             worker = self.worker
             if worker is None or worker.epoch != self.epoch:
                 continue
-            if self.hub.fleet.table(worker.context).version == self._sent_version:
-                if worker.durable_seq == self._sent_durable_seq:
-                    continue
-                if time.monotonic() - self.heard_at < BUSY_S:
-                    asyncio.get_running_loop().call_later(BUSY_S, self.news.set)
-                    continue
-            await self._send(None)
+            up_to_date = self.hub.fleet.table(worker.context).version == self._sent_version
+            if up_to_date and worker.durable_seq == self._sent_durable_seq:
+                continue
+            if time.monotonic() - self.heard_at < BUSY_S:
+                asyncio.get_running_loop().call_later(BUSY_S, self.news.set)
+            else:
+                await self._send(None)
 
     async def tell(self) -> None:
         """Send durable_seq if it has moved."""

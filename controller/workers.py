@@ -10,7 +10,6 @@ the estimates themselves are off, when everybody deviates, nobody is left out.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from typing import Any
 
@@ -54,27 +53,46 @@ class FleetAgreement:
         self.num_ignored: dict[str, int] = {}
         self.excluded: set[str] = set()  # workers that are left out at present
 
-    def record(self, worker_id: str, length: np.ndarray, residual: FloatArray) -> None:
-        """Add a group of log residuals (against the shared prediction, offset not removed)."""
+    def record(self, workers: list[str], sender: np.ndarray, length: np.ndarray, residual: FloatArray) -> None:
+        """Add log residuals (against the shared prediction, offset not removed) of a group of steps.
+
+        sender, length, residual: [n], sender[i] is the place of step i's worker in workers, which are all different.
+        """
+        rows = [self._withdraw(worker_id) for worker_id in workers]
+        sums = np.stack([np.zeros((3, self.num_lengths)) if row is None else row for row in rows])
+        shape, cell = sums.shape[::2], sender * self.num_lengths + length
+
+        def by_cell(values: FloatArray | None) -> FloatArray:
+            summed: FloatArray = np.bincount(cell, values, sums[:, 0].size).reshape(shape)
+            return summed
+
+        clipped = np.clip(residual, -CLIP, CLIP)
+        sums *= np.exp(-np.bincount(sender, minlength=len(workers)) / MEMORY_REPORTS)[:, None, None]
+        sums[:, 0] += by_cell(None)
+        sums[:, 1] += by_cell(clipped)
+        mean = sums[:, 1] / np.maximum(sums[:, 0], 1.0)
+        sums[:, 2] += by_cell(np.abs(clipped - mean[sender, length]))
+        for worker_id, row, summed in zip(workers, rows, sums, strict=True):
+            if row is not None:
+                self.sums[worker_id] = summed
+
+    def _withdraw(self, worker_id: str) -> FloatArray | None:
+        """Take out what is known of a worker that was heard, to be put back at the end; None: there is no place."""
         self.num_groups += 1
         sums = self.sums.pop(worker_id, None)
         if sums is None:
             if not self._make_room():
-                return
+                return None
             sums = np.zeros((3, self.num_lengths))
-        clipped = np.clip(residual, -CLIP, CLIP)
-        sums *= math.exp(-len(length) / MEMORY_REPORTS)
-        sums[0] += np.bincount(length, minlength=self.num_lengths)
-        sums[1] += np.bincount(length, clipped, self.num_lengths)
-        scatter = np.abs(clipped - (sums[1] / np.maximum(sums[0], 1.0))[length])
-        sums[2] += np.bincount(length, scatter, self.num_lengths)
-        self.sums[worker_id] = sums
         self.last_heard[worker_id] = self.num_groups
+        return sums
 
     def _make_room(self) -> bool:
         """Whether a newcomer can be judged; a worker that fell silent gives its place."""
-        if len(self.sums) < LARGEST_FLEET:
+        if len(self.last_heard) < LARGEST_FLEET:
             return True
+        if not self.sums:
+            return False
         oldest = next(iter(self.sums))
         if self.num_groups - self.last_heard[oldest] < SILENT_GROUPS:
             return False
@@ -84,18 +102,21 @@ class FleetAgreement:
         self.excluded.discard(oldest)
         return True
 
-    def judge(self, worker_id: str) -> tuple[float, bool]:
-        """The worker's constant offset in log time, and whether it may teach."""
-        sums = self.sums.get(worker_id)
-        if sums is None or len(self.sums) < QUORUM:
-            return 0.0, True
-        self.groups_until_refresh -= 1
+    def judge(self, workers: list[str]) -> tuple[FloatArray, np.ndarray]:
+        """Each worker's constant offset in log time, and whether it may teach, both [workers]."""
+        offset, trusted = np.zeros(len(workers)), np.ones(len(workers), dtype=bool)
+        known = [place for place, worker_id in enumerate(workers) if worker_id in self.sums]
+        if not known or len(self.sums) < QUORUM:
+            return offset, trusted
+        self.groups_until_refresh -= len(known)
         if self.groups_until_refresh < 0:
             self._refresh()
-        if sums[0].sum() < ENOUGH_REPORTS:
-            return 0.0, True
-        offset, deviations = self._deviations(sums[None])
-        return min(max(float(offset[0]), -LIMITS[1]), LIMITS[1]), bool((deviations[0] <= self.limits).all())
+        sums = np.stack([self.sums[workers[place]] for place in known])
+        evident = sums[:, 0].sum(axis=1) >= ENOUGH_REPORTS
+        found, deviations = self._deviations(sums)
+        offset[known] = np.where(evident, np.clip(found, -LIMITS[1], LIMITS[1]), 0.0)
+        trusted[known] = ~evident | (deviations <= self.limits).all(axis=1)
+        return offset, trusted
 
     def _deviations(self, sums: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Offsets [workers], and spread between lengths, size of the offset and scatter [workers, 3]."""
@@ -129,6 +150,10 @@ class FleetAgreement:
         newly = worker_id not in self.excluded
         self.excluded.add(worker_id)
         return newly
+
+    def readmit(self, workers: list[str]) -> None:
+        """These workers are learned from again, if they were not."""
+        self.excluded.difference_update(workers)
 
     def forget(self) -> None:
         """The estimates are about to move: what was seen against the old ones counts for little."""

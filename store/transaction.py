@@ -10,32 +10,9 @@ from store import statements
 from store.batch import Batch
 from store.connection import Connection
 from store.failpoints import Failpoints
+from store.prediction import add_predictions
 from store.records import ProfileRow
 from store.retention import Retention, enforce_retention
-
-# Sums, per minute and cell, what the estimates on disk say of the reports just inserted, beside what these took.
-# Grouped before the join, so that the join sees a handful of rows and not every report.
-ADD_PREDICTIONS = """
-INSERT INTO prediction_windows
-SELECT c.context_id, n.window_start, c.batch_min, max(c.batch_max), n.speculation_length, sum(n.num_steps),
-  sum(n.sum_step_s), sum(n.sum_tokens), sum(n.num_steps * c.step_s), sum(n.num_steps * c.expected_tokens)
-FROM (
-  SELECT context_id, batch_size, speculation_length, 60 * CAST(received_at / 60 AS INTEGER) AS window_start,
-    count(*) AS num_steps, sum(latency_s) AS sum_step_s,
-    sum(1 + 1.0 * num_accepted_tokens / batch_size) AS sum_tokens
-  FROM step_reports WHERE report_id > ? AND flags = '' GROUP BY 1, 2, 3, 4
-) AS n
-JOIN latency_cells AS c ON c.context_id = n.context_id AND n.batch_size BETWEEN c.batch_min AND c.batch_max
-  AND c.speculation_length = n.speculation_length
-GROUP BY n.window_start, c.context_id, c.batch_min, n.speculation_length
-ON CONFLICT DO UPDATE SET
-  batch_max = excluded.batch_max,
-  num_steps = num_steps + excluded.num_steps,
-  sum_step_s = sum_step_s + excluded.sum_step_s,
-  sum_tokens = sum_tokens + excluded.sum_tokens,
-  sum_predicted_step_s = sum_predicted_step_s + excluded.sum_predicted_step_s,
-  sum_predicted_tokens = sum_predicted_tokens + excluded.sum_predicted_tokens
-"""
 
 
 def write(connection: Connection, batch: Batch, retention: Retention, failpoints: Failpoints) -> list[str]:
@@ -67,11 +44,11 @@ def _write_rows(connection: Connection, batch: Batch, failpoints: Failpoints) ->
     refusals += _insert(statements.WORKERS, connection, batch.workers.values())
     failpoints.reach("after_workers")
     refusals += _insert_profiles(connection, batch.profiles)
-    last_id = connection.execute("SELECT coalesce(max(report_id), 0) FROM step_reports").fetchone()[0]
-    refusals += statements.REPORTS.run(connection, batch.reports)
+    bad_reports = statements.REPORTS.run(connection, batch.reports)
     failpoints.reach("after_reports")
-    if batch.reports:  # before the new estimates replace those that made the prediction
-        connection.execute(ADD_PREDICTIONS, (last_id,))
+    if not bad_reports:  # whose sums would be bad as well
+        add_predictions(connection, batch.reports)  # before the new estimates replace those that made the prediction
+    refusals += bad_reports
     failpoints.reach("after_predictions")
     for context_id in batch.replaced_contexts:
         connection.execute("DELETE FROM latency_cells WHERE context_id = ?", (context_id,))

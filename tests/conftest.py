@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from transport.aio import prepare_aio
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -11,3 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=200, help="How often test_kill.py kills a controller.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test makes a channel: the first use decides how gRPC's poller is made, for the whole process.
+    prepare_aio()

@@ -100,7 +100,7 @@ def test_an_arm_that_met_a_spike_is_tried_again():
     controller = controller_for(Steps(5))
     serve(controller, steps, 4, 200)
     best = controller.length_for(KEY, 4)
-    slow = dataclasses.replace(steps.step(4, best), latency_s=50 * steps.time(4, best))
+    slow = steps.step(4, best)._replace(latency_s=50 * steps.time(4, best))
     controller.observe(KEY, [slow])
     serve(controller, steps, 4, 40)
     assert steps.goodput(4, controller.length_for(KEY, 4)) >= 0.99 * steps.goodput(4, best)
@@ -111,7 +111,7 @@ def test_leaving_zero_must_pay_for_catching_up():
     steps = Steps(6)
     controller = controller_for(Steps(6))
     for _ in range(30):
-        catch_up = dataclasses.replace(steps.step(4, 2), latency_s=steps.time(4, 2) + 0.060, teaches_latency=False)
+        catch_up = steps.step(4, 2)._replace(latency_s=steps.time(4, 2) + 0.060, teaches_latency=False)
         controller.observe(KEY, [steps.step(4, 0), catch_up], "w")
     model = controller.model(KEY)
     assert model.resume_s == pytest.approx(0.060, rel=0.1)
@@ -149,7 +149,7 @@ def loss_of_the_honest(lie: str, start: int) -> float:
                 length = probe.speculation_length if probe else controller.length_for(KEY, batch)
                 report = steps.step(batch, length)
                 if worker == 0 and round_ >= start:
-                    report = dataclasses.replace(report, latency_s=report.latency_s * LIES[lie](length, rng))
+                    report = report._replace(latency_s=report.latency_s * LIES[lie](length, rng))
                 group.append(report)
                 if worker and round_ >= start:
                     total += 1.0

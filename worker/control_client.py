@@ -20,6 +20,7 @@ from grpc import aio
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
+from transport.aio import prepare_aio
 from worker.length_table import BucketLength, LengthTable
 from worker.steps import LengthChoice, StepFlag, StepResult
 
@@ -220,6 +221,7 @@ class ControlClient:
     async def _connect_forever(
         self, target: str, credentials: grpc.ChannelCredentials | None, metadata: aio.Metadata
     ) -> None:
+        prepare_aio()
         pause = self.settings.retry_s
         while True:
             started = self.clock()

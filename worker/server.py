@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 
 from transport.address import check_exposure, check_free
+from transport.aio import prepare_aio
 from transport.credentials import ServerSecurity
 from worker.config import WorkerConfig, parse_policy
 from worker.control_client import ControlClient, WorkerCard
@@ -126,6 +127,7 @@ async def create_server(
 
     Raises OSError when the address cannot be bound, ValueError when certificates or token cannot be read.
     """
+    prepare_aio()
     server = aio.server(options=SERVER_OPTIONS, interceptors=security.interceptors())
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     health_servicer = health.aio.HealthServicer()

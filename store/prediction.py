@@ -1,0 +1,70 @@
+"""What the estimates on disk said of the reports of a commit, beside what these took; summed per minute and cell.
+
+The sums over reports are made here, on the writer's thread: SQLite would sort all reports of the commit for them, which
+cost more than inserting them (1.9 us a report against 1.2).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from store.connection import Connection
+from store.records import ReportRow
+
+WINDOW_S = 60.0
+
+_KEY = itemgetter(*(ReportRow._fields.index(name) for name in ("context_id", "batch_size", "speculation_length")))
+_TIMES = itemgetter(*(ReportRow._fields.index(name) for name in ("received_at", "latency_s", "num_accepted_tokens")))
+_FLAGS = ReportRow._fields.index("flags")
+
+# ? is a JSON array of [context_id, batch_size, speculation_length, window_start, num_steps, sum_step_s, sum_tokens].
+ADD_PREDICTIONS = """
+INSERT INTO prediction_windows
+SELECT c.context_id, n.value ->> 3, c.batch_min, max(c.batch_max), c.speculation_length, sum(n.value ->> 4),
+  sum(n.value ->> 5), sum(n.value ->> 6), sum((n.value ->> 4) * c.step_s), sum((n.value ->> 4) * c.expected_tokens)
+FROM json_each(?) AS n
+JOIN latency_cells AS c ON c.context_id = n.value ->> 0 AND c.speculation_length = n.value ->> 2
+  AND n.value ->> 1 BETWEEN c.batch_min AND c.batch_max
+GROUP BY n.value ->> 3, c.context_id, c.batch_min, c.speculation_length
+ON CONFLICT DO UPDATE SET
+  batch_max = excluded.batch_max,
+  num_steps = num_steps + excluded.num_steps,
+  sum_step_s = sum_step_s + excluded.sum_step_s,
+  sum_tokens = sum_tokens + excluded.sum_tokens,
+  sum_predicted_step_s = sum_predicted_step_s + excluded.sum_predicted_step_s,
+  sum_predicted_tokens = sum_predicted_tokens + excluded.sum_predicted_tokens
+"""
+
+
+def add_predictions(connection: Connection, reports: Sequence[Sequence[Any]]) -> None:
+    """Compare reports, rows in the order of ReportRow, with the estimates that are in the database now."""
+    ordinary = [row for row in reports if row[_FLAGS] == ""]
+    if ordinary:
+        connection.execute(ADD_PREDICTIONS, (json.dumps(sums_by_cell(ordinary)),))
+
+
+def sums_by_cell(reports: Sequence[Sequence[Any]]) -> list[list[float]]:
+    """One row per context, batch size, length and window, as ADD_PREDICTIONS takes them. reports: not empty."""
+    cells: dict[tuple[int, ...], int] = {}
+    place = np.array([cells.setdefault(_KEY(row), len(cells)) for row in reports])
+    received_at, latency_s, num_accepted = np.array([_TIMES(row) for row in reports], dtype=float).T
+    batch_size = np.array([key[1] for key in cells])[place]
+    window = received_at // WINDOW_S
+    sums = []
+    for start in np.unique(window):
+        mine = window == start
+        steps, seconds, tokens = (
+            np.bincount(place[mine], values, len(cells)).tolist()
+            for values in (None, latency_s[mine], (1.0 + num_accepted / batch_size)[mine])
+        )
+        sums += [
+            [*key, int(WINDOW_S * start), steps[index], seconds[index], tokens[index]]
+            for key, index in cells.items()
+            if steps[index]
+        ]
+    return sums
