@@ -232,8 +232,12 @@ class Controller:
 
     def length_for(self, key: ContextKey, batch_size: int) -> int:
         """The table's length for a batch size, without building the table. Sizes beyond the limit use the last bucket."""
-        context = self._contexts[key]
-        return context.lengths[context.model.latency.bucket_of[min(batch_size, context.model.limits.max_batch_size)]]
+        return self._contexts[key].lengths[self.bucket_index(key, batch_size)]
+
+    def bucket_index(self, key: ContextKey, batch_size: int) -> int:
+        """Which bucket a batch size belongs to. Sizes beyond the limit belong to the last."""
+        model = self._contexts[key].model
+        return int(model.latency.bucket_of[min(batch_size, model.limits.max_batch_size)])
 
     def take_probe(self, key: ContextKey, batch_size: int | None = None) -> Probe | None:
         """Hand out at most one exploratory step, charged to its bucket at once; mostly None.
@@ -244,7 +248,7 @@ class Controller:
         if not isinstance(context.policy, AdaptivePolicy):
             return None
         model = context.model
-        buckets = model.latency.recent_buckets if batch_size is None else [int(model.latency.bucket_of[batch_size])]
+        buckets = model.latency.recent_buckets if batch_size is None else [self.bucket_index(key, batch_size)]
         for bucket in buckets:
             length = context.policy.probe(bucket)
             if length is not None:

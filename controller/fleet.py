@@ -43,7 +43,7 @@ FOLLOWS_TABLE = ("", "adaptive")
 MANY_REPORTS = 512
 # Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
 # to wait for the call, which takes about a millisecond for so many.
-MANY_WORKERS = 8
+MANY_WORKERS = 4
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -86,7 +86,7 @@ class Fleet:
         self.on_change: Callable[[Context], None] = lambda context: None
         self._tables: dict[ContextKey, Table] = {}
         self._waiting: dict[str, Worker] = {}
-        # Batch sizes for which a context has no probe to give until it has learned more.
+        # Buckets for which a context has no probe to give until it has learned more.
         self._no_probe: dict[ContextKey, set[int]] = {}
 
     def register(self, registration: Registration) -> Worker:
@@ -207,16 +207,15 @@ class Fleet:
     def take_probe(self, worker: Worker, batch_size: int) -> Probe | None:
         """An exploratory length for one step of this worker, mostly none."""
         key = worker.context.key
+        if worker.policy not in FOLLOWS_TABLE or not 0 < batch_size <= worker.limits.max_batch_size:
+            return None
         asked = self._no_probe.setdefault(key, set())
-        if (
-            batch_size in asked
-            or worker.policy not in FOLLOWS_TABLE
-            or not 0 < batch_size <= worker.limits.max_batch_size
-        ):
+        bucket = self.estimator.bucket_index(key, batch_size)
+        if bucket in asked:
             return None
         probe = self.estimator.take_probe(key, batch_size)
         if probe is None:
-            asked.add(batch_size)
+            asked.add(bucket)
             return None
         if probe.speculation_length > worker.limits.max_speculation_length:
             return None

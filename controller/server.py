@@ -144,6 +144,7 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
         tasks = [
             asyncio.create_task(servicer.fleet.journal.run(servicer.fleet.learn_all)),
             asyncio.create_task(servicer.streams.sweep()),
+            asyncio.create_task(servicer.streams.deliver()),
             asyncio.create_task(watch_store(servicer, health_servicer)),
         ]
         for task in tasks:

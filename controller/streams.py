@@ -7,9 +7,8 @@ costs one message of memory, however much it sends; after a while its stream is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,8 @@ from controller.validation import MAX_REPORTS, InvalidMessageError
 # A stream that spoke within this time will speak again, and its next answer carries what is new: a message saved. With
 # many busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
 BUSY_S = 0.1
-
-# Rounds of the event loop between two messages while more wait. A message makes two events: its answer is written, the
-# next one is read.
-EVENTS_PER_MESSAGE = 2
+# How often it is looked who has news and has fallen silent.
+NEWS_INTERVAL_S = 0.02
 
 EOF: Any = aio.EOF  # type: ignore[attr-defined]
 
@@ -116,9 +113,7 @@ class Stream:
             self.heard_at = time.monotonic()
             if self.worker is None:
                 self._introduce(request)
-            async with self.hub.turn():
-                probe = self._take(request)
-            await self._send(probe)
+            await self._send(self._take(request))
             await self.hub.fleet.journal.wait_for_room()
         await self._wait_until_durable()
 
@@ -152,16 +147,23 @@ class Stream:
         while True:
             await self.news.wait()
             self.news.clear()
-            worker = self.worker
-            if worker is None or worker.epoch != self.epoch:
-                continue
-            up_to_date = self.hub.fleet.table(worker.context).version == self._sent_version
-            if up_to_date and worker.durable_seq == self._sent_durable_seq:
-                continue
-            if time.monotonic() - self.heard_at < BUSY_S:
-                asyncio.get_running_loop().call_later(BUSY_S, self.news.set)
-            else:
+            if self.has_news():
                 await self._send(None)
+
+    def has_news(self) -> bool:
+        """Whether the worker does not know the table or durable_seq of now."""
+        worker = self.worker
+        if worker is None or worker.epoch != self.epoch:
+            return False
+        return (
+            worker.durable_seq != self._sent_durable_seq
+            or self.hub.fleet.table(worker.context).version != self._sent_version
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer will carry the news."""
+        return time.monotonic() - self.heard_at < BUSY_S
 
     async def tell(self) -> None:
         """Send durable_seq if it has moved."""
@@ -218,8 +220,7 @@ class Streams:
         self.open: set[Stream] = set()
         self.by_worker: dict[str, Stream] = {}
         self.draining = False
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._with_news: set[Stream] = set()
         self._tables: dict[tuple[object, int], tuple[int, pb.LengthTable]] = {}
 
     async def serve(self, call: StreamContext) -> None:
@@ -232,24 +233,9 @@ class Streams:
             await stream.serve()
         finally:
             self.open.discard(stream)
+            self._with_news.discard(stream)
             if stream.worker is not None and self.by_worker.get(stream.worker.worker_id) is stream:
                 del self.by_worker[stream.worker.worker_id]
-
-    @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """One message at a time, in order of arrival, and in between what gRPC has to tell.
-
-        gRPC hands one event to the event loop per round. If thousands of streams worked on their messages as these
-        arrive, a new call would wait for all of them, round after round: after a restart the fleet would need minutes to
-        come back.
-        """
-        self._num_waiting += 1
-        async with self._turn:
-            self._num_waiting -= 1
-            yield
-            if self._num_waiting:
-                for _ in range(EVENTS_PER_MESSAGE):
-                    await asyncio.sleep(0)
 
     def name(self, stream: Stream) -> None:
         """The stream has said whose it is; it takes the place of an earlier one, which must be a dead connection."""
@@ -282,18 +268,29 @@ class Streams:
         return kept[1]
 
     def wake(self, workers: Iterable[Worker]) -> None:
-        """There is news for these workers."""
+        """There is news for these workers: `deliver` sends what answers do not."""
         for worker in workers:
             stream = self.by_worker.get(worker.worker_id)
             if stream is not None:
-                stream.news.set()
+                self._with_news.add(stream)
 
     def wake_context(self, context: Context) -> None:
         """The context's table has changed."""
         for worker_id in context.workers:
             stream = self.by_worker.get(worker_id)
             if stream is not None:
-                stream.news.set()
+                self._with_news.add(stream)
+
+    async def deliver(self) -> None:
+        """For ever: have news sent that no answer has carried."""
+        while True:
+            await asyncio.sleep(NEWS_INTERVAL_S)
+            for stream in list(self._with_news):
+                if not stream.has_news():
+                    self._with_news.discard(stream)
+                elif not stream.is_busy:
+                    self._with_news.discard(stream)
+                    stream.news.set()
 
     async def sweep(self, interval_s: float = 1.0) -> None:
         """For ever: end silent streams and keep expected times fresh.

@@ -63,8 +63,7 @@ class FleetAgreement:
         shape, cell = sums.shape[::2], sender * self.num_lengths + length
 
         def by_cell(values: FloatArray | None) -> FloatArray:
-            summed: FloatArray = np.bincount(cell, values, sums[:, 0].size).reshape(shape)
-            return summed
+            return np.bincount(cell, values, sums[:, 0].size).astype(float).reshape(shape)
 
         clipped = np.clip(residual, -CLIP, CLIP)
         sums *= np.exp(-np.bincount(sender, minlength=len(workers)) / MEMORY_REPORTS)[:, None, None]

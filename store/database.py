@@ -6,8 +6,10 @@ dies, because rows, estimates and high-water marks are of one transaction and th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -34,6 +36,9 @@ from store.transaction import write
 
 # Tables that grow with the number of reports.
 LARGE_TABLES = ("step_reports", "prediction_windows")
+
+# Niceness of the writer's thread.
+WRITER_NICE = 10
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +157,7 @@ class Store:
 
     def _run(self) -> None:
         """The writer's loop: take all that waits, store it in one transaction, tell those who wait for it."""
+        give_way()
         while (batch := self._take()) is not None:
             error = self._store(batch)
             _tell(batch.callbacks, error)
@@ -268,6 +274,16 @@ def move_aside(path: Path) -> Path:
         if source.exists():
             source.rename(target.with_name(target.name + suffix))
     return target
+
+
+def give_way() -> None:
+    """Let the other threads of this process go first where cores are scarce: they answer, this one is waited for by none.
+
+    Only Linux has priorities of single threads.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
 
 
 def _tell(callbacks: list[OnDone], error: Exception | None) -> None:

@@ -6,8 +6,8 @@ cost more than inserting them (1.9 us a report against 1.2).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -22,15 +22,17 @@ _KEY = itemgetter(*(ReportRow._fields.index(name) for name in ("context_id", "ba
 _TIMES = itemgetter(*(ReportRow._fields.index(name) for name in ("received_at", "latency_s", "num_accepted_tokens")))
 _FLAGS = ReportRow._fields.index("flags")
 
-# ? is a JSON array of [context_id, batch_size, speculation_length, window_start, num_steps, sum_step_s, sum_tokens].
+# Rows of sums that one statement takes, largest first.
+BLOCKS = (64, 16, 4, 1)
+
 ADD_PREDICTIONS = """
+WITH n(context_id, batch_size, speculation_length, window_start, num_steps, sum_step_s, sum_tokens) AS (VALUES {rows})
 INSERT INTO prediction_windows
-SELECT c.context_id, n.value ->> 3, c.batch_min, max(c.batch_max), c.speculation_length, sum(n.value ->> 4),
-  sum(n.value ->> 5), sum(n.value ->> 6), sum((n.value ->> 4) * c.step_s), sum((n.value ->> 4) * c.expected_tokens)
-FROM json_each(?) AS n
-JOIN latency_cells AS c ON c.context_id = n.value ->> 0 AND c.speculation_length = n.value ->> 2
-  AND n.value ->> 1 BETWEEN c.batch_min AND c.batch_max
-GROUP BY n.value ->> 3, c.context_id, c.batch_min, c.speculation_length
+SELECT c.context_id, n.window_start, c.batch_min, max(c.batch_max), c.speculation_length, sum(n.num_steps),
+  sum(n.sum_step_s), sum(n.sum_tokens), sum(n.num_steps * c.step_s), sum(n.num_steps * c.expected_tokens)
+FROM n JOIN latency_cells AS c ON c.context_id = n.context_id AND n.batch_size BETWEEN c.batch_min AND c.batch_max
+  AND c.speculation_length = n.speculation_length
+GROUP BY n.window_start, c.context_id, c.batch_min, c.speculation_length
 ON CONFLICT DO UPDATE SET
   batch_max = excluded.batch_max,
   num_steps = num_steps + excluded.num_steps,
@@ -39,17 +41,21 @@ ON CONFLICT DO UPDATE SET
   sum_predicted_step_s = sum_predicted_step_s + excluded.sum_predicted_step_s,
   sum_predicted_tokens = sum_predicted_tokens + excluded.sum_predicted_tokens
 """
+STATEMENTS = {size: ADD_PREDICTIONS.format(rows=", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * size)) for size in BLOCKS}
 
 
 def add_predictions(connection: Connection, reports: Sequence[Sequence[Any]]) -> None:
     """Compare reports, rows in the order of ReportRow, with the estimates that are in the database now."""
     ordinary = [row for row in reports if row[_FLAGS] == ""]
-    if ordinary:
-        connection.execute(ADD_PREDICTIONS, (json.dumps(sums_by_cell(ordinary)),))
+    sums, start = sums_by_cell(ordinary) if ordinary else [], 0
+    for size in BLOCKS:
+        while len(sums) - start >= size:
+            connection.execute(STATEMENTS[size], list(chain.from_iterable(sums[start : start + size])))
+            start += size
 
 
 def sums_by_cell(reports: Sequence[Sequence[Any]]) -> list[list[float]]:
-    """One row per context, batch size, length and window, as ADD_PREDICTIONS takes them. reports: not empty."""
+    """One row per context, batch size, length and window, as ADD_PREDICTIONS names them. reports: not empty."""
     cells: dict[tuple[int, ...], int] = {}
     place = np.array([cells.setdefault(_KEY(row), len(cells)) for row in reports])
     received_at, latency_s, num_accepted = np.array([_TIMES(row) for row in reports], dtype=float).T

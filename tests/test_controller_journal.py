@@ -198,8 +198,11 @@ def test_reports_of_several_workers_are_learned_from_in_one_call():
 
 
 def test_a_call_of_the_estimator_is_bounded():
-    workers = [Worker(*(number, f"w{number}", 1), CONTEXT, Limits(32, 4), "", "", 0.0, 0.0) for number in range(100)]
-    assert [len(batch) for batch in batches(workers)] == [MANY_WORKERS] * (100 // MANY_WORKERS) + [4]
+    workers = [
+        Worker(*(number, f"w{number}", 1), CONTEXT, Limits(32, 4), "", "", 0.0, 0.0)
+        for number in range(25 * MANY_WORKERS + 3)
+    ]
+    assert [len(batch) for batch in batches(workers)] == [MANY_WORKERS] * 25 + [3]
     for worker in workers:
         worker.group.rows.extend([()] * 100)
     assert {len(batch) for batch in batches(workers)} == {6, 4}, "more than enough reports, or the rest"

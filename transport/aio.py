@@ -21,6 +21,6 @@ def prepare_aio() -> None:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(1.0)
     try:
-        aio.init_grpc_aio()
+        aio.init_grpc_aio()  # type: ignore[attr-defined]  # left out of the published types
     finally:
         socket.setdefaulttimeout(before)

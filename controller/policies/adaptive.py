@@ -1,10 +1,11 @@
 """The policy of speclen: the best of what is believed, and rare exploratory steps paid from a stated budget.
 
 In every bucket the length with the most expected tokens per expected second is chosen; a challenger must win by a small
-margin, so that near-ties do not flap. Acceptance and latency learn about all lengths from any of them, so exploring is
-rarely needed, and never free: each bucket earns a small share of the time it spends, and a probe is handed out only
-when its expected loss has been earned before. So the expected time spent on exploring is at most that share of all
-time, plus a few steps per bucket. Length 0 shows nothing of acceptance, so there the share is larger and starts filled.
+margin, and for long enough that waiting has cost a given part of a step, so that near-ties do not flap. Acceptance and
+latency learn about all lengths from any of them, so exploring is rarely needed, and never free: each bucket earns a
+small share of the time it spends, and a probe is handed out only when its expected loss has been earned before. So the
+expected time spent on exploring is at most that share of all time, plus a few steps per bucket. Length 0 shows nothing
+of acceptance, so there the share is larger and starts filled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class AdaptiveConfig:
 
     # Relative gain in goodput that a change of length must promise: against flapping between near-ties.
     margin: float = 0.002
+    # What a change must have promised to save before it is made, in steps: a large gain is taken at once, a small one when
+    # it lasts. Estimates of near-ties overtake each other within a hundred steps.
+    patience: float = 0.1
     # A length whose step time, relative to the present one's, is known to no better than this (log-sd) must promise more
     # by so many times the rest: a step to where little is known may be a step off a cliff.
     trusted_sd: float = 0.1
@@ -58,6 +62,9 @@ class AdaptivePolicy:
         self.model = model
         self.config = config or AdaptiveConfig()
         self.choice = np.full(len(model.buckets), self._cold_length(), dtype=np.int64)
+        self.promised = np.zeros(
+            len(model.buckets)
+        )  # steps that changing would have saved since it first seemed better
         self.decided = False  # whether choices rest on estimates
         self.credit = np.zeros(len(model.buckets))  # seconds of expected loss that probes may still cost
         self.filled = np.zeros(len(model.buckets), dtype=bool)  # whether length 0 got its starting credit
@@ -73,6 +80,7 @@ class AdaptivePolicy:
         """Follow the model to more buckets."""
         more = len(self.model.buckets) - len(self.choice)
         self.choice = np.append(self.choice, np.full(more, self._cold_length()))
+        self.promised = np.append(self.promised, np.zeros(more))
         self.credit = np.append(self.credit, np.zeros(more))
         self.filled = np.append(self.filled, np.zeros(more, dtype=bool))
         self.repeats_left = np.append(self.repeats_left, np.zeros(more, dtype=np.int64))
@@ -89,7 +97,7 @@ class AdaptivePolicy:
 
     def update(self, buckets: np.ndarray, observations: Sequence[StepObservation]) -> None:
         """Earn credit for a group of steps that the model has learned from, and decide anew."""
-        self.decide()
+        self.decide(len(observations))
         if not self.decided:
             return
         config = self.config
@@ -114,8 +122,11 @@ class AdaptivePolicy:
         """Decide by what the model has taken from the profile."""
         self.decide()
 
-    def decide(self) -> None:
-        """Choose by the newest estimates: the best, and the present one unless it is beaten by the margin."""
+    def decide(self, num_steps: int | None = None) -> None:
+        """Choose by the newest estimates: the best, and the present one unless it is beaten by the margin for long enough.
+
+        num_steps: of the context since the last time, all buckets together; None: what is better is chosen at once.
+        """
         if not self.model.latency.known:
             return
         rows = np.arange(len(self.choice))
@@ -131,6 +142,11 @@ class AdaptivePolicy:
             best = np.where(now > then * (1.0 + needed), best, self.choice)
             for bucket in np.flatnonzero(best != self.choice).tolist():
                 best[bucket] = self._cautious(bucket, goodput[bucket], int(self.choice[bucket]), float(needed[bucket]))
+            if num_steps is not None:
+                gain = goodput[rows, best] / goodput[rows, self.choice] - 1.0
+                self.promised = np.where(best != self.choice, self.promised + num_steps * gain, 0.0)
+                best = np.where(self.promised >= self.config.patience, best, self.choice)
+            self.promised[best != self.choice] = 0.0
         self.choice, self.decided = best, True
         self._assess()
 
@@ -203,6 +219,7 @@ class AdaptivePolicy:
         return {
             "choice": self.choice.tolist(),
             "decided": self.decided,
+            "promised": self.promised.tolist(),
             "credit": self.credit.tolist(),
             "filled": self.filled.tolist(),
             "started": self.started,
@@ -214,6 +231,7 @@ class AdaptivePolicy:
         """Go on from an exported state, after the model has been restored."""
         self.decided = bool(state["decided"])
         self.choice = np.array(state["choice"], dtype=np.int64)
+        self.promised = np.array(state["promised"], dtype=float)
         self.credit = np.array(state["credit"], dtype=float)
         self.filled = np.array(state["filled"], dtype=bool)
         self.started = bool(state["started"])
