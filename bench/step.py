@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -25,6 +24,7 @@ from bench.transformers_baseline import TransformersBaseline
 from cli.errors import UserError
 from worker.models import ModelPair, load_pair
 from worker.prompts import PromptSource, held_out_texts, texts_from_file
+from worker.threads import set_threads
 
 ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
 
@@ -64,7 +64,7 @@ def step(
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),
     new_tokens: int = typer.Option(64, min=2, help="Tokens to generate per prompt."),
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),
-    threads: int = typer.Option(0, min=0, help="torch threads on CPU; 0: as many as cores."),
+    threads: int = typer.Option(0, min=0, help="torch threads on CPU; 0: as many as a worker uses."),
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     seed: int = typer.Option(0, help="Of the prompts and of the order."),
     baselines: bool = typer.Option(True, help="Also time transformers' generate and assisted generation."),
@@ -83,10 +83,9 @@ def step(
         repeats,
         seed,
     )
-    if threads:
-        torch.set_num_threads(threads)
     try:
         pair = load_pair(target, draft, device, dtype)
+        set_threads(threads, pair)
         texts = texts_from_file(prompts) if prompts else held_out_texts()
     except ValueError as error:
         raise UserError(str(error)) from error

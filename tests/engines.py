@@ -11,6 +11,7 @@ from typing import Any
 import tiny_models
 import torch
 
+from worker.captured_model import Recorder
 from worker.engine import Engine, EngineConfig
 from worker.models import ModelPair
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
@@ -87,11 +88,16 @@ class Collected:
         return self.last(request_id, index).finish_reason
 
 
-def make_engine(pair: ModelPair | None = None, chooser: LengthChooser | int = 3, **settings: Any) -> Engine:
+def make_engine(
+    pair: ModelPair | None = None,
+    chooser: LengthChooser | int = 3,
+    recorder: Recorder | None = None,
+    **settings: Any,
+) -> Engine:
     """An engine of 4 rows that checks nothing, since one test checks every family."""
     chooser = FixedLength(chooser) if isinstance(chooser, int) else chooser
     defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1}
-    return Engine(pair or make_pair(), EngineConfig(**(defaults | settings)), chooser)
+    return Engine(pair or make_pair(), EngineConfig(**(defaults | settings)), chooser, recorder)
 
 
 def request(

@@ -9,7 +9,7 @@ from control_fakes import report
 
 from controller.config import ControllerConfig
 from controller.core import ContextKey, Limits
-from controller.fleet import MANY_WORKERS, Fleet, batches
+from controller.fleet import MANY_REPORTS, MANY_WORKERS, Fleet, batches
 from controller.journal import JournalSettings
 from controller.registry import Context, Registration, Worker
 from controller.server import create_fleet
@@ -204,8 +204,8 @@ def test_a_call_of_the_estimator_is_bounded():
     ]
     assert [len(batch) for batch in batches(workers)] == [MANY_WORKERS] * 25 + [3]
     for worker in workers:
-        worker.group.rows.extend([()] * 100)
-    assert {len(batch) for batch in batches(workers)} == {6, 4}, "more than enough reports, or the rest"
+        worker.group.rows.extend([()] * (MANY_REPORTS // 2))
+    assert {len(batch) for batch in batches(workers)} == {2, 1}, "enough reports, or the rest"
 
 
 @pytest.mark.parametrize(("disk_works", "waits"), [(True, True), (False, False)])

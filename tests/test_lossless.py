@@ -18,6 +18,7 @@ import pytest
 import tiny_models
 from engines import Collected, RandomLengths
 
+from worker.captured_model import Recorder
 from worker.request import FinishReason, GenerationRequest
 from worker.steps import StepFlag
 
@@ -45,6 +46,8 @@ class Traffic:
 
     family: str
     seed: int
+    recorder: Recorder | None = None
+    num_requests: int = NUM_REQUESTS
 
     def run(self) -> tuple[list[GenerationRequest], Collected, RandomLengths]:
         generator = random.Random(self.seed)
@@ -52,14 +55,16 @@ class Traffic:
         engine = engines.make_engine(
             engines.make_pair(self.family),
             chooser,
+            self.recorder,
+            max_recordings=8,
             max_batch_size=6,
             prefill_chunk=17,
             max_kv_tokens=400,
             max_waiting=999,
         )
         collected, requests, cancelled = Collected(), [], 0
-        while len(requests) < NUM_REQUESTS or engine.load().num_running or engine.load().num_waiting:
-            if len(requests) < NUM_REQUESTS and generator.random() < 0.6:
+        while len(requests) < self.num_requests or engine.load().num_running or engine.load().num_waiting:
+            if len(requests) < self.num_requests and generator.random() < 0.6:
                 requests.append(self.make_request(generator, str(len(requests))))
                 engine.submit(requests[-1], collected)
             if generator.random() < 0.1 and requests:

@@ -29,7 +29,8 @@ def test_a_packed_copy_shares_the_weights_and_leaves_the_original_alone() -> Non
     ours = private_copy(model)
     assert {id(p) for p in ours.parameters()} == {id(p) for p in model.parameters()}
     num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
-    assert num_packed_bytes(ours) == sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
+    # In float32 two copies: one for single rows, one for more.
+    assert num_packed_bytes(ours) == 2 * sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
     assert pack_linears(ours) == num_linears == 2 * 7 + 1
     assert not any(isinstance(module, nn.Linear) for module in ours.modules())
     assert not any(isinstance(module, PackedLinear) for module in model.modules())

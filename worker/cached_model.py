@@ -23,6 +23,7 @@ class CachedModel:
         self.model = model
         self.pool = pool
         self.max_context_length = max_context_length
+        self.num_recorded = 0  # passes recorded so far, see CapturedModel
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, ids: torch.Tensor, attention: RowAttention, num_logits: int) -> torch.Tensor:

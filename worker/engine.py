@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker.captured_model import Recorder
 from worker.detokenize import make_decode
 from worker.engine_config import EngineConfig
 from worker.models import ModelPair
@@ -53,13 +54,15 @@ class EngineLoad:
 
 
 class Engine:
-    """Serves a pair of models. Raises ModelError when a model cannot be served exactly."""
+    """Serves a pair of models. recorder: see `prepare`. Raises ModelError when a model cannot be served exactly."""
 
-    def __init__(self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser) -> None:
+    def __init__(
+        self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser, recorder: Recorder | None = None
+    ) -> None:
         self.pair = pair
         self.config = config
         self._chooser = chooser
-        prepared = prepare(pair, config)
+        prepared = prepare(pair, config, recorder)
         self.target, self.draft = prepared.target, prepared.draft
         self.max_context_length = prepared.max_context_length
         self.scheduler = Scheduler(

@@ -1,8 +1,9 @@
 """Linear layers whose weights are laid out once for the CPU's matrix kernels.
 
 torch hands oneDNN a plain matrix at every call, which is then rearranged in passing. For the 2 to 40 rows that
-verification feeds, a product with a weight that was rearranged once takes between 0.4 and 0.8 of the time; for a single
-float32 row the plain product is faster and stays. The price is a second copy of the weights.
+verification feeds, a product with a weight that was rearranged once takes between 0.4 and 0.8 of the time. For a single
+float32 row oneDNN's calls cost more than they save, and a plain product with the transposed weight takes 0.8 of the time.
+The price is a second copy of the weights, in float32 a third.
 
 The kernels are those that torch's own compiler emits (`torch.ops.mkldnn`); they are tried on a small product first, and
 where they are missing or wrong nothing is packed.
@@ -26,7 +27,7 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """Computes what `linear` computes. The weight is shared with it, not copied, next to the packed one."""
+    """Computes what `linear` computes. The weight is shared with it, not copied, next to the rearranged ones."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -34,11 +35,13 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
         self.in_features = linear.in_features
         self._packed = _pack(linear.weight)
-        self._plain_single_row = linear.weight.dtype == torch.float32
+        self._transposed = linear.weight.detach().t().contiguous() if linear.weight.dtype == torch.float32 else None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._plain_single_row and rows.numel() == self.in_features:
-            return F.linear(rows, self.weight, self.bias)
+        if self._transposed is not None and rows.numel() == self.in_features:
+            row = rows.reshape(1, -1)
+            product = row @ self._transposed if self.bias is None else torch.addmm(self.bias, row, self._transposed)
+            return product.view(*rows.shape[:-1], -1)
         return _packed_product(rows, self._packed, self.bias)
 
 
@@ -50,7 +53,11 @@ def private_copy(model: Any) -> Any:
 
 def num_packed_bytes(model: Any) -> int:
     """Memory that `pack_linears` would take."""
-    return sum(linear.weight.nbytes for _, _, linear in _linears(model))
+    return sum(linear.weight.nbytes * _num_copies(linear.weight.dtype) for _, _, linear in _linears(model))
+
+
+def _num_copies(dtype: torch.dtype) -> int:
+    return 2 if dtype == torch.float32 else 1
 
 
 @torch.no_grad()

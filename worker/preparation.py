@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from worker.cached_model import CachedModel
+from worker.captured_model import CapturedModel, GraphRecorder, Recorder
 from worker.engine_config import EngineConfig
 from worker.kv_cache import KVPool, LayerShape, free_memory
 from worker.model_check import check_model, inspect_layers
@@ -32,9 +33,10 @@ class PreparedPair:
 
 
 @torch.inference_mode()
-def prepare(pair: ModelPair, config: EngineConfig) -> PreparedPair:
+def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = None) -> PreparedPair:
     """The pair in the engine's own copies; the caller's models stay as they are and share their weights.
 
+    recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
     Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
     """
     named = [(pair.target, pair.target_name)]
@@ -56,15 +58,27 @@ def prepare(pair: ModelPair, config: EngineConfig) -> PreparedPair:
     if config.check_models:
         for one, (model, name) in zip(cached, named, strict=True):
             check_model(one, model, name)
+    if recorder is None and pair.device.type == "cuda" and config.max_recordings:
+        recorder = GraphRecorder(pair.device)
+    if recorder is not None:
+        cached = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
     return PreparedPair(cached[0], cached[1] if len(cached) == 2 else None, context, kv_tokens)
 
 
 def _make_pool(shapes: Sequence[LayerShape], config: EngineConfig, context: int, pair: ModelPair) -> KVPool:
-    length = context + config.max_speculation_length
+    length = context + config.max_speculation_length + _spare_tokens(config)
     try:
         return KVPool(shapes, config.max_batch_size, length, pair.dtype, pair.device)
     except MemoryError as error:
         raise ModelError(str(error)) from error
+
+
+def _spare_tokens(config: EngineConfig) -> int:
+    """Places per row, beyond all that rows may hold, for the rows that fill up a recorded pass.
+
+    That many queries a row are recorded: verification's, and the draft's two after a step that accepted everything.
+    """
+    return max(2, config.max_speculation_length + 1)
 
 
 def _context_length(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> int:
@@ -73,7 +87,8 @@ def _context_length(pair: ModelPair, config: EngineConfig, bytes_per_token: int)
     if pair.device.type == "cpu":
         return length
     budget = int(GPU_POOL_SHARE * free_memory(pair.device))
-    fitting = budget // (config.max_batch_size * bytes_per_token) - config.max_speculation_length
+    spare = config.max_speculation_length + _spare_tokens(config)
+    fitting = budget // (config.max_batch_size * bytes_per_token) - spare
     if fitting < 2:
         raise ModelError(
             f"{config.max_batch_size} rows need more KV than the {budget / 2**30:.1f} GiB left on {pair.device}: lower the "

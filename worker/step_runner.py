@@ -133,13 +133,19 @@ class StepRunner:
             width, caught_up = self._catch_up(batch)
             flags |= {StepFlag.CATCH_UP} if caught_up else set()
         tensors = make_batch(batch, self._scheduler.num_drafting, lengths, width, self._device)
+        num_recorded = self._num_recorded()
         result = speculative_step(self.target, self.draft, tensors, lengths.length, self._batch_rule(batch))
+        if self._num_recorded() != num_recorded:
+            flags |= {StepFlag.COMPILATION}
         accepted = self._commit(batch, result, lengths)
         histogram = [0] * (lengths.length + 1)
         for count in accepted:
             histogram[count] += 1
         self.totals.num_steps += 1
         return StepOutcome(lengths.length, tuple(histogram), frozenset(flags))
+
+    def _num_recorded(self) -> int:
+        return self.target.num_recorded + (self.draft.num_recorded if self.draft is not None else 0)
 
     def _flags(self, batch_size: int, lengths: StepLengths) -> set[StepFlag]:
         flags = {StepFlag.MIXED_LENGTHS} if lengths.caps is not None else set()

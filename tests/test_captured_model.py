@@ -1,0 +1,130 @@
+"""Recorded passes give the tokens that plain ones give; all but the graph itself is the same here as on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import engines
+import pytest
+import tiny_models
+import torch
+from engines import RandomLengths
+from test_lossless import Traffic, check_greedy
+
+from worker.captured_model import CapturedModel, Recording, RerunRecorder, padded_rows, reach
+from worker.engine import Engine
+from worker.steps import StepFlag
+
+
+class CountingRecorder(RerunRecorder):
+    """Counts recordings."""
+
+    def __init__(self) -> None:
+        self.num_recordings = 0
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        self.num_recordings += 1
+        return super().record(run)
+
+
+class BrokenRecorder:
+    """A driver without graphs, or a device without memory for them."""
+
+    def __init__(self, error: Exception, after: int = 0) -> None:
+        self.error = error
+        self.left = after
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return RerunRecorder().record(run)
+
+
+def captured(model: object) -> CapturedModel:
+    assert isinstance(model, CapturedModel)
+    return model
+
+
+def texts(engine: Engine, num: int = 9) -> list[list[int]]:
+    """Outputs of a few ragged requests, more than there are rows."""
+    requests = [engines.request(str(n), list(range(1, 3 + 5 * n)), max_tokens=12 + n) for n in range(num)]
+    collected = engines.generate(engine, *requests)
+    return [collected.ids(one.request_id) for one in requests]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
+def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> None:
+    """Joining, leaving and prefilling rows beside rows that only fill up, with recordings that come and go."""
+    recorder = CountingRecorder()
+    requests, collected, chooser = Traffic(family, seed=3, recorder=recorder, num_requests=80).run()
+    target, _ = engines.models(family)
+    assert sum(check_greedy(target, one, collected.ids(one.request_id)) for one in requests) <= 1
+    assert recorder.num_recordings > 20
+    recorded = [result for result in chooser.results if StepFlag.COMPILATION in result.flags]
+    assert 0 < len(recorded) < len(chooser.results)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.95}])
+def test_recorded_and_plain_steps_give_the_same_tokens(sampling: dict[str, float]) -> None:
+    outputs = []
+    for recorder in (None, RerunRecorder()):
+        engine = engines.make_engine(chooser=RandomLengths(4, longest=5), recorder=recorder)
+        prompts = [list(range(1, 3 + 7 * n)) for n in range(7)]
+        requests = [engines.request(str(n), prompt, max_tokens=20, **sampling) for n, prompt in enumerate(prompts)]
+        collected = engines.generate(engine, *requests)
+        outputs.append([collected.ids(one.request_id) for one in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_recordings_are_bounded_and_the_oldest_goes() -> None:
+    recorder = CountingRecorder()
+    engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder, max_recordings=3)
+    texts(engine)
+    assert recorder.num_recordings == engine.target.num_recorded + engine.draft.num_recorded > 6
+    assert len(captured(engine.target)._passes) == 3
+
+
+def test_what_was_recorded_once_is_not_recorded_again() -> None:
+    recorder = CountingRecorder()
+    engine = engines.make_engine(recorder=recorder)
+    texts(engine)
+    before = recorder.num_recordings
+    texts(engine)
+    assert recorder.num_recordings == before
+
+
+def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = engines.make_engine(recorder=BrokenRecorder(RuntimeError("no graphs here\nat all")))
+        assert texts(engine) == texts(engines.make_engine())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2, "one for the target, one for the draft"
+    assert all(message.endswith("one kernel at a time: no graphs here") for message in told)
+
+
+def test_without_memory_for_more_the_rest_runs_unrecorded() -> None:
+    recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
+    engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder)
+    assert texts(engine) == texts(engines.make_engine(chooser=RandomLengths(1, longest=5)))
+    assert engine.target.num_recorded + engine.draft.num_recorded == 4
+
+
+def test_a_pool_without_spare_places_is_refused() -> None:
+    plain = engines.make_engine().target
+    with pytest.raises(ValueError, match="spare ones are needed"):
+        CapturedModel(plain, RerunRecorder(), max_queries=plain.pool.max_length, max_recordings=1)
+
+
+def test_rows_and_reach_are_rounded_up_to_few_values() -> None:
+    assert [padded_rows(rows, 30) for rows in (1, 2, 3, 5, 8, 9, 17, 30)] == [1, 2, 4, 8, 8, 16, 24, 30]
+    assert [reach(tokens, 1000) for tokens in (1, 128, 129, 193, 257, 385, 900)] == [128, 128, 192, 256, 384, 512, 1000]
+    for tokens in range(1, 4096):
+        assert tokens <= reach(tokens, 4096) <= max(128, 1.5 * tokens)
+
+
+def test_a_plain_engine_records_nothing() -> None:
+    engine = engines.make_engine()
+    assert not isinstance(engine.target, CapturedModel)
+    assert tiny_models.VOCAB_SIZE and engine.target.num_recorded == 0
