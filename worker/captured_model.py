@@ -23,7 +23,6 @@ import torch
 
 from worker.attention import RowAttention, StepMasks
 from worker.cached_model import CachedModel
-from worker.kv_cache import KVPool
 
 log = logging.getLogger(__name__)
 
