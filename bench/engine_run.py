@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from worker.captured_model import Recorder
 from worker.engine import Engine, EngineConfig
 from worker.forward_clock import ForwardClock
 from worker.models import ModelPair
@@ -38,13 +39,13 @@ class EngineRun:
 class EngineBench:
     """One engine over a pair, run again and again with other batches and lengths."""
 
-    def __init__(self, pair: ModelPair, max_batch_size: int, max_length: int) -> None:
+    def __init__(self, pair: ModelPair, max_batch_size: int, max_length: int, recorder: Recorder | None = None) -> None:
         self.chooser = FixedLength(0)
         self.synchronous = pair.device.type == "cpu"
         config = EngineConfig(
             max_batch_size=max_batch_size, max_speculation_length=max_length, max_waiting=max_batch_size
         )
-        self.engine = Engine(pair, config, self.chooser)
+        self.engine = Engine(pair, config, self.chooser, recorder)
         # The engine runs copies of the pair's models.
         self.target_clock = ForwardClock(self.engine.target.model)
         self.draft_clock = ForwardClock(self.engine.draft.model if self.engine.draft is not None else None)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,9 +33,11 @@ class Child:
     num_restarts: int = 0
     pause_s: float = FIRST_PAUSE_S
     restart_at: float | None = field(default=None)
+    log_position: int = 0
 
     def start(self) -> None:
         with self.log_file.open("ab") as log:
+            self.log_position = log.tell()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "cli.app", *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -54,6 +57,17 @@ class Child:
         lines = self.log_file.read_text("utf-8", errors="replace").strip().splitlines()
         return lines[-1].removeprefix("speclen: ") if lines else "it printed nothing"
 
+    def new_remarks(self) -> list[str]:
+        """What the process has told its user since the last call: whole lines of its log that are no log records."""
+        if not self.log_file.exists():
+            return []
+        with self.log_file.open("rb") as log:
+            log.seek(self.log_position)
+            text, newline, _ = log.read().rpartition(b"\n")
+        self.log_position += len(text) + len(newline)
+        lines = text.decode("utf-8", errors="replace").splitlines()
+        return [line for line in lines if line[:1].isalpha() and " serving on " not in line]
+
     def is_serving(self) -> bool:
         with grpc.insecure_channel(self.address) as channel:
             try:
@@ -62,12 +76,17 @@ class Child:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def wait_until_serving(self, timeout_s: float) -> None:
-        """Raises UserError with the process's own last words when it ends or is not ready in time."""
+    def wait_until_serving(self, timeout_s: float, say: Callable[[str], None] = lambda remark: None) -> None:
+        """Pass on what it remarks meanwhile.
+
+        Raises UserError with the process's own last words when it ends or is not ready in time.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.exit_code is not None:
                 raise UserError(f"the {self.name} did not start: {self.last_line()}")
+            for remark in self.new_remarks():
+                say(f"the {self.name}: {remark}")
             if self.is_serving():
                 return
             time.sleep(0.1)

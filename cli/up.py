@@ -50,7 +50,7 @@ def up(
             say(f"starting the {child.name} on {child.address}")
             child.start()
         for child in children:
-            child.wait_until_serving(START_TIMEOUT_S)
+            child.wait_until_serving(START_TIMEOUT_S, say)
             say(f"the {child.name} is serving")
         if demo:
             from cli.demo import run_demo

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -32,6 +31,7 @@ from store.records import StoredState
 from store.retention import Retention
 from transport.address import check_free
 from transport.aio import prepare_aio
+from transport.stopping import stop_event
 
 log = structlog.get_logger()
 
@@ -240,17 +240,3 @@ def quiet_interpreter() -> None:
     sys.setswitchinterval(0.0005)
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)
-
-
-def stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT; a second signal ends the process at once."""
-    event, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if event.is_set():
-            os._exit(130)
-        event.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return event

@@ -127,3 +127,14 @@ def test_a_plain_engine_records_nothing() -> None:
     engine = engines.make_engine()
     assert not isinstance(engine.target, CapturedModel)
     assert engine.target.num_recorded == 0
+
+
+def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:
+    """The prompt's logits are kept until all three have a row, while passes of the same shape run."""
+    outputs = []
+    for recorder in (None, RerunRecorder()):
+        engine = engines.make_engine(chooser=0, recorder=recorder, max_batch_size=2)
+        one = engines.request("one", [5], n=3, max_tokens=6, temperature=1.0, seed=3)
+        collected = engines.generate(engine, one)
+        outputs.append([collected.ids("one", index) for index in range(3)])
+    assert outputs[0] == outputs[1]

@@ -33,6 +33,21 @@ def test_a_child_that_never_serves_is_an_error_that_names_its_log(tmp_path):
         running.wait_until_serving(0.3)
 
 
+def test_what_a_child_remarks_while_it_starts_is_passed_on_once(tmp_path):
+    one = child(tmp_path)
+    one.log_file.write_text("of an earlier life\n")
+    one.start()
+    assert one.process is not None
+    one.process.wait(30)
+    assert [line for line in one.new_remarks() if "earlier" in line] == []
+    with one.log_file.open("a") as log:
+        log.write(
+            "measuring for 20 s\n2026-01-01 00:00:00 [info] found\nspeclen worker serving on 127.0.0.1:1\nhalf a li"
+        )
+    assert one.new_remarks() == ["measuring for 20 s"]
+    assert one.new_remarks() == []
+
+
 def test_restarts_wait_longer_each_time(tmp_path):
     one = died(child(tmp_path))
     now = one.started_at

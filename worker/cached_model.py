@@ -13,7 +13,7 @@ from worker.kv_cache import KVPool
 
 
 class CachedModel:
-    """Runs a model over rows of its pool. All forwards of the engine go through `forward`.
+    """Runs a model over rows of its pool: prompts through `prefill`, decoding passes through `forward`.
 
     max_context_length: positions beyond it are clamped, since models with learned positions have no others; whatever
     is computed there is thrown away by the caller.
@@ -27,7 +27,14 @@ class CachedModel:
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, ids: torch.Tensor, attention: RowAttention, num_logits: int) -> torch.Tensor:
-        """Logits [rows, num_logits, vocab] of the last positions. ids: [rows, queries], at attention.positions."""
+        """Logits [rows, num_logits, vocab] of the last positions, valid until the next call.
+
+        ids: [rows, queries], at attention.positions.
+        """
+        return self.plain_forward(ids, attention, num_logits)
+
+    def plain_forward(self, ids: torch.Tensor, attention: RowAttention, num_logits: int) -> torch.Tensor:
+        """As forward, never recorded; the logits stay."""
         options = {"logits_to_keep": num_logits} if self._slices_itself else {}
         output = self.model(
             input_ids=ids,
@@ -44,6 +51,6 @@ class CachedModel:
         positions = torch.arange(start, end, device=device)[None]
         masks = StepMasks(positions, end, self.pool.dtype)
         attention = RowAttention(self.pool, masks, slice(None), first_row=row, start=start)
-        logits = self.forward(torch.tensor([ids], device=device), attention, num_logits=1)
+        logits = self.plain_forward(torch.tensor([ids], device=device), attention, num_logits=1)
         self.pool.note_written(row, end)
         return logits

@@ -80,10 +80,15 @@ class GraphRecorder:
     """Records CUDA graphs, which share one pool of memory: only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        with torch.cuda.device(self._device):
+            return self._record(run)
+
+    def _record(self, run: Callable[[], torch.Tensor]) -> Recording:
         # Libraries choose their kernels and take their workspaces in the first runs, which no graph may contain.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -91,7 +96,8 @@ class GraphRecorder:
                 run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+        # Only this thread's calls may not be recorded; others may go on using the device.
+        with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
             logits = run()
         return GraphRecording(graph, logits)
 
@@ -137,10 +143,10 @@ class CapturedModel(CachedModel):
             )
 
     def forward(self, ids: torch.Tensor, attention: RowAttention, num_logits: int) -> torch.Tensor:
-        """As CachedModel.forward. The logits are overwritten by the next pass of the same shape."""
+        """As CachedModel.forward."""
         rows, queries = ids.shape
-        if self.recorder is None or attention.first_row or queries > self.max_queries:
-            return super().forward(ids, attention, num_logits)
+        if self.recorder is None or queries > self.max_queries:
+            return self.plain_forward(ids, attention, num_logits)
         shape = PassShape(
             padded_rows(rows, self.pool.num_rows),
             queries,
@@ -151,7 +157,7 @@ class CapturedModel(CachedModel):
         if recorded is None:
             recorded = self._record(shape, ids, attention.positions)
             if recorded is None:
-                return super().forward(ids, attention, num_logits)
+                return self.plain_forward(ids, attention, num_logits)
         self._passes.move_to_end(shape)
         self._fill(recorded, ids, attention.positions)
         recorded.recording.replay()
@@ -182,7 +188,7 @@ class CapturedModel(CachedModel):
         def run() -> torch.Tensor:
             masks = StepMasks(fixed_positions, shape.num_tokens, self.pool.dtype)
             attention = RowAttention(self.pool, masks, slice(None))
-            return CachedModel.forward(self, fixed_ids, attention, shape.num_logits)
+            return self.plain_forward(fixed_ids, attention, shape.num_logits)
 
         try:
             recording = self.recorder.record(run)

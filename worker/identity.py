@@ -46,7 +46,8 @@ def model_name(name: str, model: torch.nn.Module | None) -> str:
 
 def context_key(pair: ModelPair) -> pb.ContextKey:
     """The context whose step times this worker measures."""
-    engine = f"torch {torch.__version__} transformers {version('transformers')} threads {torch.get_num_threads()}"
+    versions = " ".join(f"{name} {version(name)}" for name in ("speclen", "torch", "transformers"))
+    engine = f"{versions} threads {torch.get_num_threads()}"
     return pb.ContextKey(
         target=model_name(pair.target_name, pair.target),
         draft=model_name(pair.draft_name, pair.draft),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +20,7 @@ from speclen.v1 import generation_pb2, generation_pb2_grpc
 from transport.address import check_exposure, check_free
 from transport.aio import prepare_aio
 from transport.credentials import ServerSecurity
+from transport.stopping import stop_event
 from worker.config import WorkerConfig, parse_policy
 from worker.control_client import ControlClient, WorkerCard
 from worker.engine import Engine, EngineConfig
@@ -182,20 +181,6 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
 async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
     await servicer.set("", status)
     await servicer.set(SERVICE, status)
-
-
-def stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT; a second signal ends the process at once."""
-    event, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if event.is_set():
-            os._exit(130)
-        event.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return event
 
 
 async def wait_until_idle(engine: Engine, timeout_s: float) -> None:

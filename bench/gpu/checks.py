@@ -1,0 +1,132 @@
+"""Is what the device puts out right? Recorded against plain steps, both against the target alone, and memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from bench.gpu.sizes import Sizes
+from worker.captured_model import CapturedModel, Recorder
+from worker.engine import Engine, EngineConfig
+from worker.models import ModelPair
+from worker.prompts import PromptSource, held_out_texts
+from worker.request import GenerationRequest, SamplingParams, SequenceOutput
+from worker.steps import LengthChoice, StepResult
+
+Prompt = tuple[int, ...]
+# Two tokens whose float32 logits lie closer are a tie, which any shape of a product may break its own way.
+TIE = 1e-3
+# Allowed growth of the device's memory over the requests that must not make it grow.
+MAX_GROWTH = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question and its answer."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class VaryingLengths:
+    """Another length at every step, 0 included; the same ones for the same seed."""
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self.random = random.Random(seed)
+        self.longest = longest
+
+    def choice_for(self, batch_size: int) -> LengthChoice:
+        return LengthChoice(self.random.randint(0, self.longest))
+
+    def report(self, choice: LengthChoice, result: StepResult) -> None:
+        pass
+
+
+def generate(engine: Engine, prompts: Sequence[Prompt], max_tokens: Sequence[int]) -> list[list[int]]:
+    """Greedy outputs, all requests submitted at once."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+
+    def collect(output: SequenceOutput) -> None:
+        outputs[int(output.request_id)].extend(output.token_ids)
+
+    for number, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True)
+        engine.submit(GenerationRequest(str(number), prompt, sampling), collect)
+    while engine.load().num_running or engine.load().num_waiting:
+        engine.step()
+    return outputs
+
+
+def ragged(source: PromptSource, num: int) -> tuple[list[Prompt], list[int]]:
+    """Prompts and output lengths of all sizes."""
+    dice = random.Random(7)
+    return [source.draw(dice.randint(2, 100)) for _ in range(num)], [dice.randint(4, 40) for _ in range(num)]
+
+
+@torch.inference_mode()
+def widest_miss(model: object, prompt: Prompt, output: Sequence[int], device: torch.device) -> float:
+    """How far below the target's own choice a token of the output lies at most, in logits."""
+    ids = torch.tensor([[*prompt, *output]], device=device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()  # type: ignore[operator]
+    chosen = logits.gather(1, torch.tensor(output, device=device)[:, None])[:, 0]
+    return float((logits.max(dim=-1).values - chosen).max())
+
+
+def run_checks(pair: ModelPair, sizes: Sizes, recorder: Recorder | None) -> list[Check]:
+    """All checks on a float32 pair, where tokens can be compared exactly."""
+    prompts, max_tokens = ragged(PromptSource(pair.tokenizer, held_out_texts(), 1), sizes.num_checked)
+    config = EngineConfig(max_batch_size=12, max_speculation_length=6, max_waiting=sizes.num_checked, seed=1)
+    plain = Engine(pair, replace(config, max_recordings=0), VaryingLengths(2, 6))
+    recorded = Engine(pair, config, VaryingLengths(2, 6), recorder)
+    expected = generate(plain, prompts, max_tokens)
+    found = generate(recorded, prompts, max_tokens)
+    num_different = sum(a != b for a, b in zip(expected, found, strict=True))
+    checks = [
+        Check(
+            "steps are recorded",
+            isinstance(recorded.target, CapturedModel) and recorded.target.recorder is not None,
+            f"{recorded.target.num_recorded} passes of the target were recorded",
+        ),
+        # A tie that two shapes of a product break differently changes a whole output.
+        Check(
+            "recorded steps give the tokens of plain ones",
+            num_different <= sizes.num_checked // 20,
+            f"{num_different} of {sizes.num_checked} outputs differ",
+        ),
+    ]
+    for name, outputs in (("plain", expected), ("recorded", found)):
+        miss = max(widest_miss(pair.target, p, o, pair.device) for p, o in zip(prompts, outputs, strict=True))
+        checks.append(
+            Check(
+                f"{name} steps put out what the target alone would",
+                miss < TIE,
+                f"logits at most {miss:.1e} below its own",
+            )
+        )
+    checks.append(check_memory(recorded, prompts, sizes.num_flat))
+    return checks
+
+
+def check_memory(engine: Engine, prompts: Sequence[Prompt], num_requests: int) -> Check:
+    """Serve more requests of the same shapes; the device's memory and the recordings must stay."""
+    rounds = max(1, num_requests // len(prompts))
+    before = allocated(engine.pair.device)
+    for _ in range(rounds):
+        generate(engine, prompts, [8] * len(prompts))
+    after = allocated(engine.pair.device)
+    growth = (after - before) / max(before, 1)
+    return Check(
+        "memory is flat", growth <= MAX_GROWTH, f"{rounds * len(prompts)} requests: {before >> 20} to {after >> 20} MiB"
+    )
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of tensors on the device; 0 on a CPU, which does not tell."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)

@@ -1,0 +1,136 @@
+"""How near single passes come to what the device's memory allows, and where a step's time goes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from worker import step_runner
+from worker.attention import RowAttention, StepMasks
+from worker.cached_model import CachedModel
+from worker.speculative import speculative_step
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """floor_s: bytes that the pass has to read, over the measured bandwidth."""
+
+    model: str
+    batch_size: int
+    num_queries: int
+    seconds: float
+    plain_seconds: float
+    floor_s: float
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the bandwidth that the pass uses."""
+        return self.floor_s / self.seconds
+
+
+class Timer:
+    """Seconds of work on a device: by its own events on a GPU, by the clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def median(self, work: Callable[[], object], repeats: int) -> float:
+        """Median over repeats, after a few that do not count."""
+        for _ in range(3):
+            work()
+        if self.device.type != "cuda":
+            return statistics.median(self._by_clock(work) for _ in range(repeats))
+        pairs = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize(self.device)
+        return statistics.median(1e-3 * start.elapsed_time(end) for start, end in pairs)
+
+    @staticmethod
+    def _by_clock(work: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int, repeats: int = 20) -> float:
+    """Bytes per second of a copy within the device's memory, read and written ones together."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / Timer(device).median(lambda: target.copy_(source), repeats)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of the weights that every pass reads: all but the embeddings, of which it reads a few rows."""
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    # Tied to the input embedding, the output layer reads it all.
+    output = model.get_output_embeddings().weight
+    return sum(p.nbytes for p in model.parameters() if id(p) not in looked_up or p is output)
+
+
+@torch.inference_mode()
+def time_pass(
+    name: str, model: CachedModel, batch_size: int, num_queries: int, num_tokens: int, bandwidth: float, repeats: int
+) -> PassTime:
+    """A decoding pass of rows that hold num_tokens each, as the engine runs it, and one kernel at a time."""
+    device = model.pool.device
+    ids = torch.ones(batch_size, num_queries, dtype=torch.long, device=device)
+    positions = torch.arange(num_tokens, num_tokens + num_queries, device=device).expand(batch_size, -1).contiguous()
+
+    def run(forward: Callable[..., torch.Tensor]) -> torch.Tensor:
+        masks = StepMasks(positions, num_tokens + num_queries, model.pool.dtype)
+        return forward(ids, RowAttention(model.pool, masks, slice(None)), num_queries)
+
+    timer = Timer(device)
+    read = weight_bytes(model.model) + batch_size * (num_tokens + num_queries) * model.pool.bytes_per_token
+    return PassTime(
+        name,
+        batch_size,
+        num_queries,
+        timer.median(lambda: run(model.forward), repeats),
+        timer.median(lambda: run(model.plain_forward), max(3, repeats // 5)),
+        read / bandwidth,
+    )
+
+
+@dataclass(slots=True)
+class BusyTimes:
+    """Seconds from the first to the last kernel of each step, in order; empty where there are no device events."""
+
+    events: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def seconds(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [1e-3 * start.elapsed_time(end) for start, end in self.events]
+
+
+@contextmanager
+def busy_times(device: torch.device) -> Iterator[BusyTimes]:
+    """Note when the device works on a step, for all engines of this process. What lies between is the host's."""
+    busy = BusyTimes()
+    if device.type != "cuda":
+        yield busy
+        return
+
+    def timed(*arguments: Any) -> Any:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = speculative_step(*arguments)
+        end.record()
+        busy.events.append((start, end))
+        return result
+
+    with mock.patch.object(step_runner, "speculative_step", timed):
+        yield busy

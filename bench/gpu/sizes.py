@@ -1,0 +1,52 @@
+"""How much of everything `scripts/gpu_check` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """target, draft: the pair that is timed. new_tokens: generated per prompt in every cell of the grid."""
+
+    target: str
+    draft: str
+    batch_sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int
+    copied_bytes: int
+    pass_repeats: int
+    serving_s: float
+    num_checked: int  # requests of the correctness checks
+    num_flat: int  # requests during which memory must not grow
+
+
+FULL = Sizes(
+    target="bundled:target-6.7b",
+    draft="bundled:draft-125m",
+    batch_sizes=(1, 2, 4, 8, 16, 32),
+    lengths=tuple(range(9)),
+    prompt_tokens=128,
+    new_tokens=64,
+    copied_bytes=4 << 30,
+    pass_repeats=100,
+    serving_s=40.0,
+    num_checked=48,
+    num_flat=400,
+)
+
+# Everything once and small, on any CPU.
+DRY = Sizes(
+    target="bundled:target",
+    draft="bundled:draft",
+    batch_sizes=(1, 2),
+    lengths=(0, 2),
+    prompt_tokens=16,
+    new_tokens=12,
+    copied_bytes=32 << 20,
+    pass_repeats=3,
+    serving_s=2.0,
+    num_checked=6,
+    num_flat=12,
+)
