@@ -73,7 +73,9 @@ def main(new: Path | None = typer.Argument(None, help="Result of `speclen bench 
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
         document = merge(document, json.loads(new.read_text("utf-8")), commit)
-        RESULTS.write_text(json.dumps(document) + "\n", "utf-8")
+        # One row a line, for people and for git.
+        text = json.dumps(document, separators=(",", ":")).replace('{"scenario"', '\n{"scenario"')
+        RESULTS.write_text(text + "\n", "utf-8")
     page = PAGE.read_text("utf-8")
     start, end = page.index(HEAD), page.index(END)
     PAGE.write_text(page[:start] + "\n".join(lines(document)) + "\n" + page[end:], "utf-8")
