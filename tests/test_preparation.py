@@ -43,9 +43,10 @@ def test_limits_may_be_set() -> None:
     assert (prepared.max_context_length, prepared.max_kv_tokens) == (tiny_models.MAX_POSITIONS, 3 * (256 + 4))
 
 
-@pytest.mark.parametrize(("free", "expected"), [(10**12, 256), (2**20, 96)])
+@pytest.mark.parametrize(("free", "expected"), [(10**12, 256), (2**20, 89)])
 def test_on_a_gpu_the_context_is_cut_to_what_fits(free: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic alone: 0.8 of 1 MiB over 16 rows of 512 bytes a token, less the 6 tokens that a step may overshoot."""
+    """The arithmetic alone: 0.8 of 1 MiB over 16 rows of 512 bytes a token, less the 6 tokens that a step may overshoot
+    and the 7 that rows of a recorded pass may write which are only there to fill it up."""
     monkeypatch.setattr(worker.preparation, "free_memory", lambda device: free)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"))
     config = EngineConfig(max_batch_size=16, max_speculation_length=6)
