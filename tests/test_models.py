@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import worker.models
-from worker.models import ModelError, load_pair, resolve_device, resolve_dtype
+from worker.identity import model_name
+from worker.models import BUNDLED_FOLDER, ModelError, load_pair, resolve_device, resolve_dtype
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +199,15 @@ def test_the_tokenizer_of_the_pair_is_the_targets(folder: Path) -> None:
     pair = load(folder, "llama", "draft")
     assert isinstance(pair.tokenizer, PreTrainedTokenizerFast)
     assert pair.tokenizer.decode(pair.tokenizer.encode("naïve 北京")) == "naïve 北京"
+
+
+def test_a_model_has_the_same_name_wherever_it_lies(tmp_path: Path) -> None:
+    """What is learned about a pair is shared by workers whose copies lie in other folders, and only by those."""
+    names = []
+    for place in ("one", "another"):
+        shutil.copytree(BUNDLED_FOLDER / "draft", tmp_path / place / "draft")
+        pair = load_pair(str(tmp_path / place / "draft"), None, "cpu", "float32")
+        names.append(model_name(pair.target_name, pair.target))
+    assert names[0] == names[1]
+    pair.target.config.rms_norm_eps *= 2
+    assert model_name(pair.target_name, pair.target) != names[0]

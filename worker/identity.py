@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 from importlib.metadata import version
@@ -39,9 +40,11 @@ def model_name(name: str, model: torch.nn.Module | None) -> str:
     """Name with a digest of the configuration, so that two models of one name are told apart."""
     if model is None:
         return "none"
-    config = model.config.to_json_string(use_diff=False)  # type: ignore[union-attr, operator]
+    config = model.config.to_dict()  # type: ignore[union-attr, operator]
+    # Where it lies, and who wrote the file, is not what it is: workers on other machines share what is learned.
+    what = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
     short = name if name.startswith("bundled:") else Path(name).name
-    return f"{short}#{digest(config)}"
+    return f"{short}#{digest(json.dumps(what, sort_keys=True, default=str))}"
 
 
 def context_key(pair: ModelPair) -> pb.ContextKey:
