@@ -12,8 +12,8 @@ from cli.errors import UserError
 from controller.controller import Controller
 from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
 from controller.explain import Change
+from controller.flags import named_flags
 from controller.replay import ContextAdded, Event, GroupObserved, ProfileImported
-from controller.validation import named_flags
 from store.connection import Connection
 from store.profiles import StoredProfile, stored_profiles
 from store.queries import contexts, stored_reports, view_rows, workers

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from controller.acceptance import AcceptanceModel, band_of
-from controller.arrays import FloatArray
+from controller.arrays import FloatArray, distinct
 from controller.core import Bucket, ContextKey, DriftEvent, LengthEstimate, Limits, Profile, StepObservation
 from controller.latency import LatencyModel
 from controller.workers import LARGEST_FLEET, FleetAgreement
@@ -108,19 +108,15 @@ class ContextModel:
         size, length = steps.batch[teaches].astype(float), steps.length[teaches]
         context, seconds = steps.context[teaches], steps.seconds[teaches]
         senders = list(compress(workers, teaches.tolist()))
-        places: dict[str, int] = {}
-        sender = np.array([places.setdefault(worker_id, len(places)) for worker_id in senders])
-        names = list(places)
+        names, sender = distinct(senders)
         offsets, trusted = self.fleet.judge(names)
         offset, use = offsets[sender], trusted[sender]
         deviation = np.zeros(len(size))
         if not trusted.all():
-            self._leave_out(
-                [worker_id for worker_id, good in zip(names, trusted, strict=True) if not good], senders, size
-            )
+            self._leave_out(list(compress(names, ~trusted)), senders, size)
             odd = ~use
             deviation[odd] = self.latency.residuals(size[odd], length[odd], context[odd], seconds[odd])
-        self.fleet.readmit([worker_id for worker_id, good in zip(names, trusted, strict=True) if good])
+        self.fleet.readmit(list(compress(names, trusted)))
         fired = 0.0
         if use.any():
             fired, residual = self.latency.update(

@@ -14,12 +14,12 @@ from operator import mul
 from speclen.v1 import control_pb2 as pb
 
 from controller.core import Limits, StepObservation
+from controller.flags import Flags
 from controller.validation import (
     MAX_CONTEXT_LENGTH,
     MAX_INTEGER,
     MAX_LATENCY_S,
     MAX_LENGTH,
-    Flags,
     InvalidMessageError,
     explain_report,
     read_flags,

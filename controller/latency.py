@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.arrays import FloatArray
+from controller.arrays import FloatArray, distinct
 from controller.core import Bucket, Profile
 from controller.drift import DriftDetector
 from controller.features import NUM_NON_NEGATIVE, FeatureMap, features, fit_relative
@@ -257,7 +257,8 @@ class LatencyModel:
         if len(bucket) == 1:
             seen, here, means = bucket, np.ones(1), (batch, context)
         else:
-            seen, position = distinct(bucket)
+            found, position = distinct(bucket.tolist())
+            seen = np.array(found)
             here = np.bincount(position).astype(float)
             means = (np.bincount(position, batch) / here, np.bincount(position, context) / here)
         memory = np.minimum(self.config.feature_memory, self.visits[seen] + 1e-9)
@@ -461,10 +462,3 @@ class LatencyModel:
         self.reports_until_rescale = int(state["reports_until_rescale"])
         self.recent_buckets = [int(bucket) for bucket in state["recent_buckets"]]
         self.slow.restore(state["slow"])
-
-
-def distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct values in order of appearance, and for each value its position among them; cheaper than sorting."""
-    places: dict[int, int] = {}
-    position = [places.setdefault(value, len(places)) for value in values.tolist()]
-    return np.array(list(places)), np.array(position)

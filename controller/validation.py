@@ -7,12 +7,12 @@ nonsense for hours: so every field is checked here, before anything is learned. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 
 from speclen.v1 import control_pb2 as pb
 
 from controller.core import ContextKey, Limits, Profile, ProfileCell
+from controller.flags import Flags, named_flags
 
 MAX_INTEGER = 2**63 - 1  # what SQLite can hold
 MAX_LATENCY_S = 3600.0
@@ -31,25 +31,6 @@ class InvalidMessageError(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """What the flags of a report mean: their names for the store, and what the step may still teach."""
-
-    names: str
-    teaches_latency: bool
-    teaches_acceptance: bool
-
-
-# What each flag leaves to learn: (latency, acceptance). An accepted run is an accepted run however long the step took,
-# except where rows had lengths of their own: there the histogram does not say who was cut off at which length.
-TEACHES = {
-    "first_use": (False, True),
-    "compilation": (False, True),
-    "prefill": (False, True),
-    "catch_up": (False, True),
-    "mixed_lengths": (False, False),
-    "unknown": (False, False),  # a reason that this version does not know is still a reason
-}
 FLAG_NAMES = {
     pb.STEP_FLAG_FIRST_USE: "first_use",
     pb.STEP_FLAG_COMPILATION: "compilation",
@@ -57,12 +38,6 @@ FLAG_NAMES = {
     pb.STEP_FLAG_CATCH_UP: "catch_up",
     pb.STEP_FLAG_MIXED_LENGTHS: "mixed_lengths",
 }
-
-
-def named_flags(names: str) -> Flags:
-    """The meaning of stored flags ("prefill catch_up"); also for a replay from the database."""
-    lessons = [TEACHES.get(name, (False, False)) for name in names.split()]
-    return Flags(names, all(lesson[0] for lesson in lessons), all(lesson[1] for lesson in lessons))
 
 
 def read_flags(flags: frozenset[int]) -> Flags:

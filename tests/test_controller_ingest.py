@@ -11,8 +11,9 @@ from speclen.v1 import control_pb2 as pb
 
 from controller import ingest
 from controller.core import Limits, StepObservation
+from controller.flags import named_flags
 from controller.ingest import Group, Origin, read_reports
-from controller.validation import MAX_INTEGER, explain_report, named_flags
+from controller.validation import MAX_INTEGER, explain_report
 
 LIMITS = Limits(max_batch_size=32, max_speculation_length=4)
 ORIGIN = Origin(context_id=3, worker_key=5, epoch=7, received_at=11.0)

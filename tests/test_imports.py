@@ -57,6 +57,12 @@ def test_light_programs_never_import_torch(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
+    missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen", "structlog", "typer"}
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import bench.gpu.check"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_no_import_package_is_called_proto():
     """proto-plus owns that name."""
     assert not (ROOT / "proto" / "__init__.py").exists()

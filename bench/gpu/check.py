@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from bench.engine_run import EngineBench
-from bench.gpu.checks import Check, run_checks
+from bench.gpu.checks import run_checks
 from bench.gpu.grid import Cell, prompt_source, run_baselines, run_grid, serve_and_learn
 from bench.gpu.passes import PassTime, copy_bandwidth, time_pass
 from bench.gpu.plots import draw
@@ -148,8 +148,6 @@ def aims(passes: list[PassTime], cells: list[Cell], baselines: list[dict[str, An
         found.append(("largest share of a step in which the device waits for the host", max(gaps), "< 0.05"))
     return [{"what": what, "found": value, "aim": aim} for what, value, aim in found]
 
-
-__all__ = ["Check", "main", "run"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,13 +15,12 @@ from bench.gpu.sizes import Sizes
 from bench.transformers_baseline import TransformersBaseline
 from controller.controller import Controller
 from controller.core import ContextKey, Limits, StepObservation
+from controller.flags import named_flags
 from worker.engine import Engine, EngineConfig
 from worker.models import ModelPair
 from worker.prompts import PromptSource, held_out_texts
 from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import LengthChoice, StepFlag, StepResult
-
-LATENCY_FLAGS = {StepFlag.FIRST_USE, StepFlag.COMPILATION, StepFlag.PREFILL, StepFlag.CATCH_UP, StepFlag.MIXED_LENGTHS}
+from worker.steps import LengthChoice, StepResult
 
 Say = Callable[[str], None]
 
@@ -109,14 +108,15 @@ class LearningChooser:
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.num_steps += 1
+        meaning = named_flags(" ".join(flag.value for flag in result.flags))
         step = StepObservation(
             result.batch_size,
             result.speculation_length,
             result.latency_s,
             result.accepted_histogram,
             result.mean_context_length,
-            teaches_latency=not result.flags & LATENCY_FLAGS,
-            teaches_acceptance=StepFlag.CATCH_UP not in result.flags,
+            meaning.teaches_latency,
+            meaning.teaches_acceptance,
         )
         self.estimator.observe(self.key, [step])
 

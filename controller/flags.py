@@ -1,0 +1,32 @@
+"""What a step may teach, by the names of its flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the flags of a report mean: their names for the store, and what the step may still teach."""
+
+    names: str
+    teaches_latency: bool
+    teaches_acceptance: bool
+
+
+# What each flag leaves to learn: (latency, acceptance). An accepted run is an accepted run however long the step took,
+# except where rows had lengths of their own: there the histogram does not say who was cut off at which length.
+TEACHES = {
+    "first_use": (False, True),
+    "compilation": (False, True),
+    "prefill": (False, True),
+    "catch_up": (False, True),
+    "mixed_lengths": (False, False),
+    "unknown": (False, False),  # a reason that this version does not know is still a reason
+}
+
+
+def named_flags(names: str) -> Flags:
+    """The meaning of stored flags ("prefill catch_up"); also for a replay from the database."""
+    lessons = [TEACHES.get(name, (False, False)) for name in names.split()]
+    return Flags(names, all(lesson[0] for lesson in lessons), all(lesson[1] for lesson in lessons))
