@@ -1,8 +1,7 @@
-"""gRPC's event loop side, made safe for a busy process."""
+"""gRPC's event loop side, made safe to end."""
 
 from __future__ import annotations
 
-import socket
 from functools import cache
 
 from grpc import aio
@@ -10,17 +9,14 @@ from grpc import aio
 
 @cache
 def prepare_aio() -> None:
-    """Start gRPC's poller in a way that cannot block. To be called once, before anything of grpc.aio is made.
+    """Keep gRPC's poller for the life of the process. To be called before anything of grpc.aio is made.
 
-    The poller wakes the event loop with one byte per event through a pair of sockets, and the loop reads one byte per
-    round, whatever the number of events it finds. Under load some 280 bytes pile up, the pair is full, and the poller
-    blocks: from then on the loop gets one event per round, and when it ends first, the poller never returns and the
-    process hangs on its way out. Sockets that do not block lose bytes instead, of which there are enough. gRPC gives no
-    access to the pair, but takes the default timeout of the moment at which it is made.
+    When the last object of grpc.aio goes, gRPC ends its poller and waits for it. The poller wakes the event loop with one
+    byte per event through a pair of sockets; under load some 280 bytes pile up, the pair is full, and the poller waits for
+    a reader. If the loop has ended by then there is none, and the process hangs on its way out. With one more reference
+    the poller is never ended; it is a daemon thread and goes with the process.
+
+    The pair must stay as it is: sockets that do not block let all events through at once, and with 2,000 busy streams
+    gRPC's server then cancels some of them.
     """
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(1.0)
-    try:
-        aio.init_grpc_aio()  # type: ignore[attr-defined]  # left out of the published types
-    finally:
-        socket.setdefaulttimeout(before)
+    aio.init_grpc_aio()  # type: ignore[attr-defined]  # left out of the published types
