@@ -20,12 +20,13 @@ INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The worker's counters at one moment of the track; table: (batch_min, length) of every bucket."""
+    """The worker's counters at one moment of the track, as in GetServerInfoResponse; table: (batch_min, length) of every bucket."""
 
     at_s: float
     num_running: int
     num_waiting: int
     num_steps: int
+    num_row_steps: int
     num_generated_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -51,6 +52,7 @@ def to_sample(info: pb.GetServerInfoResponse, at_s: float) -> Sample:
         num_running=info.num_requests_running,
         num_waiting=info.num_requests_waiting,
         num_steps=info.num_steps,
+        num_row_steps=info.num_row_steps,
         num_generated_tokens=info.num_generated_tokens,
         num_draft_tokens=info.num_draft_tokens,
         num_accepted_tokens=info.num_accepted_tokens,
@@ -76,13 +78,9 @@ async def watch(address: str, samples: list[Sample]) -> None:
 
 
 def between(first: Sample, last: Sample) -> Stretch:
-    """What happened between two samples.
-
-    A step gives every row its accepted tokens and one more, so rows summed over steps are generated minus accepted.
-    """
+    """What happened between two samples."""
     steps = last.num_steps - first.num_steps
-    generated = last.num_generated_tokens - first.num_generated_tokens
-    row_steps = generated - (last.num_accepted_tokens - first.num_accepted_tokens)
+    row_steps = last.num_row_steps - first.num_row_steps
     drafted = last.num_draft_tokens - first.num_draft_tokens
     return Stretch(
         from_s=first.at_s,

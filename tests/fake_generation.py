@@ -56,6 +56,7 @@ class FakeService(rpc.GenerationServiceServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: object) -> pb.GetServerInfoResponse:  # noqa: N802
         return pb.GetServerInfoResponse(
             num_steps=self.num_steps,
+            num_row_steps=self.num_steps,
             num_generated_tokens=self.num_generated,
             num_accepted_tokens=self.num_accepted,
             num_draft_tokens=self.num_drafted,

@@ -19,6 +19,18 @@ from worker.steps import FixedLength, LengthChoice, StepFlag, StepResult
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
 
+def test_totals_agree_with_what_requests_were_told() -> None:
+    """Also where a request's end cuts off accepted tokens: mean batch size and mean length are made from these."""
+    engine = make_engine(chooser=RandomLengths(3))
+    names = [str(at) for at in range(7)]
+    collected = generate(engine, *(request(name, PROMPT, max_tokens=5 + int(name)) for name in names))
+    last, load = [collected.last(name) for name in names], engine.load()
+    assert load.num_row_steps == sum(each.num_steps for each in last)
+    assert load.num_draft_tokens == sum(each.num_draft_tokens for each in last)
+    assert load.num_generated_tokens == sum(each.num_completion_tokens for each in last)
+    assert load.num_steps < load.num_row_steps <= 4 * load.num_steps
+
+
 # Sampling.
 
 

@@ -27,7 +27,7 @@ CONTENDERS = [Contender(name, name) for name in SLOWNESS]
 
 def sample(at_s, steps):
     """Three rows per step, length 2, one token of the two accepted."""
-    return Sample(at_s, 3, 0, steps, 6 * steps, 6 * steps, 3 * steps, 0, "controller", ((1, 2),))
+    return Sample(at_s, 3, 0, steps, 3 * steps, 6 * steps, 6 * steps, 3 * steps, 0, "controller", ((1, 2),))
 
 
 def make_run(contender, repeat, failed=(), track=TRACK, steps_per_s=40):

@@ -48,6 +48,7 @@ class EngineLoad:
     num_kv_tokens_used: int
     num_kv_tokens_total: int
     num_steps: int
+    num_row_steps: int
     num_generated_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -136,6 +137,7 @@ class Engine:
             num_kv_tokens_used=self.scheduler.num_kv_tokens(),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
             num_steps=totals.num_steps,
+            num_row_steps=totals.num_row_steps,
             num_generated_tokens=totals.num_generated_tokens,
             num_draft_tokens=totals.num_draft_tokens,
             num_accepted_tokens=totals.num_accepted_tokens,

@@ -151,6 +151,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_reports_buffered=len(self._control.buffer.records),
             num_reports_dropped=self._control.buffer.num_dropped,
             num_steps=load.num_steps,
+            num_row_steps=load.num_row_steps,
             num_generated_tokens=load.num_generated_tokens,
             num_draft_tokens=load.num_draft_tokens,
             num_accepted_tokens=load.num_accepted_tokens,

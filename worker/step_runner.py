@@ -28,9 +28,10 @@ class Totals:
     """Counts since the start. Generated tokens are those that went to callers."""
 
     num_steps: int = 0
+    num_row_steps: int = 0  # decoding rows, summed over steps
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_accepted_tokens: int = 0  # by the target, also those that a request's end cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class StepRunner:
         for count in accepted:
             histogram[count] += 1
         self.totals.num_steps += 1
+        self.totals.num_row_steps += len(batch)
         return StepOutcome(lengths.length, tuple(histogram), frozenset(flags))
 
     def _num_recorded(self) -> int:
