@@ -41,6 +41,7 @@ class Scenario:
     slow_share: float = 0.01  # steps that take 5 to 20 times as long
     pause_share: float = 0.0  # steps with 100 to 400 ms on top
     wander: float = 0.0  # log-sd per 1000 steps of a slow random drift of draft and verify times
+    neighbour: float = 1.0  # steps take this many times as long while a neighbour uses the device, a third of the time
     bump: float = 0.03
     cliff: bool = False
     steady_batch: int = 0  # batch size that hardly moves; 0: follow the queue
@@ -80,6 +81,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(
             "tails", "slow steps x5, noise 10%, drift", phases=_drop(0.6), noise=0.10, slow_share=0.05, wander=0.05
         ),
+        Scenario("neighbour", "a neighbour slows the device by half, on and off", noise=0.12, neighbour=1.5),
         Scenario("stale", "8 workers, 50 steps stale, drift", phases=_drop(0.5), num_workers=8, delay_steps=50),
         Scenario("cliffs", "8% bumps and a latency cliff, no profile", profile="none", bump=0.08, cliff=True),
         Scenario(

@@ -24,6 +24,8 @@ MAX_LENGTH = 8
 PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAUSE_S = (0.1, 0.4)
 SLOW_FACTOR = (5.0, 20.0)
+# Mean lengths of a neighbour's bursts and of the quiet between them, in steps: what a shared core shows.
+NEIGHBOUR_STEPS, NEIGHBOUR_AWAY_STEPS = 50.0, 100.0
 
 
 class Player(Protocol):
@@ -185,6 +187,8 @@ class World:
             walk = np.cumsum(rng.standard_normal((num_steps, 2)) * scenario.wander / np.sqrt(1000.0), axis=0)
             drafting = np.exp(walk[:, 1:] * (np.arange(MAX_LENGTH + 1) > 0) + walk[:, :1])
             seconds *= drafting
+        if scenario.neighbour > 1.0:
+            seconds *= np.where(neighbour_at_work(rng, num_steps), scenario.neighbour, 1.0)[:, None]
         seconds, factor, pause = self._noise(seconds)
         return Course(
             batch, visits.context, seconds, tokens, tokens_now, runs, factor, pause, regime, self._buckets(batch)
@@ -266,6 +270,18 @@ class World:
         work = tokens * np.stack([course.best_rate() for course in self.courses], axis=1)
         regime = np.stack([course.regime for course in self.courses], axis=1)
         return Run(lengths.reshape(-1), seconds.reshape(-1), work.reshape(-1), regime.reshape(-1))
+
+
+def neighbour_at_work(rng: np.random.Generator, num_steps: int) -> np.ndarray:
+    """Whether a neighbour uses the device too, by step: for 50 steps on average, after 100 without it."""
+    active = rng.random() < NEIGHBOUR_STEPS / (NEIGHBOUR_STEPS + NEIGHBOUR_AWAY_STEPS)
+    stays: list[np.ndarray] = []
+    missing = num_steps
+    while missing > 0:
+        mean = NEIGHBOUR_STEPS if active else NEIGHBOUR_AWAY_STEPS
+        stays.append(np.full(int(rng.geometric(1.0 / mean)), active))
+        missing, active = missing - len(stays[-1]), not active
+    return np.concatenate(stays)[:num_steps]
 
 
 def observe(course: Course, step: int, length: int) -> StepObservation:

@@ -20,7 +20,7 @@ INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The worker's counters at one moment of the track, as in GetServerInfoResponse; table: (batch_min, length) of every bucket."""
+    """The worker's counters at one moment of the track; table: (batch_min, length) of every bucket."""
 
     at_s: float
     num_running: int

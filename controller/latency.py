@@ -1,11 +1,14 @@
 """How long a step takes: a property of the context (device, engine, dtype), by batch size, length and context length.
 
-    T(b, s) = max(theta . f(b, s), floor) * exp(rho[bucket, s])
+    T(b, s) = max(theta . f(b, s), floor) * exp(rho[bucket, s] + speed)
 
 theta . f is a smooth surface that carries what is measured in one cell to all others; rho holds what no smooth formula
-sees (tile sizes, graph padding, cliffs). Both follow a Kalman-like update of log T, with every report's surprise clipped
-so that a step of twenty times its usual length counts as a slightly slow one. Whatever drifts slowly is followed by
-growing variances; what jumps is caught by a detector that lets theta move again and leaves everything else alone.
+sees (tile sizes, graph padding, cliffs). speed is how much slower than usual the device is at the moment, because of
+clocks, heat or a neighbour: it changes all lengths alike, so it has no say in the choice, but without it a slow second in
+which only long lengths were played would make short ones look better. All three follow a Kalman-like update of log T, with
+every report's surprise clipped so that a step of twenty times its usual length counts as a slightly slow one. Whatever
+drifts slowly is followed by growing variances; what jumps further than speed wanders is caught by a detector that lets
+theta move again and leaves everything else alone.
 """
 
 from __future__ import annotations
@@ -35,7 +38,18 @@ class LatencyConfig:
     # Reports after which a cell's certainty has relaxed back.
     residual_memory: float = 4000.0
     # Random walk of a weight per report, relative to the weight (at least a tenth of its prior sd).
-    walk: float = 0.003
+    walk: float = 0.002
+    # Log-sd of how the device's speed wanders: start, and the range it is tracked in.
+    speed_sd_start: float = 0.05
+    speed_sd_min: float = 0.01
+    speed_sd_max: float = 0.4
+    # Reports after which the speed has returned to the usual one.
+    speed_memory: float = 50.0
+    # Relative change of that sd per group and unit of agreement between surprises of neighbouring groups.
+    speed_rate: float = 0.06
+    # Random step of a weight, relative to it, by which residuals may be explained; and the part of it made at a time.
+    refit_step: float = 0.3
+    refit_share: float = 0.3
     # Log-sd of the noise of one step: start, and the range it is tracked in.
     noise_start: float = 0.08
     noise_min: float = 0.02
@@ -44,13 +58,22 @@ class LatencyConfig:
     noise_rate: float = 0.02
     # Largest surprise of one report, in standard deviations.
     largest_z: float = 2.5
-    # Random step of every weight when the detector fires, relative to the weight (at least 0.3 prior sd).
+    # Random step when the detector fires: of every weight, relative to it (at least 0.3 prior sd), and of all together.
     drift_step: float = 0.5
+    common_drift_step: float = 0.5
+    # What the detector takes for granted, in standard deviations: on a steady device, and added where all is wandering,
+    # whose surprises come in rows. There a change must also last for so many reports: a neighbour's burst is over by then.
+    slack: float = 0.5
+    slack_of_wandering: float = 1.0
+    lasting_of_wandering: float = 100.0
+    # Reports over which the share of wandering is averaged, so that a change does not pass for wandering at once.
+    wandering_memory: float = 300.0
     # Log-sd that a profiled cell counts with, measured here and measured elsewhere.
     profile_sd: float = 0.2
     foreign_profile_sd: float = 0.5
-    # What all cells of a profile may have wrong together, as a random step of every weight relative to it.
-    profile_common: float = 0.2
+    # What all cells of a profile may have wrong: as a random step of every weight, and of all together.
+    profile_step: float = 0.2
+    common_profile_step: float = 0.2
     # Steps of a visited bucket after which its mean features (batch size, context length) have been renewed to 1/e.
     feature_memory: float = 64.0
     # Reports that a cold start waits for before it believes a time scale; the smallest of them counts.
@@ -60,11 +83,11 @@ class LatencyConfig:
 # Steps that take at least 1.5 times as long as usual (and are beyond the clip) count as slow; less is noise.
 SLOW_LOG_FACTOR = 0.4
 FLOAT_STATE = (
-    *("theta", "prior_sd", "covariance", "rho", "variance"),
+    *("mean", "prior_sd", "covariance", "rho", "variance"),
     *("visits", "mean_batch", "mean_context", "last_seen"),
 )
 # Reports between two looks at how far cells lie from the surface.
-RESCALE_REPORTS = 32
+SETTLE_REPORTS = 128
 
 
 class CellNews:
@@ -93,11 +116,29 @@ class LatencyModel:
         self.num_reports = 0
         self.num_seen = 0
         self.residual_variance = self.config.residual_sd**2
-        self.reports_until_rescale = RESCALE_REPORTS
+        self.reports_until_settled = SETTLE_REPORTS
         self.recent_buckets: list[int] = []  # of the newest group
+        self.speed_sd = self.config.speed_sd_start
+        self.last_surprise = 0.0  # of the newest group, in standard deviations
+        self.wandering = 0.0  # share of what is surprising that comes in rows
         self._lay_out(buckets, max_length)
-        self.theta, self.prior_sd = self.map.prior()
-        self.covariance = np.diag(self.prior_sd**2)
+        self._start_from(1.0)
+
+    def _start_from(self, scale: float) -> None:
+        """The prior, if a single plain step takes `scale` seconds. mean, covariance: of theta and, last, of speed."""
+        weights, self.prior_sd = (values * scale for values in self.map.prior())
+        self.mean = np.append(weights, 0.0)
+        self.covariance = np.diag(np.append(self.prior_sd**2, self.speed_sd**2))
+
+    @property
+    def theta(self) -> FloatArray:
+        """Weights of the surface, a view."""
+        return self.mean[:-1]
+
+    @property
+    def speed(self) -> float:
+        """How much longer than usual steps take at the moment, in log time."""
+        return float(self.mean[-1])
 
     def _lay_out(self, buckets: tuple[Bucket, ...], max_length: int) -> None:
         """Allocate cells for these buckets and lengths."""
@@ -131,7 +172,7 @@ class LatencyModel:
     def extend(self, buckets: tuple[Bucket, ...], max_length: int) -> None:
         """Make room for larger batches and longer lengths. Buckets that stay keep their index and what was learned."""
         old = (self.rho, self.variance, self.num_steps, self.profiled)
-        theta, prior_sd, covariance = self.theta, self.prior_sd, self.covariance
+        mean, prior_sd, covariance = self.mean, self.prior_sd, self.covariance
         seen = (self.visits, self.mean_batch, self.mean_context, self.last_seen)
         self._lay_out(buckets, max_length)
         rows, columns = old[0].shape
@@ -140,12 +181,12 @@ class LatencyModel:
         for name, means in zip(("visits", "mean_batch", "mean_context", "last_seen"), seen, strict=True):
             getattr(self, name)[:rows] = np.where(seen[0] > 0.0, means, getattr(self, name)[:rows])
         self.mean_features = self._for_all_lengths(self.mean_batch, self.mean_context)
-        known = len(theta)
-        self.theta, self.prior_sd = (values * (self.scale or 1.0) for values in self.map.prior())
-        self.covariance = np.diag(self.prior_sd**2)
-        self.theta[:known], self.prior_sd[:known], self.covariance[:known, :known] = theta, prior_sd, covariance
+        self._start_from(self.scale or 1.0)
         # New ramps start flat: the last known slope goes on until something else is measured.
-        self.theta[known:] = 0.0
+        self.theta[len(prior_sd) :] = 0.0
+        self.prior_sd[: len(prior_sd)] = prior_sd
+        places = np.append(np.arange(len(prior_sd)), -1)
+        self.mean[places], self.covariance[np.ix_(places, places)] = mean, covariance
 
     @property
     def known(self) -> bool:
@@ -153,10 +194,8 @@ class LatencyModel:
         return self.scale is not None
 
     def _set_scale(self, scale: float) -> None:
-        mean, sd = self.map.prior()
         self.scale = scale
-        self.theta, self.prior_sd = mean * scale, sd * scale
-        self.covariance = np.diag(self.prior_sd**2)
+        self._start_from(scale)
 
     def seed(self, profile: Profile) -> None:
         """Start from an offline profile. Each cell counts as one observation of limited weight."""
@@ -169,12 +208,12 @@ class LatencyModel:
         seconds = np.array([cell.step_s for cell in profile.cells])
         mean, _ = self.map.prior()
         self._set_scale(float(np.min(seconds / (rows @ mean))))
-        self.theta = fit_relative(rows, seconds, self.theta, self.prior_sd)
+        self.theta[:] = fit_relative(rows, seconds, self.theta, self.prior_sd)
         smooth = self._smooth(rows)
         believed = self.config.foreign_profile_sd if profile.as_prior else self.config.profile_sd
         gain = rows / smooth[:, None]
-        self.covariance[:] = np.linalg.inv(np.diag(self.prior_sd**-2.0) + gain.T @ gain / believed**2)
-        self._loosen(self.config.profile_common)
+        self.covariance[:-1, :-1] = np.linalg.inv(np.diag(self.prior_sd**-2.0) + gain.T @ gain / believed**2)
+        self._loosen(self.config.profile_step, self.config.common_profile_step)
         for cell, predicted in zip(profile.cells, smooth.tolist(), strict=True):
             index = int(self.bucket_of[cell.batch_size]), cell.speculation_length
             self.profiled[index] = True
@@ -188,22 +227,23 @@ class LatencyModel:
         """Start from another context on the same device, with the same models: its surface, half of its residuals."""
         if other.scale is None or self.known:
             return
+        self.speed_sd = other.speed_sd
         self._set_scale(other.scale)
         size = min(len(self.theta), len(other.theta))
         self.theta[:size] = other.theta[:size]
         self.covariance[:size, :size] = other.covariance[:size, :size]
         rows, columns = min(len(self.rho), len(other.rho)), min(self.rho.shape[1], other.rho.shape[1])
         self.rho[:rows, :columns] = 0.5 * other.rho[:rows, :columns]
-        self._loosen(0.3)
+        self._loosen(0.3, 0.3)
 
     def _smooth(self, rows: FloatArray) -> FloatArray:
         """theta . f, kept above a twentieth of a plain step."""
         return np.maximum(rows @ self.theta, 0.05 * (self.scale or 1.0))
 
-    def _loosen(self, relative: float) -> None:
-        """Let every weight move by a random step of this relative size."""
-        step = relative * np.maximum(np.abs(self.theta), 0.3 * self.prior_sd)
-        self.covariance.flat[:: len(step) + 1] += step**2
+    def _loosen(self, each: float, common: float) -> None:
+        """Let every weight move by a random step of this relative size, and all of them together by another."""
+        step = each * np.maximum(np.abs(self.theta), 0.3 * self.prior_sd)
+        self.covariance[:-1, :-1] += common**2 * np.outer(self.theta, self.theta) + np.diag(step**2)
 
     def update(
         self,
@@ -229,12 +269,14 @@ class LatencyModel:
         self._walk(len(seconds))
         cell = bucket * self.rho.shape[1] + length
         smooth = self._smooth(rows)
-        gain = rows / smooth[:, None]
-        residual = np.log(seconds / smooth) - self.rho.reshape(-1)[cell] - offset
+        gain = np.ones((len(rows), len(self.mean)))
+        gain[:, :-1] = rows / smooth[:, None]
+        residual = np.log(seconds / smooth) - self.rho.reshape(-1)[cell] - self.speed - offset
         cells, values, usual = cell.tolist(), residual.tolist(), smooth.tolist()
         fired, news = self._filter(cells, values, self._uncertainty(gain, cell), usual, senders, detect=True)
         if fired:
-            self._loosen(self.config.drift_step)
+            gain[:, :-1] *= self._accept_speed()
+            self._loosen(self.config.drift_step, self.config.common_drift_step)
             _, news = self._filter(cells, values, self._uncertainty(gain, cell), usual, senders, detect=False)
         self._assimilate(gain, cells, news)
         return fired, residual
@@ -250,7 +292,7 @@ class LatencyModel:
         if not self.known:
             return np.zeros(len(seconds))
         smooth = self._smooth(features(batch, length, context, self.knots))
-        return np.log(seconds / smooth) - self.rho[self.bucket_of[batch.astype(np.int64)], length]
+        return np.log(seconds / smooth) - self.rho[self.bucket_of[batch.astype(np.int64)], length] - self.speed
 
     def _follow_features(self, bucket: np.ndarray, batch: FloatArray, context: FloatArray) -> None:
         """Move the mean features of visited buckets towards what is decoded now."""
@@ -284,25 +326,60 @@ class LatencyModel:
 
     def _walk(self, num_reports: int) -> None:
         """Let variances grow with time: what is not measured becomes less certain, up to twice the prior's spread."""
-        diagonal = self.covariance.diagonal()
+        diagonal = self.covariance.diagonal()[:-1]
         step = self.config.walk * np.maximum(np.abs(self.theta), 0.1 * self.prior_sd)
         growth = np.where(diagonal < (2.0 * self.prior_sd) ** 2, num_reports * step**2, 0.0)
-        self.covariance.flat[:: len(step) + 1] += growth
+        self.covariance.flat[: -1 : len(self.mean) + 1] += growth
+        self._fade_speed(math.exp(-num_reports / self.config.speed_memory))
         share = min(1.0, num_reports / self.config.residual_memory)
         self.variance += share * (self.residual_variance - self.variance)
-        self.reports_until_rescale -= num_reports
-        if self.reports_until_rescale < 0:
-            self.reports_until_rescale = RESCALE_REPORTS
-            self._rescale_residuals()
+        self.reports_until_settled -= num_reports
+        if self.reports_until_settled < 0:
+            self.reports_until_settled = SETTLE_REPORTS
+            self._settle_residuals()
 
-    def _rescale_residuals(self) -> None:
-        """How far cells lie from the surface on average, by those seen; unseen ones are expected to lie as far."""
+    def _fade_speed(self, kept: float) -> None:
+        """Let the speed return to the usual one, so far that this part is kept, and become uncertain in turn."""
+        self.mean[-1] *= kept
+        self.covariance[-1] *= kept
+        self.covariance[:, -1] *= kept
+        self.covariance[-1, -1] += (1.0 - kept * kept) * self.speed_sd**2
+
+    def _accept_speed(self) -> float:
+        """What was taken for the speed of a moment is the new usual; returns by what factor gains change."""
+        factor = math.exp(self.speed)
+        self.theta[:] *= factor
+        self.covariance[:-1] *= factor
+        self.covariance[:, :-1] *= factor
+        self._fade_speed(0.0)
+        return 1.0 / factor
+
+    def _settle_residuals(self) -> None:
+        """Move to the surface what cells have in common, then see how far they lie from it; unseen ones as far."""
         seen = self.num_steps > 0
+        if np.count_nonzero(seen) > 3:
+            self._refit_surface(seen)
         found = float((self.rho[seen] ** 2 + self.variance[seen]).sum())
         weight, start = self.config.residual_prior_cells, self.config.residual_sd**2
         self.residual_variance = (found + weight * start) / (np.count_nonzero(seen) + weight)
         self.residual_variance = min(self.residual_variance, self.config.residual_sd_max**2)
         self.variance[~seen] = self.residual_variance
+
+    def _refit_surface(self, seen: np.ndarray) -> None:
+        """Explain residuals of the cells seen by the surface, as far as it can, and leave predictions as they are.
+
+        The filter keeps no covariance between weights and cells. So a surface that is wrong everywhere, as that of
+        another device's profile, would be taken for one with large residuals, and cells never seen would stay wrong.
+        """
+        rows = self.mean_features[seen]
+        before = self._smooth(rows)
+        gain = rows / before[:, None]
+        weight = 1.0 / (self.config.residual_sd**2 + self.variance[seen])
+        step = self.config.refit_step * np.maximum(np.abs(self.theta), 0.3 * self.prior_sd)
+        precision = (gain.T * weight) @ gain + np.diag(step**-2.0)
+        self.theta[:] += self.config.refit_share * np.linalg.solve(precision, gain.T @ (weight * self.rho[seen]))
+        np.maximum(self.theta[:NUM_NON_NEGATIVE], 0.0, out=self.theta[:NUM_NON_NEGATIVE])
+        self.rho[seen] -= np.log(self._smooth(rows) / before)
 
     def _uncertainty(self, gain: FloatArray, cell: np.ndarray) -> list[float]:
         """Variance of each report's predicted log time, without the noise of the step itself."""
@@ -327,6 +404,7 @@ class LatencyModel:
         config, noise = self.config, self.sigma**2
         limit, outside = config.largest_z, 0
         surprises: list[float] = []
+        speed, wander = self.speed, self.speed_sd**2
         news: dict[int, CellNews] = {}
         slow: list[tuple[float, float]] = []
         for cell, residual, unsure, usual in zip(cells, residuals, uncertainty, smooth, strict=True):
@@ -347,10 +425,15 @@ class LatencyModel:
             mine.mean = mean + weight * z
             mine.variance = variance - weight * weight
             mine.count += 1
-            surprises.append(z)
+            # For the detector against the usual speed: what wandering explains is no drift, what stays away is.
+            z = (residual - mean + speed) / math.sqrt(variance + noise + wander)
+            surprises.append(-limit if z < -limit else limit if z > limit else z)
         fired = 0.0
         if detect:
-            fired = self.detector.add(senders, surprises)
+            share = min(1.0, len(cells) / config.wandering_memory)
+            self.wandering += share * (wander / (wander + noise) - self.wandering)
+            slack = config.slack + config.slack_of_wandering * self.wandering
+            fired = self.detector.add(senders, surprises, slack, config.lasting_of_wandering * self.wandering)
             self.sigma *= math.exp(config.noise_rate * (outside - 0.5 * len(cells)))
             self.sigma = min(max(self.sigma, config.noise_min), config.noise_max)
             self.slow.add(
@@ -376,13 +459,25 @@ class LatencyModel:
         total.flat[:: len(cells) + 1] += before + noise / count
         inverse = np.linalg.inv(total) if len(cells) > 1 else 1.0 / total
         weighted = inverse @ surprise
-        self.theta += spread @ weighted
+        self._learn_wandering(float(weighted.sum() / math.sqrt(inverse.sum())))
+        self.mean += spread @ weighted
         covariance = self.covariance - spread @ inverse @ spread.T
         self.covariance = 0.5 * (covariance + covariance.T)
         self._respect_signs()
         self.rho.reshape(-1)[cells] += before * weighted
         variance[cells] = before - before**2 * inverse.diagonal()
         self.num_steps.reshape(-1)[cells] += count
+
+    def _learn_wandering(self, surprise: float) -> None:
+        """How far the speed wanders, from what a group has in common. surprise: in standard deviations.
+
+        Surprises of neighbouring groups are uncorrelated if the speed is followed as fast as it changes: if they agree
+        it was followed too slowly, if they alternate too eagerly.
+        """
+        agreement = min(max(surprise * self.last_surprise, -1.0), 1.0)
+        self.speed_sd *= math.exp(self.config.speed_rate * agreement)
+        self.speed_sd = min(max(self.speed_sd, self.config.speed_sd_min), self.config.speed_sd_max)
+        self.last_surprise = surprise
 
     def _respect_signs(self) -> None:
         """Bring weights that a machine cannot make negative back to 0, and let the others make up for it.
@@ -394,14 +489,14 @@ class LatencyModel:
             if self.theta[lowest] >= 0.0:
                 return
             column = self.covariance[:, lowest]
-            self.theta -= column * (self.theta[lowest] / column[lowest])
+            self.mean -= column * (self.theta[lowest] / column[lowest])
             self.theta[lowest] = 0.0
         np.maximum(self.theta[:NUM_NON_NEGATIVE], 0.0, out=self.theta[:NUM_NON_NEGATIVE])
 
     def predict(self) -> FloatArray:
-        """Mean step time of every cell, [buckets, lengths], in seconds, slow steps included."""
+        """Mean step time of every cell at the usual speed, [buckets, lengths], in seconds, slow steps included."""
         usual = np.maximum(self.mean_features @ self.theta, 0.05 * (self.scale or 1.0)) * np.exp(self.rho)
-        usual *= float(np.exp(0.5 * self.sigma**2))
+        usual *= float(np.exp(0.5 * (self.sigma**2 + self.speed_sd**2)))
         return usual + self.slow.mean_excess(usual)
 
     def log_variance(self, bucket: int, against: int | None = None) -> FloatArray:
@@ -416,20 +511,23 @@ class LatencyModel:
             gain = gain - gain[against]
             own += self.variance[bucket, against]
             own[against] = 0.0
-        return np.maximum(((gain @ self.covariance) * gain).sum(axis=1), 0.0) + own
+        return np.maximum(((gain @ self.covariance[:-1, :-1]) * gain).sum(axis=1), 0.0) + own
 
     def export_state(self) -> dict[str, Any]:
         """Everything needed to go on exactly from here, as JSON-able values."""
         arrays = (*FLOAT_STATE, "num_steps", "profiled")
         return {name: getattr(self, name).tolist() for name in arrays} | {
             "sigma": self.sigma,
+            "speed_sd": self.speed_sd,
+            "last_surprise": self.last_surprise,
+            "wandering": self.wandering,
             "scale": self.scale,
             "cold_times": self.cold_times,
             "detector": self.detector.export_state(),
             "num_reports": self.num_reports,
             "num_seen": self.num_seen,
             "residual_variance": self.residual_variance,
-            "reports_until_rescale": self.reports_until_rescale,
+            "reports_until_settled": self.reports_until_settled,
             "recent_buckets": list(self.recent_buckets),
             "slow": self.slow.export_state(),
         }
@@ -438,27 +536,19 @@ class LatencyModel:
         """Go on from an exported state of the same buckets and lengths. Raises KeyError or ValueError otherwise."""
         if np.shape(state["rho"]) != self.rho.shape:
             raise ValueError(f"state has cells {np.shape(state['rho'])}, this context has {self.rho.shape}")
-        for name in (
-            "theta",
-            "prior_sd",
-            "covariance",
-            "rho",
-            "variance",
-            "visits",
-            "mean_batch",
-            "mean_context",
-            "last_seen",
-        ):
+        for name in FLOAT_STATE:
             setattr(self, name, np.array(state[name], dtype=float))
         self.mean_features = self._for_all_lengths(self.mean_batch, self.mean_context)
         self.num_steps = np.array(state["num_steps"], dtype=np.int64)
         self.profiled = np.array(state["profiled"], dtype=bool)
         self.sigma, self.scale = float(state["sigma"]), state["scale"]
+        self.speed_sd, self.last_surprise = float(state["speed_sd"]), float(state["last_surprise"])
+        self.wandering = float(state["wandering"])
         self.cold_times = [float(value) for value in state["cold_times"]]
         self.detector.restore(state["detector"])
         self.num_reports = int(state["num_reports"])
         self.num_seen = int(state["num_seen"])
         self.residual_variance = float(state["residual_variance"])
-        self.reports_until_rescale = int(state["reports_until_rescale"])
+        self.reports_until_settled = int(state["reports_until_settled"])
         self.recent_buckets = [int(bucket) for bucket in state["recent_buckets"]]
         self.slow.restore(state["slow"])

@@ -50,7 +50,7 @@ def test_a_slow_step_of_twenty_times_moves_a_prediction_by_no_more_than_a_usual_
 
 
 def test_the_first_cold_step_of_a_shape_does_not_settle_its_time():
-    """40.6 ms where 27.1 is usual, at the first use: ten steps later the estimate is within 4%."""
+    """40.6 ms where 27.1 is usual, at the first use: ten steps later the estimate is within 5%."""
     cells = [
         ProfileCell(b, s, 0.0271 * step_time(b, s) / step_time(4, 3), 0.0, 20) for b in (1, 4, 16) for s in (0, 3, 6)
     ]
@@ -58,7 +58,7 @@ def test_the_first_cold_step_of_a_shape_does_not_settle_its_time():
     feed(model, [(4, 3)], [0.0406])
     for _ in range(10):
         feed(model, [(4, 3)], [0.0271])
-    assert model.predict()[3, 3] == pytest.approx(0.0271, rel=0.04)
+    assert model.predict()[3, 3] == pytest.approx(0.0271, rel=0.05)
 
 
 def test_an_extrapolated_cell_gives_way_to_its_first_measurements():
@@ -87,10 +87,52 @@ def test_a_throttled_device_is_noticed_and_followed():
     pairs = [(batch, length) for batch in (2, 6, 16) for length in (1, 3, 5)]
     assert not any(learn(model, steps, pairs, 60))
     steps.time = lambda batch, length: 2.0 * step_time(batch, length)
-    fired = learn(model, steps, pairs, 8)
-    assert fired[0] > 0.0 or fired[1] > 0.0
+    assert any(learn(model, steps, pairs, 12))
     assert model.predict()[5, 3] == pytest.approx(2.0 * step_time(6, 3), rel=0.05)
     assert model.predict()[9, 2] == pytest.approx(2.0 * step_time(10, 2), rel=0.12)  # never played
+
+
+def test_a_neighbours_bursts_do_not_make_short_lengths_look_better():
+    """The device is half as fast every now and then, while length 5 is played; length 0 was played in quiet times.
+
+    Without a common speed the slow moments went to whatever grows with the length, or to length 0 too, for good.
+    """
+    model, steps = model_for(profile_of(Steps(7))), Steps(7, noise=0.1)
+    learn(model, steps, [(4, 0)], 150)
+    fired = []
+    for burst in range(12):
+        steps.time = lambda batch, length, slow=burst % 3 == 2: (1.5 if slow else 1.0) * step_time(batch, length)
+        fired += learn(model, steps, [(4, 5)], 40)
+    assert sum(value != 0.0 for value in fired) <= 2, "the first burst may pass for a change, and its end"
+    assert model.speed > 0.2, "the last forty steps were slow ones"
+    assert 0.1 < model.speed_sd < 0.4
+    ratio = model.predict()[3, 5] / model.predict()[3, 0]
+    assert ratio == pytest.approx(step_time(4, 5) / step_time(4, 0), rel=0.06)
+
+
+def test_what_stays_slow_is_no_burst():
+    """Learned bursts make the detector patient, not blind."""
+    model, steps = model_for(profile_of(Steps(8))), Steps(8, noise=0.1)
+    for burst in range(12):
+        steps.time = lambda batch, length, slow=burst % 3 == 2: (1.5 if slow else 1.0) * step_time(batch, length)
+        learn(model, steps, [(4, 5)], 40)
+    steps.time = lambda batch, length: 3.0 * step_time(batch, length)
+    assert any(learn(model, steps, [(4, 5)], 200))
+    assert model.predict()[3, 5] == pytest.approx(3.0 * step_time(4, 5), rel=0.12)
+
+
+def test_what_all_cells_have_in_common_goes_to_the_surface():
+    """Else a surface that is a third too high stays so, since every cell that is played knows better by itself."""
+    model, steps = model_for(profile_of(Steps(9))), Steps(9)
+    pairs = [(batch, length) for batch in (2, 8, 16) for length in (1, 4, 7)]
+    learn(model, steps, pairs, 40)
+    played, before = model.num_steps > 0, model.predict()
+    model.theta[:] *= 1.3
+    model.rho[played] -= np.log(1.3)
+    assert model.predict()[played] == pytest.approx(before[played])
+    learn(model, steps, pairs, 100)
+    for batch, length in [(1, 2), (5, 3), (12, 6), (16, 2)]:
+        assert model.predict()[batch - 1, length] == pytest.approx(step_time(batch, length), rel=0.08)
 
 
 def test_a_large_group_of_a_cell_that_was_mispredicted_is_no_drift():
