@@ -93,6 +93,8 @@ class Sequence:
             if stop is not None:
                 ids, reason, matched = ids[:num_searched], FinishReason.STOP, stop
         self.tokens += ids
+        # One of them would have come without a draft, too, also where the last that is kept was a drafted one.
+        self.num_accepted_tokens += max(0, len(ids) - 1)
         if self.sampling is not None and self.sampling.edits is not None:
             self.sampling.edits.append(ids)
         if reason is None and self.num_left <= 0:

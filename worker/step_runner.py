@@ -25,18 +25,18 @@ Deliver = Callable[[Sequence, SequenceOutput], None]
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start. Generated tokens are those that went to callers."""
+    """Counts since the start. Generated and accepted tokens are those that went to callers."""
 
     num_steps: int = 0
     num_row_steps: int = 0  # decoding rows, summed over steps
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # by the target, also those that a request's end cut off
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """speculation_length: length used. accepted_histogram[j]: rows whose accepted run was exactly j."""
+    """speculation_length: length used. accepted_histogram[j]: rows to which the draft gave exactly j tokens."""
 
     speculation_length: int
     accepted_histogram: tuple[int, ...]
@@ -193,12 +193,17 @@ class StepRunner:
             model.prefill(row, tokens[at : at + self._prefill_chunk], at)
 
     def _commit(self, batch: list[Sequence], result: StepTokens, lengths: StepLengths) -> list[int]:
-        """Hand out the new tokens and move the rows' lengths on; returns the accepted lengths."""
+        """Hand out the new tokens and move the rows' lengths on; returns how many drafted ones each row got.
+
+        That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
+        a longer length.
+        """
         # The step's one synchronisation with the device.
         table = torch.cat([result.num_accepted[:, None], result.tokens], dim=1).tolist()
         wanted = [(row, s.request.sampling.logprobs) for row, s in enumerate(batch)]
         logprobs = token_logprobs(result.logits, result.tokens, [(r, k) for r, k in wanted if k is not None])
         num_drafting = self._scheduler.num_drafting if lengths.length else 0
+        kept = []
         for row, sequence in enumerate(batch):
             num_accepted, held = table[row][0], len(sequence.tokens)
             self.target.pool.note_written(row, held + lengths.length)
@@ -209,18 +214,19 @@ class StepRunner:
                 sequence.draft_length = held - 1 + min(num_accepted + 1, lengths.length)
             sequence.num_steps += 1
             sequence.num_draft_tokens += lengths.cap(row)
-            sequence.num_accepted_tokens += min(num_accepted, sequence.num_left)
             self.totals.num_draft_tokens += lengths.cap(row)
-            self.totals.num_accepted_tokens += num_accepted
-            self._append(sequence, table[row][1 : num_accepted + 2], logprobs.get(row))
+            kept.append(self._append(sequence, table[row][1 : num_accepted + 2], logprobs.get(row)))
         for sequence in batch:
             if sequence.finished:
                 self._scheduler.remove(sequence)
-        return [entry[0] for entry in table]
+        return kept
 
-    def _append(self, sequence: Sequence, ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Append to the sequence and deliver."""
-        before = sequence.num_output_tokens
+    def _append(self, sequence: Sequence, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
+        """Append to the sequence and deliver; returns how many of the ids it owes to the draft."""
+        num_tokens, num_accepted = sequence.num_output_tokens, sequence.num_accepted_tokens
         output = sequence.accept(ids, logprobs)
-        self.totals.num_generated_tokens += sequence.num_output_tokens - before
+        num_accepted = sequence.num_accepted_tokens - num_accepted
+        self.totals.num_generated_tokens += sequence.num_output_tokens - num_tokens
+        self.totals.num_accepted_tokens += num_accepted
         self._deliver(sequence, output)
+        return num_accepted

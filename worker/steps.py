@@ -34,8 +34,8 @@ class StepResult:
     """One decoding step, as it is reported.
 
     batch_size: rows that decoded. speculation_length: length used, which is less than the one chosen when no row could
-    have used more. latency_s: wall time of the whole step. accepted_histogram[j]: rows whose accepted run was exactly
-    j, j = 0..speculation_length. mean_context_length: tokens held per row before the step.
+    have used more. latency_s: wall time of the whole step. accepted_histogram[j]: rows whose accepted run, less what the
+    request's end cut off, was exactly j, j = 0..speculation_length. mean_context_length: tokens held per row before.
     """
 
     batch_size: int

@@ -244,7 +244,9 @@ class StepReport(google.protobuf.message.Message):
     """Probe that set the length; 0 for none."""
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Entry j: rows whose accepted run was exactly j, for j = 0 to speculation_length. Sums to batch_size."""
+        """Entry j: rows whose accepted run was exactly j, for j = 0 to speculation_length. Sums to batch_size. What the end of
+        a request cuts off does not count as accepted: nobody gets it.
+        """
 
     @property
     def flags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___StepFlag.ValueType]:
