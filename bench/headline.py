@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
+from bench.marked import insert
 from bench.tracks import SCENARIOS
 
-BEGIN, END = "<!-- headline: made by python -m bench.headline -->", "<!-- headline: end -->"
 ROOT = Path(__file__).parent.parent
 # heading, contender it is against; the best fixed length differs by track.
 COLUMNS = (
@@ -51,7 +51,7 @@ def ratio_to(result: dict[str, Any], reference: str | None) -> str:
 
 def in_words(value: float, low: float, high: float) -> str:
     if low <= 1.0 <= high:
-        return f"equal ({percent(low)} to {percent(high)})"
+        return f"no difference shown ({percent(low)} to {percent(high)})"
     direction, shares = (
         ("lower", (1 - value, 1 - high, 1 - low)) if value < 1 else ("higher", (value - 1, low - 1, high - 1))
     )
@@ -93,15 +93,6 @@ def footnotes(results: list[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def insert(readme: str, block: str) -> str:
-    """The README with the block between the markers. Raises ValueError when they are missing."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README lacks the markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"
-
-
 def main(
     check: bool = typer.Option(False, help="Change nothing; fail when the README is not what the results say."),
     results: Path = ROOT / "docs/results/serve",
@@ -113,7 +104,7 @@ def main(
         if not found:
             raise ValueError(f"{results} holds no results: make some with `speclen bench serve --out`")
         old = readme.read_text("utf-8")
-        new = insert(old, table(found))
+        new = insert(old, "headline", table(found))
     except (OSError, ValueError, KeyError) as error:
         print(f"headline: {error}", file=sys.stderr)
         raise typer.Exit(2) from error

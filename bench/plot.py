@@ -27,6 +27,8 @@ def plot(comparison: Comparison, path: Path) -> None:
     draw_over_time(batch, comparison, "mean_batch_size", "rows per step")
     draw_over_time(length, comparison, "mean_length", "length used")
     length.set_xlabel("seconds since the track began (first repeat)")
+    handles, labels = length.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=8)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -56,7 +58,6 @@ def draw_over_time(axes: Any, comparison: Comparison, field: str, label: str) ->
             axes.plot(*points(first, field), label=contender, linewidth=1)
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7, ncols=4)
 
 
 def points(run: RunSummary, field: str) -> tuple[Sequence[float], Sequence[float]]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import typer
 
+from bench.marked import insert
 from bench.policy import COMPARED
 from bench.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "docs" / "results" / "policy.json", ROOT / "docs" / "policy.md"
-HEAD, END = "| Scenario |", "<!-- end of table -->"
 FIXED = "best fixed"
 
 
@@ -76,9 +76,7 @@ def main(new: Path | None = typer.Argument(None, help="Result of `speclen bench 
         # One row a line, for people and for git.
         text = json.dumps(document, separators=(",", ":")).replace('{"scenario"', '\n{"scenario"')
         RESULTS.write_text(text + "\n", "utf-8")
-    page = PAGE.read_text("utf-8")
-    start, end = page.index(HEAD), page.index(END)
-    PAGE.write_text(page[:start] + "\n".join(lines(document)) + "\n" + page[end:], "utf-8")
+    PAGE.write_text(insert(PAGE.read_text("utf-8"), "policy_table", "\n".join(lines(document))), "utf-8")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import headline
+from bench import headline, marked
 from bench.compare import best_fixed, compare_runs, run_all
 from bench.fleet import Contender, parse_contenders
 from bench.load import Outcome
@@ -196,11 +196,12 @@ def test_the_headline_says_what_the_results_say(tmp_path):
     assert f"{100 * (1 - interval['value']):.0f}% lower" in row[2]
     assert "(fixed:2)" in row[3]
     assert row[4].strip() == "–"
-    assert "equal" in row[5]
-    readme = f"before\n{headline.BEGIN}\nold\n{headline.END}\nafter\n"
-    assert headline.insert(readme, block) == f"before\n{headline.BEGIN}\n{block}\n{headline.END}\nafter\n"
+    assert "no difference shown" in row[5]
+    begin, end = marked.begin_of("headline"), marked.end_of("headline")
+    readme = f"before\n{begin}\nold\n{end}\nafter\n"
+    assert marked.insert(readme, "headline", block) == f"before\n{begin}\n{block}\n{end}\nafter\n"
     with pytest.raises(ValueError, match="markers"):
-        headline.insert("no markers", block)
+        marked.insert("no markers", "headline", block)
     (tmp_path / "quick.json").write_text(json.dumps(document | {"quick": True}))
     with pytest.raises(ValueError, match="--quick"):
         headline.read_results(tmp_path)
