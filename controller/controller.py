@@ -239,10 +239,11 @@ class Controller:
         model = self._contexts[key].model
         return int(model.latency.bucket_of[min(batch_size, model.limits.max_batch_size)])
 
-    def take_probe(self, key: ContextKey, batch_size: int | None = None) -> Probe | None:
+    def take_probe(self, key: ContextKey, batch_size: int | None = None, max_length: int | None = None) -> Probe | None:
         """Hand out at most one exploratory step, charged to its bucket at once; mostly None.
 
-        batch_size None: any bucket of the newest reports. A probe is one step of one worker and is never repeated.
+        batch_size None: any bucket of the newest reports. max_length: of the worker that is to do it, None for the
+        context's. A probe is one step of one worker and is never repeated.
         """
         context = self._contexts[key]
         if not isinstance(context.policy, AdaptivePolicy):
@@ -250,7 +251,7 @@ class Controller:
         model = context.model
         buckets = model.latency.recent_buckets if batch_size is None else [self.bucket_index(key, batch_size)]
         for bucket in buckets:
-            length = context.policy.probe(bucket)
+            length = context.policy.probe(bucket, max_length)
             if length is not None:
                 probe = Probe(context.next_probe_id, model.buckets[bucket], length)
                 context.next_probe_id += 1

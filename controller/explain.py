@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from controller.controller import Controller
@@ -36,6 +37,8 @@ class Explanation:
     runner_up: int | None
     advantage: float | None
     noise: float  # log-sd of one step's time
+    speed: float  # how many times their usual time steps take at the moment
+    speed_sd: float  # log-sd of how that wanders
     slow_share: float  # share of steps that take at least half as long again as usual
     resume_s: float  # what the first step after length 0 costs extra
     num_reports: int
@@ -81,6 +84,8 @@ def explain(controller: Controller, key: ContextKey, batch_size: int, last_chang
         runner_up=None if rival is None else rival.estimate.speculation_length,
         advantage=None if rival is None else rival.estimate.ms_per_token / chosen_ms - 1.0,
         noise=model.latency.sigma,
+        speed=math.exp(model.latency.speed),
+        speed_sd=model.latency.wandering.sd,
         slow_share=slow.share,
         resume_s=model.resume_s,
         num_reports=model.latency.num_reports,
@@ -103,6 +108,11 @@ def in_words(explanation: Explanation) -> list[str]:
         f"known from {explanation.chosen.num_steps} steps here and {explanation.num_reports} in all.",
     ]
     sentences += _about_rival(explanation) + _about_survival(explanation)
+    if explanation.speed_sd > 0.03:
+        sentences.append(
+            f"The device's speed wanders by {100 * explanation.speed_sd:.0f}%: the newest steps took "
+            f"{explanation.speed:.2f} times their usual time, whatever their length."
+        )
     if explanation.slow_share > 0.001:
         sentences.append(
             f"{100 * explanation.slow_share:.1f}% of steps are slow ones; their extra time is in these figures."

@@ -213,11 +213,9 @@ class Fleet:
         bucket = self.estimator.bucket_index(key, batch_size)
         if bucket in asked:
             return None
-        probe = self.estimator.take_probe(key, batch_size)
+        probe = self.estimator.take_probe(key, batch_size, worker.limits.max_speculation_length)
         if probe is None:
             asked.add(bucket)
-            return None
-        if probe.speculation_length > worker.limits.max_speculation_length:
             return None
         self.totals.num_probes += 1
         return probe

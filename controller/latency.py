@@ -24,6 +24,7 @@ from controller.core import Bucket, Profile
 from controller.drift import DriftDetector
 from controller.features import NUM_NON_NEGATIVE, FeatureMap, features, fit_relative
 from controller.tails import SlowSteps
+from controller.wandering import MEMORY_REPORTS, Wandering
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,6 @@ class LatencyConfig:
     residual_memory: float = 4000.0
     # Random walk of a weight per report, relative to the weight (at least a tenth of its prior sd).
     walk: float = 0.002
-    # Log-sd of how the device's speed wanders: start, and the range it is tracked in.
-    speed_sd_start: float = 0.05
-    speed_sd_min: float = 0.01
-    speed_sd_max: float = 0.4
-    # Reports after which the speed has returned to the usual one.
-    speed_memory: float = 50.0
-    # Relative change of that sd per group and unit of agreement between surprises of neighbouring groups.
-    speed_rate: float = 0.06
     # Random step of a weight, relative to it, by which residuals may be explained; and the part of it made at a time.
     refit_step: float = 0.3
     refit_share: float = 0.3
@@ -61,13 +54,6 @@ class LatencyConfig:
     # Random step when the detector fires: of every weight, relative to it (at least 0.3 prior sd), and of all together.
     drift_step: float = 0.5
     common_drift_step: float = 0.5
-    # What the detector takes for granted, in standard deviations: on a steady device, and added where all is wandering,
-    # whose surprises come in rows. There a change must also last for so many reports: a neighbour's burst is over by then.
-    slack: float = 0.5
-    slack_of_wandering: float = 1.0
-    lasting_of_wandering: float = 100.0
-    # Reports over which the share of wandering is averaged, so that a change does not pass for wandering at once.
-    wandering_memory: float = 300.0
     # Log-sd that a profiled cell counts with, measured here and measured elsewhere.
     profile_sd: float = 0.2
     foreign_profile_sd: float = 0.5
@@ -118,9 +104,7 @@ class LatencyModel:
         self.residual_variance = self.config.residual_sd**2
         self.reports_until_settled = SETTLE_REPORTS
         self.recent_buckets: list[int] = []  # of the newest group
-        self.speed_sd = self.config.speed_sd_start
-        self.last_surprise = 0.0  # of the newest group, in standard deviations
-        self.wandering = 0.0  # share of what is surprising that comes in rows
+        self.wandering = Wandering()
         self._lay_out(buckets, max_length)
         self._start_from(1.0)
 
@@ -128,7 +112,7 @@ class LatencyModel:
         """The prior, if a single plain step takes `scale` seconds. mean, covariance: of theta and, last, of speed."""
         weights, self.prior_sd = (values * scale for values in self.map.prior())
         self.mean = np.append(weights, 0.0)
-        self.covariance = np.diag(np.append(self.prior_sd**2, self.speed_sd**2))
+        self.covariance = np.diag(np.append(self.prior_sd**2, self.wandering.sd**2))
 
     @property
     def theta(self) -> FloatArray:
@@ -227,7 +211,7 @@ class LatencyModel:
         """Start from another context on the same device, with the same models: its surface, half of its residuals."""
         if other.scale is None or self.known:
             return
-        self.speed_sd = other.speed_sd
+        self.wandering.restore(other.wandering.export_state())
         self._set_scale(other.scale)
         size = min(len(self.theta), len(other.theta))
         self.theta[:size] = other.theta[:size]
@@ -330,7 +314,7 @@ class LatencyModel:
         step = self.config.walk * np.maximum(np.abs(self.theta), 0.1 * self.prior_sd)
         growth = np.where(diagonal < (2.0 * self.prior_sd) ** 2, num_reports * step**2, 0.0)
         self.covariance.flat[: -1 : len(self.mean) + 1] += growth
-        self._fade_speed(math.exp(-num_reports / self.config.speed_memory))
+        self._fade_speed(math.exp(-num_reports / MEMORY_REPORTS))
         share = min(1.0, num_reports / self.config.residual_memory)
         self.variance += share * (self.residual_variance - self.variance)
         self.reports_until_settled -= num_reports
@@ -343,7 +327,7 @@ class LatencyModel:
         self.mean[-1] *= kept
         self.covariance[-1] *= kept
         self.covariance[:, -1] *= kept
-        self.covariance[-1, -1] += (1.0 - kept * kept) * self.speed_sd**2
+        self.covariance[-1, -1] += (1.0 - kept * kept) * self.wandering.sd**2
 
     def _accept_speed(self) -> float:
         """What was taken for the speed of a moment is the new usual; returns by what factor gains change."""
@@ -404,7 +388,7 @@ class LatencyModel:
         config, noise = self.config, self.sigma**2
         limit, outside = config.largest_z, 0
         surprises: list[float] = []
-        speed, wander = self.speed, self.speed_sd**2
+        speed, wander = self.speed, self.wandering.sd**2
         news: dict[int, CellNews] = {}
         slow: list[tuple[float, float]] = []
         for cell, residual, unsure, usual in zip(cells, residuals, uncertainty, smooth, strict=True):
@@ -430,10 +414,8 @@ class LatencyModel:
             surprises.append(-limit if z < -limit else limit if z > limit else z)
         fired = 0.0
         if detect:
-            share = min(1.0, len(cells) / config.wandering_memory)
-            self.wandering += share * (wander / (wander + noise) - self.wandering)
-            slack = config.slack + config.slack_of_wandering * self.wandering
-            fired = self.detector.add(senders, surprises, slack, config.lasting_of_wandering * self.wandering)
+            slack, lasting = self.wandering.excuse(len(cells), noise)
+            fired = self.detector.add(senders, surprises, slack, lasting)
             self.sigma *= math.exp(config.noise_rate * (outside - 0.5 * len(cells)))
             self.sigma = min(max(self.sigma, config.noise_min), config.noise_max)
             self.slow.add(
@@ -459,7 +441,7 @@ class LatencyModel:
         total.flat[:: len(cells) + 1] += before + noise / count
         inverse = np.linalg.inv(total) if len(cells) > 1 else 1.0 / total
         weighted = inverse @ surprise
-        self._learn_wandering(float(weighted.sum() / math.sqrt(inverse.sum())))
+        self.wandering.learn(float(weighted.sum() / math.sqrt(inverse.sum())))
         self.mean += spread @ weighted
         covariance = self.covariance - spread @ inverse @ spread.T
         self.covariance = 0.5 * (covariance + covariance.T)
@@ -467,17 +449,6 @@ class LatencyModel:
         self.rho.reshape(-1)[cells] += before * weighted
         variance[cells] = before - before**2 * inverse.diagonal()
         self.num_steps.reshape(-1)[cells] += count
-
-    def _learn_wandering(self, surprise: float) -> None:
-        """How far the speed wanders, from what a group has in common. surprise: in standard deviations.
-
-        Surprises of neighbouring groups are uncorrelated if the speed is followed as fast as it changes: if they agree
-        it was followed too slowly, if they alternate too eagerly.
-        """
-        agreement = min(max(surprise * self.last_surprise, -1.0), 1.0)
-        self.speed_sd *= math.exp(self.config.speed_rate * agreement)
-        self.speed_sd = min(max(self.speed_sd, self.config.speed_sd_min), self.config.speed_sd_max)
-        self.last_surprise = surprise
 
     def _respect_signs(self) -> None:
         """Bring weights that a machine cannot make negative back to 0, and let the others make up for it.
@@ -496,7 +467,7 @@ class LatencyModel:
     def predict(self) -> FloatArray:
         """Mean step time of every cell at the usual speed, [buckets, lengths], in seconds, slow steps included."""
         usual = np.maximum(self.mean_features @ self.theta, 0.05 * (self.scale or 1.0)) * np.exp(self.rho)
-        usual *= float(np.exp(0.5 * (self.sigma**2 + self.speed_sd**2)))
+        usual *= float(np.exp(0.5 * (self.sigma**2 + self.wandering.sd**2)))
         return usual + self.slow.mean_excess(usual)
 
     def log_variance(self, bucket: int, against: int | None = None) -> FloatArray:
@@ -518,9 +489,7 @@ class LatencyModel:
         arrays = (*FLOAT_STATE, "num_steps", "profiled")
         return {name: getattr(self, name).tolist() for name in arrays} | {
             "sigma": self.sigma,
-            "speed_sd": self.speed_sd,
-            "last_surprise": self.last_surprise,
-            "wandering": self.wandering,
+            "wandering": self.wandering.export_state(),
             "scale": self.scale,
             "cold_times": self.cold_times,
             "detector": self.detector.export_state(),
@@ -542,8 +511,7 @@ class LatencyModel:
         self.num_steps = np.array(state["num_steps"], dtype=np.int64)
         self.profiled = np.array(state["profiled"], dtype=bool)
         self.sigma, self.scale = float(state["sigma"]), state["scale"]
-        self.speed_sd, self.last_surprise = float(state["speed_sd"]), float(state["last_surprise"])
-        self.wandering = float(state["wandering"])
+        self.wandering.restore(state["wandering"])
         self.cold_times = [float(value) for value in state["cold_times"]]
         self.detector.restore(state["detector"])
         self.num_reports = int(state["num_reports"])

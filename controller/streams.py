@@ -294,14 +294,14 @@ class Streams:
 
     def wake(self, workers: Iterable[Worker]) -> None:
         """There is news for these workers: `deliver` sends what answers do not."""
-        for worker in workers:
-            stream = self.by_worker.get(worker.worker_id)
-            if stream is not None:
-                self._with_news.add(stream)
+        self._note_news(worker.worker_id for worker in workers)
 
     def wake_context(self, context: Context) -> None:
         """The context's table has changed."""
-        for worker_id in context.workers:
+        self._note_news(context.workers)
+
+    def _note_news(self, worker_ids: Iterable[str]) -> None:
+        for worker_id in worker_ids:
             stream = self.by_worker.get(worker_id)
             if stream is not None:
                 self._with_news.add(stream)

@@ -61,6 +61,17 @@ def test_the_share_can_be_configured():
         thrifty.update(np.array([2]), [steps.step(4, 3)])
 
 
+def test_probes_keep_to_the_limit_of_the_worker_that_does_them():
+    """What is handed out is paid for, so a length that the worker cannot do would be lost."""
+    controller, steps = controller_for(factor=1.3), Steps(11)
+    for at in range(400):
+        controller.observe(KEY, [steps.step(1 + at % 8, 3)])
+        if (probe := controller.take_probe(KEY, 1 + at % 8, max_length=2)) is not None:
+            assert probe.speculation_length <= 2
+    assert controller.take_probe(KEY, 4, max_length=0) is None
+    assert policy_of(controller).probe_seconds > 0.0
+
+
 def test_way_back_from_not_drafting():
     """Acceptance falls to 0.05 at a full batch until the table says 0, then returns: drafting comes back by probes."""
     steps = Steps(2, acceptance=0.05)

@@ -105,7 +105,7 @@ def test_a_neighbours_bursts_do_not_make_short_lengths_look_better():
         fired += learn(model, steps, [(4, 5)], 40)
     assert sum(value != 0.0 for value in fired) <= 2, "the first burst may pass for a change, and its end"
     assert model.speed > 0.2, "the last forty steps were slow ones"
-    assert 0.1 < model.speed_sd < 0.4
+    assert 0.1 < model.wandering.sd < 0.4
     ratio = model.predict()[3, 5] / model.predict()[3, 0]
     assert ratio == pytest.approx(step_time(4, 5) / step_time(4, 0), rel=0.06)
 

@@ -166,15 +166,18 @@ class AdaptivePolicy:
         # Expected loss, in seconds, of playing a length once instead of the choice.
         self.loss: FloatArray = self.model.seconds * (1.0 - self.goodput / self.goodput[rows, self.choice][:, None])
 
-    def probe(self, bucket: int) -> int | None:
-        """An exploratory length that the bucket can pay for, charged to it; mostly None."""
-        if not self.decided or self.loss.shape[1] < 2:
+    def probe(self, bucket: int, max_length: int | None = None) -> int | None:
+        """An exploratory length, at most max_length, that the bucket can pay for, charged to it; mostly None."""
+        if not self.decided:
+            return None
+        longest = min(self.loss.shape[1] - 1, self.loss.shape[1] if max_length is None else max_length)
+        if longest < 1:
             return None
         if self.choice[bucket] == 0:
             return self._probe_at_zero(bucket)
-        return self._probe_optimist(bucket)
+        return self._probe_optimist(bucket, longest)
 
-    def _probe_optimist(self, bucket: int) -> int | None:
+    def _probe_optimist(self, bucket: int, longest: int) -> int | None:
         """The length that could most plausibly be better than the choice, if its expected loss has been earned."""
         credit, chosen = float(self.credit[bucket]), int(self.choice[bucket])
         least = self.config.least_charge * float(self.seconds_chosen[bucket])
@@ -183,7 +186,7 @@ class AdaptivePolicy:
         goodput = self.goodput[bucket]
         spread = np.sqrt(self.model.latency.log_variance(bucket, against=chosen))
         hope = np.log(goodput / goodput[chosen]) + self.config.optimism * spread
-        hope[chosen] = -np.inf
+        hope[chosen] = hope[longest + 1 :] = -np.inf
         candidate = int(hope.argmax())
         if hope[candidate] <= 0.0:
             # Plain decoding lies at the edge of what is measured, often before a cliff: its time is seen once at least.
