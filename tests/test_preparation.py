@@ -43,17 +43,42 @@ def test_limits_may_be_set() -> None:
     assert (prepared.max_context_length, prepared.max_kv_tokens) == (tiny_models.MAX_POSITIONS, 3 * (256 + 4))
 
 
-@pytest.mark.parametrize(("free", "expected"), [(10**12, 256), (2**20, 89)])
-def test_on_a_gpu_the_context_is_cut_to_what_fits(free: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic alone: 0.8 of 1 MiB over 16 rows of 512 bytes a token, less the 6 tokens that a step may overshoot
-    and the 7 that rows of a recorded pass may write which are only there to fill it up."""
+@pytest.mark.parametrize(
+    ("free", "least", "asked", "expected"),
+    [
+        (10**12, 1024, None, (16, 256)),
+        (2**20, 64, None, (16, 89)),  # the context gives way first
+        (2**20, 1024, None, (6, 256)),  # but not below what a request needs: then rows do
+        (2**20, 1024, 80, (16, 80)),
+        (2**20, 64, 200, (7, 200)),  # a context that was asked for is kept
+    ],
+)
+def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
+    free: int, least: int, asked: int | None, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arithmetic alone: 0.8 of 1 MiB in rows of 512 bytes a token, each with 6 tokens more that a step may
+    overshoot and 7 that rows of a recorded pass may write which are only there to fill it up."""
     monkeypatch.setattr(worker.preparation, "free_memory", lambda device: free)
+    monkeypatch.setattr(worker.preparation, "LEAST_CONTEXT", least)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"))
-    config = EngineConfig(max_batch_size=16, max_speculation_length=6)
-    assert worker.preparation._context_length(pair, config, 512) == expected
+    config = EngineConfig(max_batch_size=16, max_speculation_length=6, max_context_length=asked)
+    assert worker.preparation._rows_and_context(pair, config, 512) == expected
+
+
+def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.preparation, "free_memory", lambda device: 1000)
-    with pytest.raises(ModelError, match=r"16 rows need more KV than the 0.0 GiB left on cuda:0: lower the batch size"):
-        worker.preparation._context_length(pair, config, 512)
+    pair = engines.make_pair("llama", device=torch.device("cuda:0"))
+    with pytest.raises(ModelError, match=r"a single row of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
+        worker.preparation._rows_and_context(pair, EngineConfig(max_batch_size=16), 512)
+
+
+def test_an_engine_has_the_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.preparation, "_rows_and_context", lambda pair, config, size: (3, 100))
+    engine = engines.make_engine(max_batch_size=16)
+    assert (engine.max_batch_size, engine.max_context_length) == (3, 100)
+    requests = [engines.request(str(at), [1, 2, 3], max_tokens=5) for at in range(8)]
+    collected = engines.generate(engine, *requests)
+    assert all(collected.reason(str(at)) is not None for at in range(8))
 
 
 def test_models_that_are_refused_are_named() -> None:

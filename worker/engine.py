@@ -65,11 +65,12 @@ class Engine:
         self._chooser = chooser
         prepared = prepare(pair, config, recorder)
         self.target, self.draft = prepared.target, prepared.draft
+        self.max_batch_size = prepared.max_batch_size
         self.max_context_length = prepared.max_context_length
         self.scheduler = Scheduler(
             self.target.pool,
             self.draft.pool if self.draft is not None else None,
-            config.max_batch_size,
+            prepared.max_batch_size,
             prepared.max_kv_tokens,
             slack=config.max_speculation_length,
         )

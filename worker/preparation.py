@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,14 +20,20 @@ log = logging.getLogger(__name__)
 
 # Share of a GPU's free memory that the pools may take: they are allocated in full, and passes need room too.
 GPU_POOL_SHARE = 0.8
+# Tokens that a row should hold at least: rather fewer rows than less than that.
+LEAST_CONTEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPair:
-    """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models."""
+    """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models.
+
+    max_batch_size, max_context_length: what was asked for, or what fits.
+    """
 
     target: CachedModel
     draft: CachedModel | None
+    max_batch_size: int
     max_context_length: int
     max_kv_tokens: int
 
@@ -48,8 +54,9 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
         if config.pack_weights and num_packed_bytes(model) < free_memory(pair.device) // 4:
             pack_linears(model)
     bytes_per_token = sum(shape.elements_per_token for shapes in layers for shape in shapes) * pair.dtype.itemsize
-    context = _context_length(pair, config, bytes_per_token)
-    rows_tokens = config.max_batch_size * (context + config.max_speculation_length)
+    num_rows, context = _rows_and_context(pair, config, bytes_per_token)
+    config = replace(config, max_batch_size=num_rows)
+    rows_tokens = num_rows * (context + config.max_speculation_length)
     kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, rows_tokens)
     cached = [
         CachedModel(model, _make_pool(shapes, config, context, pair), context)
@@ -62,7 +69,7 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
         recorder = GraphRecorder(pair.device)
     if recorder is not None:
         cached = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
-    return PreparedPair(cached[0], cached[1] if len(cached) == 2 else None, context, kv_tokens)
+    return PreparedPair(cached[0], cached[1] if len(cached) == 2 else None, num_rows, context, kv_tokens)
 
 
 def _make_pool(shapes: Sequence[LayerShape], config: EngineConfig, context: int, pair: ModelPair) -> KVPool:
@@ -81,24 +88,37 @@ def _spare_tokens(config: EngineConfig) -> int:
     return max(2, config.max_speculation_length + 1)
 
 
-def _context_length(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> int:
-    """Tokens that every row may hold. On a GPU, where pools are allocated in full, it is cut to what fits."""
-    length = min(pair.max_context_length, config.max_context_length or pair.max_context_length)
+def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> tuple[int, int]:
+    """Rows, and tokens that each may hold. On a GPU, where pools are allocated in full, they are cut to what fits."""
+    wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
     if pair.device.type == "cpu":
-        return length
+        return wanted
     budget = int(GPU_POOL_SHARE * free_memory(pair.device))
     spare = config.max_speculation_length + _spare_tokens(config)
-    fitting = budget // (config.max_batch_size * bytes_per_token) - spare
-    if fitting < 2:
+    least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
+    fitting = fit_rows(*wanted, least, spare, budget // bytes_per_token)
+    if not fitting[0]:
         raise ModelError(
-            f"{config.max_batch_size} rows need more KV than the {budget / 2**30:.1f} GiB left on {pair.device}: lower the "
-            "batch size"
+            f"a single row of {least} tokens needs more than the {budget / 2**30:.1f} GiB left on {pair.device}: use a "
+            "smaller model or another device"
         )
-    if fitting < length:
+    if fitting != wanted:
         log.warning(
-            "the context is cut from %d to %d tokens, so that %d rows fit", length, fitting, config.max_batch_size
+            "%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d",
+            *(budget / 2**30, pair.device, *fitting, *wanted),
         )
-    return min(length, fitting)
+    return fitting
+
+
+def fit_rows(num_rows: int, num_tokens: int, least_tokens: int, spare: int, budget: int) -> tuple[int, int]:
+    """The rows wanted with the tokens wanted, or with fewer, or fewer rows with the least; (0, least) if none fits.
+
+    spare: places per row on top of its tokens. budget: places in memory.
+    """
+    fitting = min(num_tokens, budget // num_rows - spare)
+    if fitting >= least_tokens:
+        return num_rows, fitting
+    return budget // (least_tokens + spare), least_tokens
 
 
 def _kv_tokens(device: torch.device, config: EngineConfig, bytes_per_token: int, rows_tokens: int) -> int:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 import torch
@@ -116,7 +117,9 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
         max_waiting=config.max_waiting,
         max_kv_tokens=config.max_kv_tokens or None,
     )
-    return pair, Engine(pair, engine_config, control), control
+    engine = Engine(pair, engine_config, control)
+    control.card = replace(control.card, max_batch_size=engine.max_batch_size)  # fewer rows may fit
+    return pair, engine, control
 
 
 async def create_server(
