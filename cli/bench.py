@@ -61,3 +61,6 @@ def bench() -> None:
 
     Example: speclen bench serve --track time-varying --compare adaptive,none,oracle --repeats 3
     """
+    from cli.processes import end_as_by_ctrl_c  # here, for the overview's sake
+
+    end_as_by_ctrl_c()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,16 @@ from cli.errors import UserError
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
 MAX_PAUSE_S = 30.0
 STABLE_S = 60.0
+
+
+def end_as_by_ctrl_c() -> None:
+    """From now on SIGTERM ends this process as Ctrl-C does: its children are stopped, and nothing is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 @dataclass(slots=True)

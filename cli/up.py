@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import typer
 
 from cli.errors import UserError
-from cli.processes import Child
+from cli.processes import Child, end_as_by_ctrl_c
 
 START_TIMEOUT_S = 180.0
 
@@ -38,7 +37,7 @@ def up(
     Example: speclen up --workers 2
     """
     data_dir.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, interrupt)
+    end_as_by_ctrl_c()
     children = [controller_child(controller, data_dir)]
     options = ["--target", target, "--draft", draft, "--device", device, "--dtype", dtype, "--policy", policy]
     options += ["--max-batch-size", str(max_batch_size), "--max-length", str(max_length)]
@@ -64,11 +63,6 @@ def up(
     finally:
         for child in reversed(children):
             child.stop(timeout_s=40.0)
-
-
-def interrupt(*_: object) -> None:
-    """SIGTERM ends this like Ctrl-C does: children stopped, nothing left behind."""
-    raise KeyboardInterrupt
 
 
 def controller_child(address: str, data_dir: Path) -> Child:

@@ -1,8 +1,11 @@
 """`speclen bench serve` as a person meets it: real processes once, and one sentence for whatever is wrong."""
 
+import contextlib
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -59,6 +62,32 @@ def test_one_command_compares_policies_on_real_processes(pair, survey, tmp_path)
     assert "controller" not in oracle["cpu_share"]
     assert any("too short for its intervals" in note for note in printed["notes"])
     assert json.loads((tmp_path / "track.json").read_text())["duration_s"] == 3.0
+
+
+def children_of(pid):
+    """Processes that this one has started, by /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text("utf-8", errors="replace").rpartition(")")[2].split()[1]) == pid:
+                found.append(stat.parent)
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_sigterm_leaves_no_processes_behind(pair, survey):
+    target, draft = pair
+    command = [sys.executable, "-m", "cli.app", "bench", "serve", "--track", SPELLED, "--compare", "adaptive"]
+    command += ["--repeats", "1", "--target", target, "--draft", draft, "--device", "cpu", "--survey", str(survey)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
+        deadline = time.monotonic() + 120
+        while len(children := children_of(bench.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(children) == 2, "a controller and a worker"
+        bench.terminate()
+        bench.communicate(timeout=60)
+    assert bench.returncode != 0
+    assert not [child for child in children if child.exists()]
 
 
 @pytest.mark.parametrize(
