@@ -71,7 +71,8 @@ def table(results: list[dict[str, Any]]) -> str:
         name, best = result["track"]["name"], result["best_fixed"]
         cells = []
         for heading, reference in COLUMNS:
-            text = ratio_to(result, reference or best)
+            tried = reference or any(contender.startswith("fixed:") for contender in result["contenders"])
+            text = ratio_to(result, reference or best) if tried else "–"
             cells.append(f"{text} ({best})" if heading == "best fixed length" and text != "–" else text)
         lines.append(f"| [`{name}`](docs/results/serve/{result['file']}) | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *footnotes(results)])
