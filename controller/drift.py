@@ -23,7 +23,7 @@ class DriftDetector:
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}
 
-    def add(self, senders: list[str], surprises: list[float], slack: float, lasting: float = 0.0) -> float:
+    def add(self, senders: list[str], surprises: list[float], slack: float, lasting: float) -> float:
         """Surprises in standard deviations, in order, and who reported each. Returns the statistic if a change was found.
 
         slack: how large a surprise has to be to count as evidence. lasting: for how many values the evidence has to be

@@ -224,9 +224,14 @@ class LatencyModel:
         """theta . f, kept above a twentieth of a plain step."""
         return np.maximum(rows @ self.theta, 0.05 * (self.scale or 1.0))
 
+    def _relative_step(self, size: float, least: float) -> FloatArray:
+        """A step of every weight: this part of it, or of `least` prior standard deviations where those are more."""
+        step: FloatArray = size * np.maximum(np.abs(self.theta), least * self.prior_sd)
+        return step
+
     def _loosen(self, each: float, common: float) -> None:
         """Let every weight move by a random step of this relative size, and all of them together by another."""
-        step = each * np.maximum(np.abs(self.theta), 0.3 * self.prior_sd)
+        step = self._relative_step(each, 0.3)
         self.covariance[:-1, :-1] += common**2 * np.outer(self.theta, self.theta) + np.diag(step**2)
 
     def update(
@@ -311,7 +316,7 @@ class LatencyModel:
     def _walk(self, num_reports: int) -> None:
         """Let variances grow with time: what is not measured becomes less certain, up to twice the prior's spread."""
         diagonal = self.covariance.diagonal()[:-1]
-        step = self.config.walk * np.maximum(np.abs(self.theta), 0.1 * self.prior_sd)
+        step = self._relative_step(self.config.walk, 0.1)
         growth = np.where(diagonal < (2.0 * self.prior_sd) ** 2, num_reports * step**2, 0.0)
         self.covariance.flat[: -1 : len(self.mean) + 1] += growth
         self._fade_speed(math.exp(-num_reports / MEMORY_REPORTS))
@@ -359,7 +364,7 @@ class LatencyModel:
         before = self._smooth(rows)
         gain = rows / before[:, None]
         weight = 1.0 / (self.config.residual_sd**2 + self.variance[seen])
-        step = self.config.refit_step * np.maximum(np.abs(self.theta), 0.3 * self.prior_sd)
+        step = self._relative_step(self.config.refit_step, 0.3)
         precision = (gain.T * weight) @ gain + np.diag(step**-2.0)
         self.theta[:] += self.config.refit_share * np.linalg.solve(precision, gain.T @ (weight * self.rho[seen]))
         np.maximum(self.theta[:NUM_NON_NEGATIVE], 0.0, out=self.theta[:NUM_NON_NEGATIVE])
@@ -466,7 +471,7 @@ class LatencyModel:
 
     def predict(self) -> FloatArray:
         """Mean step time of every cell at the usual speed, [buckets, lengths], in seconds, slow steps included."""
-        usual = np.maximum(self.mean_features @ self.theta, 0.05 * (self.scale or 1.0)) * np.exp(self.rho)
+        usual = self._smooth(self.mean_features) * np.exp(self.rho)
         usual *= float(np.exp(0.5 * (self.sigma**2 + self.wandering.sd**2)))
         return usual + self.slow.mean_excess(usual)
 

@@ -170,7 +170,9 @@ class AdaptivePolicy:
         """An exploratory length, at most max_length, that the bucket can pay for, charged to it; mostly None."""
         if not self.decided:
             return None
-        longest = min(self.loss.shape[1] - 1, self.loss.shape[1] if max_length is None else max_length)
+        longest = self.loss.shape[1] - 1
+        if max_length is not None:
+            longest = min(longest, max_length)
         if longest < 1:
             return None
         if self.choice[bucket] == 0:
