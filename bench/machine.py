@@ -19,7 +19,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
+        "gomp_spincount": os.environ.get("GOMP_SPINCOUNT", ""),
         "load_average": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from worker.spinning import set_spins
+
 # verb: (module, function, one line for the overview)
 VERBS: dict[str, tuple[str, str, str]] = {
     "serve": ("bench.serve", "serve", "Latency of real traffic under every policy, interleaved."),
@@ -22,6 +24,7 @@ class LazyCommands(dict[str, Any]):
 
     def __getitem__(self, name: str) -> TyperCommand:
         module, function, _ = VERBS[name]
+        set_spins()  # before a benchmark imports torch
         single = typer.Typer(add_completion=False)
         single.command(name)(getattr(importlib.import_module(module), function))
         return typer.main.get_command(single)  # type: ignore[return-value]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from cli.database import DATABASE, reading
 from cli.errors import UserError
+from worker.spinning import set_spins
 
 if TYPE_CHECKING:
     from cli.profile_document import ProfileDocument
@@ -77,8 +77,7 @@ def run(
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
-    # As in a worker: threads that wait sleep, or every other process on the machine makes steps stall.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_spins()  # before torch is imported
     from cli.profile_document import write_document
     from cli.profile_import import import_profile
     from cli.profile_run import file_stem, measure, say

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
 import typer
 
 from cli.errors import UserError
+from worker.spinning import set_spins
 
 
 def worker(
@@ -32,7 +32,7 @@ def worker(
     ),
     worker_id: str = typer.Option("", help="Stable name in the fleet; default: host name and port."),
     threads: int = typer.Option(
-        0, min=0, help="CPU threads for the models; 0: by model size, at most all cores but one."
+        0, min=0, help="CPU threads for the models; 0: by model size, fewer while other processes want the cores."
     ),
     metrics_listen: str = typer.Option("", help="Address of the Prometheus page; empty for none."),
     drain_timeout_s: float = typer.Option(30.0, min=0, help="Seconds that running requests have after SIGTERM."),
@@ -54,8 +54,7 @@ def worker(
     """
     options = dict(locals())
     progress(f"starting a worker on {listen}")
-    # Threads that wait for work sleep instead of spinning: a spinning one takes the core that gRPC or the controller needs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_spins()  # before torch is imported
     from worker.config import WorkerConfig  # here, since torch takes seconds to import
     from worker.server import serve
 

@@ -21,7 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from worker.spinning import SPINS
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused by name, and defaults leave room for the worker's neighbours."""
+"""Settings that cannot work are refused by name, and defaults suit the machine."""
 
 import pytest
 
@@ -21,11 +21,11 @@ def test_unknown_policies_are_named(policy):
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "num_parameters", "threads"),
-    [(1, 10**9, 1), (2, 10**9, 1), (16, 5 * 10**6, 1), (16, 60 * 10**6, 7), (16, 7 * 10**9, 15)],
+    ("num_cores", "num_parameters", "threads"),
+    [(1, 10**9, 1), (2, 10**9, 2), (16, 5 * 10**6, 1), (16, 60 * 10**6, 7), (16, 7 * 10**9, 16)],
 )
-def test_threads_leave_a_core_and_suit_the_model(num_cpus, num_parameters, threads):
-    assert default_threads(num_cpus, num_parameters) == threads
+def test_threads_suit_the_model_and_the_cores(num_cores, num_parameters, threads):
+    assert default_threads(num_cores, num_parameters) == threads
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ class Load:
 
 
 class FakeEngine:
+    num_threads = 3
+
     def load(self) -> Load:
         return Load()
 
@@ -50,6 +52,7 @@ def metrics() -> WorkerMetrics:
         'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="0"} 2.0',
         'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0',
         'speclen_speculation_length{batch_max="4",batch_min="1"} 2.0',
+        "speclen_cpu_threads 3.0",
         "speclen_controller_connected 0.0",
         "speclen_reports_buffered 2.0",
     ],

@@ -63,6 +63,7 @@ class Engine:
         self.pair = pair
         self.config = config
         self._chooser = chooser
+        self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
         prepared = prepare(pair, config, recorder)
         self.target, self.draft = prepared.target, prepared.draft
         self.max_batch_size = prepared.max_batch_size
@@ -127,6 +128,10 @@ class Engine:
             self._aborting.update(self._unfinished)
             self._wakeup.notify()
 
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with that many CPU threads from the next step on."""
+        self._wanted_threads = num_threads
+
     def load(self) -> EngineLoad:
         """A snapshot; its numbers may be of neighbouring steps."""
         with self._wakeup:
@@ -171,6 +176,7 @@ class Engine:
         An exception ends the rows it met, not the engine.
         """
         started = time.perf_counter()
+        self._adjust_threads()
         self._take_in()
         self._admit()
         num_prefilled = self._prefill()
@@ -183,6 +189,12 @@ class Engine:
             log.exception("a step of %d rows failed; their requests end", len(batch))
             self._end(batch)
             return None
+
+    def _adjust_threads(self) -> None:
+        wanted = self._wanted_threads
+        if wanted != self.num_threads:
+            torch.set_num_threads(wanted)
+            self.num_threads = wanted
 
     def _prefill(self) -> int:
         """Feed up to `prefill_chunk` prompt tokens, first come first served; returns how many."""

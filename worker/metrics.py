@@ -71,6 +71,7 @@ class EngineCollector:
         yield counter("spec_decode_num_draft_tokens", "Tokens drafted", load.num_draft_tokens)
         yield counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted", load.num_accepted_tokens)
         yield per_position(control.accepted_runs)
+        yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
         yield counter("decode_steps", "Decoding steps", load.num_steps)
         yield lengths(control)
         yield gauge("controller_connected", "1 while reports reach the controller", float(control.connected))

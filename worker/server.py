@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +24,7 @@ from transport.stopping import stop_event
 from worker.config import WorkerConfig, parse_policy
 from worker.control_client import ControlClient, WorkerCard
 from worker.engine import Engine, EngineConfig
+from worker.engine_thread import EngineThread
 from worker.identity import context_key
 from worker.length_table import DEFAULT_LENGTH, LengthTable
 from worker.metrics import WorkerMetrics
@@ -32,7 +32,7 @@ from worker.models import ModelPair, load_pair
 from worker.profile_file import foreign_parts, table_from_file
 from worker.seeding import seed_controller
 from worker.servicer import GenerationServicer, ModelFacts
-from worker.threads import set_threads
+from worker.threads import ThreadChoice, set_threads, watch_cores
 
 log = structlog.get_logger()
 
@@ -147,21 +147,24 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
         check_exposure("--metrics-listen", config.metrics_listen, False, False, config.insecure)
     credentials, metadata = controller_security.credentials(), controller_security.metadata()
     check_free("--listen", config.listen)
-    pair, engine, control = await asyncio.to_thread(load, config, progress)
+    torch_thread = EngineThread()
+    torch_thread.start()
+    pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
     if config.controller and control.follow:
-        await asyncio.to_thread(seed_controller, config, pair, control.card, progress)
+        await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
     metrics = WorkerMetrics(engine, control)
     if config.metrics_listen:
         metrics.serve(config.metrics_listen)
     facts = model_facts(pair, control)
     servicer = GenerationServicer(engine, pair, control, facts, metrics, config.stream_interval_s)
     server, port, health_servicer = await create_server(config.listen, servicer, security)
-    engine_thread = threading.Thread(target=engine.run, name="engine", daemon=True)
-    engine_thread.start()
+    running = asyncio.wrap_future(torch_thread.call(engine.run))
     await server.start()
     stopping = stop_event()
     reporting = control.run(config.controller, credentials, metadata) if config.controller else None
     tasks = [asyncio.create_task(reporting)] if reporting is not None else []
+    if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
+        tasks.append(asyncio.create_task(watch_cores(ThreadChoice(engine.num_threads), engine.use_threads)))
     await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
     progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
     try:
@@ -178,7 +181,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await asyncio.to_thread(engine_thread.join, 5.0)
+        await asyncio.wait([running], timeout=5.0)
 
 
 async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
