@@ -12,6 +12,8 @@ import tiny_models
 import torch
 from engines import Collected, RandomLengths, finish, generate, make_engine, make_pair, request
 
+from worker.cached_model import PassPart
+from worker.engine import Engine
 from worker.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
 from worker.sequence import Sequence
 from worker.steps import FixedLength, LengthChoice, StepFlag, StepResult
@@ -159,8 +161,8 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
     """Greedy copies are identical, and the prompt is fed once, not five times."""
     engine = make_engine(max_batch_size=5)
     fed: list[int] = []
-    prefill = engine.target.prefill
-    engine.target.prefill = lambda row, ids, start: fed.append(len(ids)) or prefill(row, ids, start)  # type: ignore[method-assign]
+    part = engine.target.prompt_part
+    engine.target.prompt_part = lambda row, ids, start: fed.append(len(ids)) or part(row, ids, start)  # type: ignore[method-assign]
     collected = generate(engine, request("x", PROMPT, n=5, max_tokens=15))
     assert sum(fed) == len(PROMPT)
     outputs = {tuple(collected.ids("x", index)) for index in range(5)}
@@ -372,20 +374,79 @@ def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
     assert good.ids("y") == generate(make_engine(), request("y", PROMPT, max_tokens=8, ignore_eos=True)).ids("y")
 
 
+def fail_on(engine: Engine, token: int) -> None:
+    """Let every pass fail that has a prompt with the token in it."""
+    honest = engine.target.plain_forward_parts
+
+    def failing(parts: list[PassPart]) -> list[torch.Tensor]:
+        if any((part.ids == token).any() for part in parts):
+            raise MemoryError
+        return honest(parts)
+
+    engine.target.plain_forward_parts = failing  # type: ignore[method-assign]
+
+
 def test_a_failing_prompt_ends_its_request_only() -> None:
     engine = make_engine()
-    honest = engine.target.prefill
-
-    def failing(row: int, ids: list[int], start: int) -> torch.Tensor:
-        if 13 in ids:
-            raise MemoryError
-        return honest(row, ids, start)
-
-    engine.target.prefill = failing  # type: ignore[method-assign]
+    fail_on(engine, 13)
     requests = [request("bad", [13, 13]), request("good", PROMPT, max_tokens=8, ignore_eos=True)]
     collected = generate(engine, *requests)
     assert collected.reason("bad") is FinishReason.ABORT
     assert len(collected.ids("good")) == 8
+
+
+def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
+    engine, collected, alone = make_engine(), Collected(), make_engine()
+    running = request("running", PROMPT, max_tokens=30, ignore_eos=True)
+    engine.submit(running, collected)
+    for _ in range(3):
+        engine.step()
+    fail_on(engine, 13)
+    for name, prompt in (("good", PROMPT), ("bad", [13, 13]), ("late", PROMPT)):
+        engine.submit(request(name, prompt, max_tokens=8, ignore_eos=True), collected)
+    finish(engine)
+    assert collected.reason("bad") is FinishReason.ABORT
+    assert collected.ids("running") == generate(alone, running).ids("running")
+    assert collected.ids("good") == collected.ids("late") == collected.ids("running")[:8]
+    assert engine.load().num_kv_tokens_used == 0
+
+
+def test_a_failing_first_token_ends_its_request_only() -> None:
+    engine = make_engine()
+    honest = engine.runner.start
+
+    def failing(sequence: Sequence, logits: torch.Tensor) -> None:
+        if sequence.request.request_id == "bad":
+            raise RuntimeError("no token")
+        honest(sequence, logits)
+
+    engine.runner.start = failing  # type: ignore[method-assign]
+    names = ("first", "bad", "last")
+    collected = generate(engine, *(request(name, PROMPT, max_tokens=8, ignore_eos=True) for name in names))
+    assert collected.reason("bad") is FinishReason.ABORT
+    assert len(collected.ids("first")) == len(collected.ids("last")) == 8
+
+
+def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_decode() -> None:
+    engine, collected = make_engine(chooser=1, max_batch_size=8), Collected()
+    passes: list[list[tuple[int, ...]]] = []
+    honest = engine.target.plain_forward_parts
+    engine.target.plain_forward_parts = lambda parts: (  # type: ignore[method-assign]
+        passes.append([tuple(part.ids.shape) for part in parts]) or honest(parts)
+    )
+    rng = random.Random(1)
+    prompts = [[rng.randrange(20, tiny_models.VOCAB_SIZE) for _ in range(size)] for size in (5, 9, 12, 7, 4)]
+    for number, prompt in enumerate(prompts[:2]):
+        engine.submit(request(f"{number}", prompt, max_tokens=30, ignore_eos=True), collected)
+    engine.step()
+    for number, prompt in enumerate(prompts[2:], 2):
+        engine.submit(request(f"{number}", prompt, max_tokens=30, ignore_eos=True), collected)
+    engine.step()
+    assert passes == [[(1, 5), (1, 9)], [(2, 2), (1, 12), (1, 7), (1, 4)]]
+    finish(engine)
+    for number, prompt in enumerate(prompts):
+        alone = generate(make_engine(), request("x", prompt, max_tokens=30, ignore_eos=True))
+        assert collected.ids(f"{number}") == alone.ids("x")
 
 
 def test_a_failing_callback_is_the_callers_problem() -> None:

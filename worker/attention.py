@@ -6,10 +6,14 @@ writes this pass's keys and values into the pool at every row's own positions an
 model's code is not touched, and transformers builds no mask of its own.
 
 What all layers share is made once per pass: write positions, and one mask per sliding window.
+
+A pass may also take several groups of rows at once, decoding ones and prompts (`PackedAttention`): the model sees their
+tokens as one long sequence, which is all the same to everything in it but attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,6 +117,25 @@ class RowAttention:
         return grouped
 
 
+class PackedAttention:
+    """One pass of one model over several groups of rows, whose tokens follow each other in one sequence.
+
+    parts: a group each; their tokens lie row after row. positions: [1, tokens].
+    """
+
+    def __init__(self, parts: Sequence[RowAttention]) -> None:
+        self.parts = parts
+        self.positions = torch.cat([part.positions.reshape(1, -1) for part in parts], dim=1)
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """[1, heads, tokens, head_dim] as the parts' [rows, heads, queries, head_dim]."""
+        pieces = tensor[0].split([part.num_rows * part.num_queries for part in self.parts], dim=1)
+        return [
+            piece.unflatten(1, (part.num_rows, part.num_queries)).transpose(0, 1)
+            for piece, part in zip(pieces, self.parts, strict=True)
+        ]
+
+
 def attend_rows(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -120,7 +143,7 @@ def attend_rows(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    row_attention: RowAttention,
+    row_attention: RowAttention | PackedAttention,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -128,10 +151,35 @@ def attend_rows(
 ) -> tuple[torch.Tensor, None]:
     """Attention output [rows, queries, heads, head_dim]. query: [rows, heads, queries, head_dim]; key, value: kv_heads.
 
+    Of a packed pass rows is 1 and queries all of its tokens.
+    """
+    index: int = module.layer_idx  # type: ignore[assignment]
+    if isinstance(row_attention, RowAttention):
+        return _attend(index, row_attention, query, key, value, scaling, sliding_window, softcap), None
+    queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
+    outputs = [
+        _attend(index, part, q, k, v, scaling, sliding_window, softcap).flatten(0, 1)
+        for part, q, k, v in zip(row_attention.parts, queries, keys, values, strict=True)
+    ]
+    return torch.cat(outputs)[None], None
+
+
+def _attend(
+    layer_index: int,
+    row_attention: RowAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of one group of rows, as `attend_rows`.
+
     Heads that share keys are folded into the query dimension, so that a key is read once for all of them.
     """
     rows, heads, queries, head_dim = query.shape
-    layer = row_attention.pool.layers[module.layer_idx]  # type: ignore[index]
+    layer = row_attention.pool.layers[layer_index]
     row_attention.num_calls += 1
     row_attention.write(layer, key, value)
     keys, values = row_attention.read(layer)
@@ -149,7 +197,7 @@ def attend_rows(
         mask = row_attention.mask(sliding_window, repeats)
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
     value_dim = output.shape[-1]
-    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2), None
+    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2)
 
 
 def _softcapped(

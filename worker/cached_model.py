@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from worker.attention import RowAttention, StepMasks
+from worker.attention import PackedAttention, RowAttention, StepMasks
 from worker.kv_cache import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class PassPart:
+    """A group of rows in a pass. ids: [rows, queries], at attention.positions. num_logits: positions wanted per row."""
+
+    ids: torch.Tensor
+    attention: RowAttention
+    num_logits: int
 
 
 class CachedModel:
@@ -45,12 +55,52 @@ class CachedModel:
         )
         return output.logits[:, -num_logits:]
 
-    def prefill(self, row: int, ids: Sequence[int], start: int) -> torch.Tensor:
-        """Feed one row's tokens start, start + 1, ...; returns the logits [1, 1, vocab] that follow the last one."""
+    def forward_with_prompts(self, decoding: PassPart, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits of the decoding rows, as forward gives them, and of each prompt, in one pass."""
+        if not prompts:
+            return [self.forward(decoding.ids, decoding.attention, decoding.num_logits)]
+        return self.plain_forward_parts([decoding, *prompts])
+
+    def plain_forward_parts(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits [rows, num_logits, vocab] of each part, as plain_forward gives them, in one pass.
+
+        What a token costs falls with the number of tokens in a pass, until the processor has its hands full.
+        """
+        attention = PackedAttention([part.attention for part in parts])
+        kept = _kept_tokens(parts).to(self.pool.device)
+        options = {"logits_to_keep": kept} if self._slices_itself else {}
+        output = self.model(
+            input_ids=torch.cat([part.ids.reshape(1, -1) for part in parts], dim=1),
+            position_ids=attention.positions.clamp(max=self.max_context_length - 1),
+            use_cache=False,
+            row_attention=attention,
+            **options,
+        )
+        logits = output.logits[0] if self._slices_itself else output.logits[0, kept]
+        pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
+        return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
+
+    def prompt_part(self, row: int, ids: Sequence[int], start: int) -> PassPart:
+        """One row's tokens start, start + 1, ...; the logits wanted follow the last one."""
         device, end = self.pool.device, start + len(ids)
         positions = torch.arange(start, end, device=device)[None]
         masks = StepMasks(positions, end, self.pool.dtype)
         attention = RowAttention(self.pool, masks, slice(None), first_row=row, start=start)
-        logits = self.plain_forward(torch.tensor([ids], device=device), attention, num_logits=1)
-        self.pool.note_written(row, end)
+        return PassPart(torch.tensor([ids], device=device), attention, num_logits=1)
+
+    def prefill(self, row: int, ids: Sequence[int], start: int) -> torch.Tensor:
+        """Feed one row's tokens start, start + 1, ...; returns the logits [1, 1, vocab] that follow the last one."""
+        part = self.prompt_part(row, ids, start)
+        logits = self.plain_forward(part.ids, part.attention, part.num_logits)
+        self.pool.note_written(row, start + len(ids))
         return logits
+
+
+def _kept_tokens(parts: Sequence[PassPart]) -> torch.Tensor:
+    """Places of the tokens whose logits are wanted, in the sequence that the parts make."""
+    kept, offset = [], 0
+    for part in parts:
+        places = torch.arange(offset, offset + part.ids.numel()).view(part.ids.shape)
+        kept.append(places[:, -part.num_logits :].reshape(-1))
+        offset += part.ids.numel()
+    return torch.cat(kept)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from worker.attention import RowAttention, StepMasks
-from worker.cached_model import CachedModel
+from worker.cached_model import CachedModel, PassPart
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +162,11 @@ class CapturedModel(CachedModel):
         self._fill(recorded, ids, attention.positions)
         recorded.recording.replay()
         return recorded.recording.logits[:rows]
+
+    def forward_with_prompts(self, decoding: PassPart, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """As CachedModel.forward_with_prompts, but the prompts in a pass of their own: the other one is recorded."""
+        logits = [self.forward(decoding.ids, decoding.attention, decoding.num_logits)]
+        return logits + self.plain_forward_parts(prompts) if prompts else logits
 
     def _fill(self, recorded: RecordedPass, ids: torch.Tensor, positions: torch.Tensor) -> None:
         rows = len(ids)

@@ -1,8 +1,9 @@
 """The engine: continuous batching with one speculative step per iteration.
 
-The life of a request: `submit` checks it and puts it in the queue; `step` gives its sequences rows, feeds their prompts
-in chunks, then lets all decoding rows take one speculative step together; every new token goes to the request's callback;
-a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called from any.
+The life of a request: `submit` checks it and puts it in the queue; `step` gives its sequences rows and lets all decoding
+rows take one speculative step together, in which prompts are fed along in chunks; every new token goes to the request's
+callback; a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called
+from any.
 
 What is promised. Greedy output is what the target alone writes, and sampled output follows the target's distribution,
 whatever is drafted and whoever shares the batch. A request with a seed gives the same tokens alone and in any batch, at any
@@ -30,6 +31,7 @@ from worker.preparation import prepare
 from worker.request import DrainingError, GenerationRequest, QueueFullError, SequenceOutput
 from worker.scheduler import Scheduler
 from worker.sequence import OnOutput, Sequence, SharedPrompt
+from worker.step_plan import PromptChunk
 from worker.step_runner import StepRunner
 from worker.steps import LengthChooser, StepFlag, StepResult
 from worker.validation import check_request
@@ -171,7 +173,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> StepResult | None:
-        """One iteration: admit, feed prompts, decode. None when no row decoded.
+        """One iteration: admit, decode, and feed prompts along. None when no row decoded.
 
         An exception ends the rows it met, not the engine.
         """
@@ -179,12 +181,14 @@ class Engine:
         self._adjust_threads()
         self._take_in()
         self._admit()
-        num_prefilled = self._prefill()
+        self._copy_prompts()
+        chunks = self.runner.plan_prompts()
         batch = self.scheduler.decoding
         if not batch:
+            self._feed(chunks)
             return None
         try:
-            return self._decode(batch, started, num_prefilled > 0)
+            return self._decode(batch, started, chunks)
         except Exception:
             log.exception("a step of %d rows failed; their requests end", len(batch))
             self._end(batch)
@@ -196,31 +200,64 @@ class Engine:
             torch.set_num_threads(wanted)
             self.num_threads = wanted
 
-    def _prefill(self) -> int:
-        """Feed up to `prefill_chunk` prompt tokens, first come first served; returns how many."""
-        fed = 0
-        while fed < self.config.prefill_chunk:
-            sequence = self.scheduler.next_prefill()
-            if sequence is None:
-                break
+    def _copy_prompts(self) -> None:
+        """Start the sequences that share their prompt with one that has fed it."""
+        while (sequence := self.scheduler.next_prefill()) is not None:
             try:
-                fed += self.runner.prefill(sequence, self.config.prefill_chunk - fed)
+                if not self.runner.copy_prompt(sequence):
+                    return
             except Exception:
-                log.exception("feeding a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
+                log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
                 self._end([sequence])
-        return fed
 
-    def _decode(self, batch: list[Sequence], started: float, prefilled: bool) -> StepResult:
+    def _feed(self, chunks: list[PromptChunk]) -> None:
+        """Feed prompts without decoding: together, or one by one if that fails."""
+        if len(chunks) > 1:
+            try:
+                self._start(chunks, self.runner.feed(chunks))
+                return
+            except Exception:
+                log.exception("feeding %d prompts at once failed; they are fed one by one", len(chunks))
+        for _ in chunks:
+            chunk = self.runner.plan_prompts()[0]  # Rows may have moved.
+            try:
+                logits = self.runner.feed([chunk])
+            except Exception:
+                log.exception(
+                    "feeding a prompt of %d tokens failed; its request ends", chunk.sequence.num_prompt_tokens
+                )
+                self._end([chunk.sequence])
+            else:
+                self._start([chunk], logits)
+
+    def _start(self, chunks: list[PromptChunk], logits: list[torch.Tensor]) -> None:
+        """Let the sequences decode whose prompts are complete. logits: after each of the chunks."""
+        for chunk, last in zip(chunks, logits, strict=True):
+            try:
+                self.runner.start(chunk.sequence, last)
+            except Exception:
+                log.exception("the first token of a request failed; it ends")
+                self._end([chunk.sequence])
+
+    def _decode(self, batch: list[Sequence], started: float, chunks: list[PromptChunk]) -> StepResult:
         num_held = sum(len(sequence.tokens) for sequence in batch)
         choice = self._chooser.choice_for(len(batch))
-        outcome = self.runner.decode(batch, min(choice.speculation_length, self.config.max_speculation_length))
+        length = min(choice.speculation_length, self.config.max_speculation_length)
+        outcome = self.runner.decode(batch, length, chunks)
+        if outcome.prompt_logits:
+            self._start(chunks, outcome.prompt_logits)
+        for sequence in batch:
+            if sequence.finished:
+                self.scheduler.remove(sequence)
+        if chunks and not outcome.prompt_logits:
+            self._feed(chunks)
         result = StepResult(
             batch_size=len(batch),
             speculation_length=outcome.speculation_length,
             latency_s=time.perf_counter() - started,
             accepted_histogram=outcome.accepted_histogram,
             mean_context_length=num_held / len(batch),
-            flags=outcome.flags | {StepFlag.PREFILL} if prefilled else outcome.flags,
+            flags=outcome.flags | {StepFlag.PREFILL} if chunks else outcome.flags,
         )
         self._chooser.report(choice, result)
         return result

@@ -170,14 +170,19 @@ def _plain_logits(model: Any, ids: list[list[int]]) -> torch.Tensor:
 
 
 def _ragged_logits(cached: CachedModel, ids: list[list[int]]) -> torch.Tensor:
-    """The same through the pool: prompts in two chunks, then a junk token each, then the last tokens together."""
-    for row, tokens in enumerate(ids):
-        prompt = tokens[:-NUM_TAIL]
-        half = len(prompt) // 2
+    """The same through the pool: prompts in two chunks, then a junk token each, then the last tokens together.
+
+    The second chunks of all rows go in one packed pass, as prompts do.
+    """
+    prompts = [tokens[:-NUM_TAIL] for tokens in ids]
+    halves = [len(prompt) // 2 for prompt in prompts]
+    for row, (prompt, half) in enumerate(zip(prompts, halves, strict=True)):
         if half:
             cached.prefill(row, prompt[:half], 0)
-        cached.prefill(row, prompt[half:], half)
-        cached.prefill(row, tokens[:1], len(prompt))
+    rest = enumerate(zip(prompts, halves, strict=True))
+    cached.plain_forward_parts([cached.prompt_part(row, prompt[half:], half) for row, (prompt, half) in rest])
+    for row, tokens in enumerate(ids):
+        cached.prefill(row, tokens[:1], len(prompts[row]))
     starts = torch.tensor([len(row) - NUM_TAIL for row in ids], device=cached.pool.device)
     positions = starts[:, None] + torch.arange(NUM_TAIL, device=cached.pool.device)
     masks = StepMasks(positions, max(len(row) for row in ids), cached.pool.dtype)

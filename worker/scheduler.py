@@ -78,6 +78,11 @@ class Scheduler:
         """The sequence whose prompt is next; its row is num_decoding."""
         return self.rows[self.num_decoding] if self.num_decoding < len(self.rows) else None
 
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """Sequences of the rows from num_decoding on."""
+        return self.rows[self.num_decoding :]
+
     def start_decoding(self) -> None:
         """The first prefilling sequence becomes a decoding one."""
         row = self.num_decoding
@@ -101,7 +106,7 @@ class Scheduler:
         if hole < self.num_decoding:
             self.num_decoding -= 1
             hole = self._fill(hole, self.num_decoding)
-        # Prefilling rows keep their order, and all but the first hold nothing yet.
+        # Prefilling rows keep their order. Between steps all but the first hold nothing yet.
         for row in range(hole, len(self.rows) - 1):
             self._fill(row, row + 1)
         self.rows.pop()

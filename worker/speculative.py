@@ -7,12 +7,13 @@ accepted everything, or many after steps of length 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from worker.attention import RowAttention, StepMasks
-from worker.cached_model import CachedModel
+from worker.cached_model import CachedModel, PassPart
 from worker.rules import TokenRule
 
 
@@ -35,19 +36,29 @@ class StepBatch:
 
 @dataclass(slots=True)
 class StepTokens:
-    """num_accepted: [b]; row r's new tokens are tokens[r, : num_accepted[r] + 1]. logits: [b, k + 1, vocab], target."""
+    """num_accepted: [b]; row r's new tokens are tokens[r, : num_accepted[r] + 1]. logits: [b, k + 1, vocab], target.
+
+    prompt_logits: [1, 1, vocab] each, after the prompts that were fed with the verification.
+    """
 
     num_accepted: torch.Tensor
     tokens: torch.Tensor
     logits: torch.Tensor
+    prompt_logits: list[torch.Tensor] = field(default_factory=list)
 
 
 def speculative_step(
-    target: CachedModel, draft: CachedModel | None, batch: StepBatch, length: int, rule: TokenRule
+    target: CachedModel,
+    draft: CachedModel | None,
+    batch: StepBatch,
+    length: int,
+    rule: TokenRule,
+    prompts: Sequence[PassPart] = (),
 ) -> StepTokens:
     """Draft `length` tokens per row, verify them in one pass of the target, and accept a prefix of each.
 
-    Length 0 is plain decoding along the same path, without the draft. The caller moves the rows' lengths on.
+    Length 0 is plain decoding along the same path, without the draft. The caller moves the rows' lengths on. prompts:
+    of other rows, fed to the target in the same pass.
     """
     width = batch.recent_ids.shape[1]
     # Column c is the token c - (width - 1) places after the pending one.
@@ -62,9 +73,9 @@ def speculative_step(
     pending = batch.recent_ids[:, -1:]
     ids = torch.cat([pending, draft_ids], dim=1) if length else pending
     verification = RowAttention(target.pool, masks, slice(width - 1, None), start=_offset(batch, -1))
-    logits = target.forward(ids, verification, num_logits=length + 1)
+    logits, *prompt_logits = target.forward_with_prompts(PassPart(ids, verification, num_logits=length + 1), prompts)
     num_accepted, tokens = rule.decide(logits, draft_ids, batch.caps)
-    return StepTokens(num_accepted, tokens, logits)
+    return StepTokens(num_accepted, tokens, logits, prompt_logits)
 
 
 def propose(draft: CachedModel, batch: StepBatch, masks: StepMasks, draft_ids: torch.Tensor, rule: TokenRule) -> None:

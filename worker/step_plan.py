@@ -1,4 +1,4 @@
-"""How far every row of a batch may speculate in one step, and what to feed the models. No model is called here."""
+"""What one step feeds to the models: how far every row may speculate, and which prompts go along. No model is called."""
 
 from __future__ import annotations
 
@@ -37,6 +37,32 @@ def plan_lengths(rows: Rows[Sequence], chosen_length: int, max_context_length: i
         useful = max(useful, min(cap, row.num_left - 1))
     capped = tuple(min(cap, useful) for cap in caps)
     return StepLengths(useful, None if min(capped) == useful else capped)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """The next tokens of a prompt, ids, whose first has the place `start` in the sequence; row: of the pools."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    ids: list[int]
+
+
+def plan_prompts(prefilling: Rows[Sequence], first_row: int, budget: int) -> list[PromptChunk]:
+    """Up to `budget` tokens of prompts, first come first served. prefilling: sequences of rows first_row, ...
+
+    Of sequences that share a prompt one feeds it; the next ones wait until they can copy what it led to.
+    """
+    chunks: list[PromptChunk] = []
+    for row, sequence in enumerate(prefilling, first_row):
+        shared = sequence.shared
+        if budget <= 0 or (shared is not None and any(chunk.sequence.shared is shared for chunk in chunks)):
+            break
+        start = sequence.target_length
+        chunks.append(PromptChunk(sequence, row, start, sequence.tokens[start : start + budget]))
+        budget -= len(chunks[-1].ids)
+    return chunks
 
 
 def make_batch(

@@ -1,21 +1,29 @@
-"""Runs the models for the rows of a scheduler: feeds prompts, and takes decoding steps. One thread."""
+"""Runs the models for the rows of a scheduler: takes decoding steps, and feeds prompts along with them. One thread.
+
+Prompts go through the target in the pass that verifies the drafts of the rows that decode: a pass of twice the tokens
+takes less than twice the time.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
 
-from worker.cached_model import CachedModel
+from worker.cached_model import CachedModel, PassPart
 from worker.logprobs import token_logprobs
 from worker.request import SequenceOutput, TokenLogprobs
 from worker.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
-from worker.speculative import StepTokens, speculative_step
-from worker.step_plan import StepLengths, make_batch, plan_lengths
+from worker.speculative import StepBatch, StepTokens, speculative_step
+from worker.step_plan import PromptChunk, StepLengths, make_batch, plan_lengths, plan_prompts
 from worker.steps import StepFlag
+
+log = logging.getLogger(__name__)
 
 # A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
 CATCH_UP_WIDTH = 16
@@ -36,17 +44,22 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """speculation_length: length used. accepted_histogram[j]: rows to which the draft gave exactly j tokens."""
+    """speculation_length: length used. accepted_histogram[j]: rows to which the draft gave exactly j tokens.
+
+    prompt_logits: [1, 1, vocab] each, after the prompts fed along; none when they made the step fail, which then went
+    without them.
+    """
 
     speculation_length: int
     accepted_histogram: tuple[int, ...]
     flags: frozenset[StepFlag]
+    prompt_logits: list[torch.Tensor]
 
 
 class StepRunner:
     """Moves the sequences of a scheduler on, and hands their new tokens to `deliver`.
 
-    draft: None when nothing can be drafted. A sequence that ends is taken out of the scheduler at once.
+    draft: None when nothing can be drafted.
     """
 
     def __init__(
@@ -71,28 +84,56 @@ class StepRunner:
         self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
         self._seen_shapes: set[tuple[int, int]] = set()
 
-    def prefill(self, sequence: Sequence, budget: int) -> int:
-        """Feed up to `budget` tokens of the next prompt; returns how many. After the last one, the row decodes."""
-        start = sequence.target_length
-        ids = sequence.tokens[start : start + budget]
-        logits = self._copy_prompt(sequence)
-        if logits is None:
-            logits = self._feed_prompt(sequence, ids)
-        if sequence.target_length == sequence.num_prompt_tokens:
-            if sequence.shared is not None:
-                sequence.shared.logits = logits
-            self._first_token(sequence, logits)
-        return len(ids)
+    def plan_prompts(self) -> list[PromptChunk]:
+        """What to feed next, at most `prefill_chunk` tokens."""
+        return plan_prompts(self._scheduler.prefilling, self._scheduler.num_decoding, self._prefill_chunk)
 
-    def _feed_prompt(self, sequence: Sequence, ids: list[int]) -> torch.Tensor:
-        row, start = self._scheduler.num_decoding, sequence.target_length
-        logits = self.target.prefill(row, ids, start)
-        sequence.target_length += len(ids)
-        drafts = self._speculating or bool(sequence.fixed_length)
-        if self.draft is not None and sequence.may_draft and drafts and sequence.draft_length == start:
-            self.draft.prefill(row, ids, start)
-            sequence.draft_length += len(ids)
+    def feed(self, chunks: Rows[PromptChunk]) -> list[torch.Tensor]:
+        """Feed prompts in a pass of their own; returns the logits [1, 1, vocab] after each."""
+        logits = self.target.plain_forward_parts(self._prompt_parts(self.target, chunks))
+        self._feed_draft(chunks)
+        self._note_fed(chunks)
         return logits
+
+    def start(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        """Let the next sequence decode, if its prompt is complete. logits: [1, 1, vocab], after what was fed last."""
+        if sequence.target_length < sequence.num_prompt_tokens:
+            return
+        if sequence.shared is not None:
+            sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
+        self._first_token(sequence, logits)
+
+    def copy_prompt(self, sequence: Sequence) -> bool:
+        """Start the next sequence with what another one of its request has fed, if there is one."""
+        logits = self._copy_prompt(sequence)
+        if logits is not None:
+            self._first_token(sequence, logits)
+        return logits is not None
+
+    def _prompt_parts(self, model: CachedModel, chunks: Rows[PromptChunk]) -> list[PassPart]:
+        return [model.prompt_part(chunk.row, chunk.ids, chunk.start) for chunk in chunks]
+
+    def _feed_draft(self, chunks: Rows[PromptChunk]) -> None:
+        """Feed prompts to the draft as well, where it will be asked for tokens next."""
+        if self.draft is None:
+            return
+        fed = [chunk for chunk in chunks if self._draft_goes_along(chunk)]
+        if not fed:
+            return
+        self.draft.plain_forward_parts(self._prompt_parts(self.draft, fed))
+        for chunk in fed:
+            chunk.sequence.draft_length += len(chunk.ids)
+            self.draft.pool.note_written(chunk.row, chunk.sequence.draft_length)
+
+    def _draft_goes_along(self, chunk: PromptChunk) -> bool:
+        sequence = chunk.sequence
+        wanted = self._speculating or bool(sequence.fixed_length)
+        return wanted and sequence.may_draft and sequence.draft_length == chunk.start
+
+    def _note_fed(self, chunks: Rows[PromptChunk]) -> None:
+        for chunk in chunks:
+            chunk.sequence.target_length += len(chunk.ids)
+            self.target.pool.note_written(chunk.row, chunk.sequence.target_length)
 
     def _copy_prompt(self, sequence: Sequence) -> torch.Tensor | None:
         """Take keys and values from a sequence of the same request, if one holds them; returns the logits they led to."""
@@ -124,8 +165,11 @@ class StepRunner:
         else:
             self._scheduler.start_decoding()
 
-    def decode(self, batch: list[Sequence], chosen_length: int) -> StepOutcome:
-        """One step of all decoding rows, with the length chosen for them."""
+    def decode(self, batch: list[Sequence], chosen_length: int, chunks: Rows[PromptChunk] = ()) -> StepOutcome:
+        """One step of all decoding rows, with the length chosen for them. chunks: prompts to feed along.
+
+        The caller takes finished sequences out of the scheduler.
+        """
         lengths = plan_lengths(batch, chosen_length if self.draft is not None else 0, self.target.max_context_length)
         flags = self._flags(len(batch), lengths)
         width = 1
@@ -135,16 +179,31 @@ class StepRunner:
             flags |= {StepFlag.CATCH_UP} if caught_up else set()
         tensors = make_batch(batch, self._scheduler.num_drafting, lengths, width, self._device)
         num_recorded = self._num_recorded()
-        result = speculative_step(self.target, self.draft, tensors, lengths.length, self._batch_rule(batch))
+        result = self._step(tensors, lengths.length, self._batch_rule(batch), chunks)
         if self._num_recorded() != num_recorded:
             flags |= {StepFlag.COMPILATION}
         accepted = self._commit(batch, result, lengths)
+        if result.prompt_logits:
+            self._note_fed(chunks)
         histogram = [0] * (lengths.length + 1)
         for count in accepted:
             histogram[count] += 1
         self.totals.num_steps += 1
         self.totals.num_row_steps += len(batch)
-        return StepOutcome(lengths.length, tuple(histogram), frozenset(flags))
+        return StepOutcome(lengths.length, tuple(histogram), frozenset(flags), result.prompt_logits)
+
+    def _step(self, batch: StepBatch, length: int, rule: TokenRule, chunks: Rows[PromptChunk]) -> StepTokens:
+        """The passes of a step. Prompts that make it fail, for lack of memory, must not take the other rows along."""
+        try:
+            prompts = self._prompt_parts(self.target, chunks)
+            result = speculative_step(self.target, self.draft, batch, length, rule, prompts)
+            self._feed_draft(chunks)
+            return result
+        except Exception:
+            if not chunks:
+                raise
+            log.exception("a step failed together with %d prompts; it is repeated without them", len(chunks))
+        return speculative_step(self.target, self.draft, batch, length, rule)
 
     def _num_recorded(self) -> int:
         return self.target.num_recorded + (self.draft.num_recorded if self.draft is not None else 0)
@@ -216,9 +275,6 @@ class StepRunner:
             sequence.num_draft_tokens += lengths.cap(row)
             self.totals.num_draft_tokens += lengths.cap(row)
             kept.append(self._append(sequence, table[row][1 : num_accepted + 2], logprobs.get(row)))
-        for sequence in batch:
-            if sequence.finished:
-                self._scheduler.remove(sequence)
         return kept
 
     def _append(self, sequence: Sequence, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
