@@ -120,20 +120,28 @@ class RowAttention:
 class PackedAttention:
     """One pass of one model over several groups of rows, whose tokens follow each other in one sequence.
 
-    parts: a group each; their tokens lie row after row. positions: [1, tokens].
+    parts: a group each; their tokens lie row after row. num_padding: tokens at the end that are there only to fill up;
+    they see nothing and nobody sees them.
     """
 
-    def __init__(self, parts: Sequence[RowAttention]) -> None:
+    def __init__(self, parts: Sequence[RowAttention], num_padding: int = 0) -> None:
         self.parts = parts
-        self.positions = torch.cat([part.positions.reshape(1, -1) for part in parts], dim=1)
+        self.num_padding = num_padding
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """[1, heads, tokens, head_dim] as the parts' [rows, heads, queries, head_dim]."""
-        pieces = tensor[0].split([part.num_rows * part.num_queries for part in self.parts], dim=1)
+        sizes = [part.num_rows * part.num_queries for part in self.parts]
+        *pieces, _ = tensor[0].split([*sizes, self.num_padding], dim=1)
         return [
             piece.unflatten(1, (part.num_rows, part.num_queries)).transpose(0, 1)
             for piece, part in zip(pieces, self.parts, strict=True)
         ]
+
+    def join(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """The parts' [rows, queries, heads, head_dim] as [1, tokens, heads, head_dim]."""
+        flat = [output.flatten(0, 1) for output in outputs]
+        flat.append(flat[0].new_zeros(self.num_padding, *flat[0].shape[1:]))
+        return torch.cat(flat)[None]
 
 
 def attend_rows(
@@ -158,10 +166,10 @@ def attend_rows(
         return _attend(index, row_attention, query, key, value, scaling, sliding_window, softcap), None
     queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
     outputs = [
-        _attend(index, part, q, k, v, scaling, sliding_window, softcap).flatten(0, 1)
+        _attend(index, part, q, k, v, scaling, sliding_window, softcap)
         for part, q, k, v in zip(row_attention.parts, queries, keys, values, strict=True)
     ]
-    return torch.cat(outputs)[None], None
+    return row_attention.join(outputs), None
 
 
 def _attend(
