@@ -20,6 +20,7 @@ from bench.report import print_comparison, provenance, to_json, write_requests
 from bench.run_track import TrackRun, failed_run, run_track
 from bench.tracks import SCENARIOS, Track, make_track
 from cli.errors import UserError
+from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET_HELP
 
 GOOD_ENOUGH = 2.0  # goodput: latency per token at most so many times that of one request alone without speculation
 QUICK_DURATION_S, QUICK_CELL_S = 20.0, 1.5
@@ -30,10 +31,10 @@ def serve(
     track: str = typer.Option("time-varying", help=f"{', '.join(SCENARIOS)}; a saved track's file; or segments."),
     compare: str = typer.Option("adaptive,none", help="Policies, the one it is about first."),
     repeats: int = typer.Option(3, min=1, help="Runs of every policy, interleaved."),
-    target: str = typer.Option("bundled:target-60m", help="Target model: directory, hub id or bundled name."),
-    draft: str = typer.Option("bundled:draft", help="Draft model, likewise."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
-    dtype: str = typer.Option("auto", help="auto, float32, bfloat16 or float16."),
+    target: str = typer.Option("bundled:target-60m", help=TARGET_HELP),
+    draft: str = DRAFT,
+    device: str = DEVICE,
+    dtype: str = DTYPE,
     max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),
     max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
     threads: int = typer.Option(0, min=0, help="CPU threads of the worker; 0: its own default."),

@@ -22,6 +22,7 @@ from bench.machine import machine
 from bench.spread import Spread, ratio, spread
 from bench.transformers_baseline import TransformersBaseline
 from cli.errors import UserError
+from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
 from worker.models import ModelPair, load_pair
 from worker.prompts import PromptSource, held_out_texts, texts_from_file
 from worker.threads import set_threads
@@ -55,10 +56,10 @@ class Settings:
 
 
 def step(
-    target: str = typer.Option("bundled:target", help="Target model: directory, hub id or bundled name."),
-    draft: str = typer.Option("bundled:draft", help="Draft model, likewise."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
-    dtype: str = typer.Option("auto", help="auto, float32, bfloat16 or float16."),
+    target: str = TARGET,
+    draft: str = DRAFT,
+    device: str = DEVICE,
+    dtype: str = DTYPE,
     batch_sizes: str = typer.Option("1,4,16", help="Batch sizes, separated by commas."),
     lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, separated by commas; 0 is always measured."),
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),

@@ -66,7 +66,7 @@ def run_demo(addresses: list[str], database: Path) -> None:
     finally:
         for channel in channels:
             channel.close()
-    time.sleep(0.5)  # the last reports are written in groups of 100 ms
+    time.sleep(1.0)  # the last reports are written in groups of 250 ms
     from cli.tables import learned_rows, matrices
 
     Console().print(matrices(learned_rows(database, context="")))

@@ -12,6 +12,7 @@ import typer
 
 from cli.database import DATABASE, reading
 from cli.errors import UserError
+from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
 from worker.spinning import set_spins
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ app = typer.Typer(
     """,
 )
 
-TARGET = typer.Option("bundled:target", help="Target model: directory, hub id or bundled name.")
-DRAFT = typer.Option("bundled:draft", help="Draft model, likewise; empty for none.")
-DEVICE = typer.Option("auto", help="auto, cpu, cuda or cuda:N.")
-DTYPE = typer.Option("auto", help="auto, float32, bfloat16 or float16.")
 THREADS = typer.Option(0, min=0, help="CPU threads for the models; 0: as many as a worker takes.")
 DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controller, running or not.")
 CONTROLLER = typer.Option("", help="Address of the controller to hand the profile to; default: the one that owns --db.")

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from cli.errors import UserError
+from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
 from cli.processes import Child, end_as_by_ctrl_c
 
 START_TIMEOUT_S = 180.0
@@ -21,10 +22,10 @@ def up(
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller."),
     listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker."),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
-    target: str = typer.Option("bundled:target", help="Target model: directory, hub id or bundled name."),
-    draft: str = typer.Option("bundled:draft", help="Draft model, likewise."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
-    dtype: str = typer.Option("auto", help="auto, float32, bfloat16 or float16."),
+    target: str = TARGET,
+    draft: str = DRAFT,
+    device: str = DEVICE,
+    dtype: str = DTYPE,
     policy: str = typer.Option("adaptive", help="Policy of the workers: adaptive, profile, fixed:K or none."),
     max_batch_size: int = typer.Option(32, min=1, help="Rows decoding in one step, per worker."),
     max_length: int = typer.Option(8, min=0, help="Largest speculation length."),

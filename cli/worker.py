@@ -9,16 +9,17 @@ from pathlib import Path
 import typer
 
 from cli.errors import UserError
+from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
 from worker.spinning import set_spins
 
 
 def worker(
     listen: str = typer.Option("127.0.0.1:7080", help="Address of the Generate service, HOST:PORT."),
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; empty for none."),
-    target: str = typer.Option("bundled:target", help="Target model: directory, hub id or bundled name."),
-    draft: str = typer.Option("bundled:draft", help="Draft model, likewise; empty for plain decoding."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or cuda:N."),
-    dtype: str = typer.Option("auto", help="auto, float32, bfloat16 or float16."),
+    target: str = TARGET,
+    draft: str = DRAFT,
+    device: str = DEVICE,
+    dtype: str = DTYPE,
     max_batch_size: int = typer.Option(32, min=1, max=4096, help="Rows decoding in one step."),
     max_length: int = typer.Option(8, min=0, max=64, help="Largest speculation length."),
     max_waiting: int = typer.Option(256, min=0, help="Requests that may wait; one more is refused at once."),
