@@ -270,6 +270,13 @@ def test_without_a_draft_lengths_are_0() -> None:
 # Joining, leaving, refusing.
 
 
+def test_a_step_that_waited_for_a_copied_prompt_does_not_teach() -> None:
+    script = Script(0)
+    engine = make_engine(chooser=script, max_batch_size=2)
+    generate(engine, request("x", PROMPT, n=2, max_tokens=6, ignore_eos=True))
+    assert [StepFlag.PREFILL in result.flags for result in script.results][:2] == [True, False]
+
+
 def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
     script = Script(0)
     engine = make_engine(chooser=script, prefill_chunk=16)

@@ -28,7 +28,7 @@ class PassPart:
 
 
 class CachedModel:
-    """Runs a model over rows of its pool: prompts through `prefill`, decoding passes through `forward`.
+    """Runs a model over rows of its pool: decoding passes through `forward`, and prompts along with them.
 
     max_context_length: positions beyond it are clamped, since models with learned positions have no others; whatever
     is computed there is thrown away by the caller.

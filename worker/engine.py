@@ -181,14 +181,14 @@ class Engine:
         self._adjust_threads()
         self._take_in()
         self._admit()
-        self._copy_prompts()
+        copied = self._copy_prompts()
         chunks = self.runner.plan_prompts()
         batch = self.scheduler.decoding
         if not batch:
             self._feed(chunks)
             return None
         try:
-            return self._decode(batch, started, chunks)
+            return self._decode(batch, started, chunks, prefilled=copied or bool(chunks))
         except Exception:
             log.exception("a step of %d rows failed; their requests end", len(batch))
             self._end(batch)
@@ -200,15 +200,18 @@ class Engine:
             torch.set_num_threads(wanted)
             self.num_threads = wanted
 
-    def _copy_prompts(self) -> None:
-        """Start the sequences that share their prompt with one that has fed it."""
+    def _copy_prompts(self) -> bool:
+        """Start the sequences that share their prompt with one that has fed it; whether there were any."""
+        copied = False
         while (sequence := self.scheduler.next_prefill()) is not None:
             try:
                 if not self.runner.copy_prompt(sequence):
-                    return
+                    break
+                copied = True
             except Exception:
                 log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
                 self._end([sequence])
+        return copied
 
     def _feed(self, chunks: list[PromptChunk]) -> None:
         """Feed prompts without decoding: together, or one by one if that fails."""
@@ -239,7 +242,7 @@ class Engine:
                 log.exception("the first token of a request failed; it ends")
                 self._end([chunk.sequence])
 
-    def _decode(self, batch: list[Sequence], started: float, chunks: list[PromptChunk]) -> StepResult:
+    def _decode(self, batch: list[Sequence], started: float, chunks: list[PromptChunk], prefilled: bool) -> StepResult:
         num_held = sum(len(sequence.tokens) for sequence in batch)
         choice = self._chooser.choice_for(len(batch))
         length = min(choice.speculation_length, self.config.max_speculation_length)
@@ -257,7 +260,7 @@ class Engine:
             latency_s=time.perf_counter() - started,
             accepted_histogram=outcome.accepted_histogram,
             mean_context_length=num_held / len(batch),
-            flags=outcome.flags | {StepFlag.PREFILL} if chunks else outcome.flags,
+            flags=outcome.flags | {StepFlag.PREFILL} if prefilled else outcome.flags,
         )
         self._chooser.report(choice, result)
         return result

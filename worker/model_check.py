@@ -176,11 +176,10 @@ def _ragged_logits(cached: CachedModel, ids: list[list[int]]) -> torch.Tensor:
     """
     prompts = [tokens[:-NUM_TAIL] for tokens in ids]
     halves = [len(prompt) // 2 for prompt in prompts]
-    for row, (prompt, half) in enumerate(zip(prompts, halves, strict=True)):
+    for row, half in enumerate(halves):
         if half:
-            cached.prefill(row, prompt[:half], 0)
-    rest = enumerate(zip(prompts, halves, strict=True))
-    cached.plain_forward_parts([cached.prompt_part(row, prompt[half:], half) for row, (prompt, half) in rest])
+            cached.prefill(row, prompts[row][:half], 0)
+    cached.plain_forward_parts([cached.prompt_part(row, prompts[row][half:], half) for row, half in enumerate(halves)])
     for row, tokens in enumerate(ids):
         cached.prefill(row, tokens[:1], len(prompts[row]))
     starts = torch.tensor([len(row) - NUM_TAIL for row in ids], device=cached.pool.device)

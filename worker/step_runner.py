@@ -103,13 +103,6 @@ class StepRunner:
             sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
         self._first_token(sequence, logits)
 
-    def copy_prompt(self, sequence: Sequence) -> bool:
-        """Start the next sequence with what another one of its request has fed, if there is one."""
-        logits = self._copy_prompt(sequence)
-        if logits is not None:
-            self._first_token(sequence, logits)
-        return logits is not None
-
     def _prompt_parts(self, model: CachedModel, chunks: Rows[PromptChunk]) -> list[PassPart]:
         return [model.prompt_part(chunk.row, chunk.ids, chunk.start) for chunk in chunks]
 
@@ -135,21 +128,22 @@ class StepRunner:
             chunk.sequence.target_length += len(chunk.ids)
             self.target.pool.note_written(chunk.row, chunk.sequence.target_length)
 
-    def _copy_prompt(self, sequence: Sequence) -> torch.Tensor | None:
-        """Take keys and values from a sequence of the same request, if one holds them; returns the logits they led to."""
+    def copy_prompt(self, sequence: Sequence) -> bool:
+        """Start the next sequence with the keys, values and logits of another one of its request, if one holds them."""
         if sequence.shared is None or sequence.shared.logits is None:
-            return None
+            return False
         length, rows = sequence.num_prompt_tokens, self._scheduler.rows[: self._scheduler.num_decoding]
         source = next((row for row, other in enumerate(rows) if other.shared is sequence.shared), None)
         if source is None:
-            return None  # Those that held them have ended.
+            return False  # Those that held them have ended.
         row = self._scheduler.num_decoding
         self.target.pool.copy(source, row, length)
         sequence.target_length = length
         if self.draft is not None and rows[source].draft_length >= length:
             self.draft.pool.copy(source, row, length)
             sequence.draft_length = length
-        return sequence.shared.logits
+        self._first_token(sequence, sequence.shared.logits)
+        return True
 
     def _first_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
         """Choose the token that follows the prompt."""
