@@ -162,14 +162,28 @@ def attend_rows(
     Of a packed pass rows is 1 and queries all of its tokens.
     """
     index: int = module.layer_idx  # type: ignore[assignment]
+    return attend(index, row_attention, query, key, value, scaling, sliding_window, softcap), None
+
+
+def attend(
+    layer_index: int,
+    row_attention: RowAttention | PackedAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As attend_rows, for a layer by its place. window: tokens seen, itself included."""
     if isinstance(row_attention, RowAttention):
-        return _attend(index, row_attention, query, key, value, scaling, sliding_window, softcap), None
+        return _attend(layer_index, row_attention, query, key, value, scaling, window, softcap)
     queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
     outputs = [
-        _attend(index, part, q, k, v, scaling, sliding_window, softcap)
+        _attend(layer_index, part, q, k, v, scaling, window, softcap)
         for part, q, k, v in zip(row_attention.parts, queries, keys, values, strict=True)
     ]
-    return row_attention.join(outputs), None
+    return row_attention.join(outputs)
 
 
 def _attend(

@@ -18,4 +18,5 @@ class EngineConfig:
     seed: int | None = None  # of requests that bring none; None: drawn at random
     check_models: bool = True  # compare each model with its plain forward before serving
     max_recordings: int = 256  # passes recorded as CUDA graphs on a GPU, the least used goes first; 0: none are
+    rewrite_models: bool = True  # run Llama-style models in fewer operators than transformers does
     pack_weights: bool = True  # on a CPU, a second copy of the weights in its kernels' own layout, if memory allows

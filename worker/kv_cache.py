@@ -31,10 +31,11 @@ MAP_NORESERVE = 0x4000  # Linux; the mmap module names it only from Python 3.13 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Heads of keys and values of one layer, and elements per head."""
+    """Heads of keys and values of one layer, and elements per head. window: tokens that a query sees, None for all."""
 
     kv_heads: int
     head_dim: int
+    window: int | None = None
 
     @property
     def elements_per_token(self) -> int:

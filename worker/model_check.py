@@ -83,7 +83,10 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     finally:
         install(model)
     _check_calls(recorder, config, name)
-    return [LayerShape(call.key_shape[1], call.key_shape[3]) for _, call in sorted(recorder.calls.items())]
+    return [
+        LayerShape(call.key_shape[1], call.key_shape[3], call.sliding_window)
+        for _, call in sorted(recorder.calls.items())
+    ]
 
 
 def _check_config(config: Any, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from worker.cached_model import CachedModel
 from worker.captured_model import CapturedModel, GraphRecorder, Recorder
 from worker.engine_config import EngineConfig
 from worker.kv_cache import KVPool, LayerShape, free_memory
+from worker.llama import rewrite
 from worker.model_check import check_model, inspect_layers
 from worker.models import ModelError, ModelPair
 from worker.packed_linear import num_packed_bytes, pack_linears, private_copy
@@ -48,28 +50,49 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     named = [(pair.target, pair.target_name)]
     if pair.draft is not None and config.max_speculation_length:
         named.append((pair.draft, pair.draft_name))
-    ours = [private_copy(model) for model, _ in named]
-    layers = [inspect_layers(model, name) for model, (_, name) in zip(ours, named, strict=True)]
-    for model in ours:
-        if config.pack_weights and num_packed_bytes(model) < free_memory(pair.device) // 4:
-            pack_linears(model)
+    copies = [private_copy(model) for model, _ in named]
+    layers = [inspect_layers(model, name) for model, (_, name) in zip(copies, named, strict=True)]
     bytes_per_token = sum(shape.elements_per_token for shapes in layers for shape in shapes) * pair.dtype.itemsize
     num_rows, context = _rows_and_context(pair, config, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
     rows_tokens = num_rows * (context + config.max_speculation_length)
-    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, rows_tokens)
+    pools = [_make_pool(shapes, config, context, pair) for shapes in layers]
     cached = [
-        CachedModel(model, _make_pool(shapes, config, context, pair), context)
-        for model, shapes in zip(ours, layers, strict=True)
+        _make_ready(copy, pool, context, config, model, name)
+        for copy, pool, (model, name) in zip(copies, pools, named, strict=True)
     ]
-    if config.check_models:
-        for one, (model, name) in zip(cached, named, strict=True):
-            check_model(one, model, name)
+    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, rows_tokens)
     if recorder is None and pair.device.type == "cuda" and config.max_recordings:
         recorder = GraphRecorder(pair.device)
     if recorder is not None:
         cached = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
     return PreparedPair(cached[0], cached[1] if len(cached) == 2 else None, num_rows, context, kv_tokens)
+
+
+def _make_ready(
+    model: Any, pool: KVPool, context: int, config: EngineConfig, plain_model: Any, name: str
+) -> CachedModel:
+    """The model as the engine runs it, found to compute what plain_model computes. Raises ModelError."""
+    rewritten = rewrite(model, pool.shapes, context) if config.rewrite_models else None
+    if rewritten is not None:
+        cached = CachedModel(_pack(rewritten, config), pool, context)
+        try:
+            if config.check_models:
+                check_model(cached, plain_model, name)
+            return cached
+        except ModelError as error:
+            log.warning("%s; it runs in transformers' own operators, which is slower", error)
+    cached = CachedModel(_pack(model, config), pool, context)
+    if config.check_models:
+        check_model(cached, plain_model, name)
+    return cached
+
+
+def _pack(model: Any, config: EngineConfig) -> Any:
+    """The model with its weights laid out for a CPU, where memory allows."""
+    if config.pack_weights and num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
+        pack_linears(model)
+    return model
 
 
 def _make_pool(shapes: Sequence[LayerShape], config: EngineConfig, context: int, pair: ModelPair) -> KVPool:
