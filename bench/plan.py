@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from speclen.v1 import control_pb2 as pb
+
 from bench.fleet import Contender, Fleet, WorkerSettings, parse_contenders
 from bench.load import Prompt
 from bench.prompts import PromptDrawer
@@ -19,6 +21,7 @@ from bench.survey import Survey, capacity_cells, exhaustive_cells, load_survey, 
 from bench.track_file import load_track
 from bench.tracks import SCENARIOS, scenario_of
 from cli.errors import UserError
+from worker.profile_file import foreign_parts
 
 # Nothing of a policy's is running while a survey measures: every request names its own length.
 SURVEYOR = Contender("survey", "none", local=True)
@@ -71,8 +74,21 @@ def prepare(plan: Plan) -> Prepared:
     """Check the plan, then measure what is not known yet. Raises ValueError or UserError with one sentence."""
     plan.contenders(Path())
     kind, scenario = first_kind(plan), None if plan.replays else scenario_of(plan.track)
-    if scenario is not None and scenario.foreign_profile and plan.profile is None:
+    if scenario is None or not scenario.foreign_profile:
+        return survey(plan, kind)
+    if plan.profile is None:
         raise UserError(f"track {plan.track} needs --profile FILE, measured on another machine")
+    prepared = survey(plan, kind)
+    if not foreign_parts(plan.profile, pb.ContextKey(**prepared.context)):
+        raise UserError(
+            f"track {plan.track} needs another machine's profile, but {plan.profile} was measured on this one, with the "
+            "same models, dtype and threads"
+        )
+    return prepared
+
+
+def survey(plan: Plan, kind: str) -> Prepared:
+    """The survey that the plan names, or a new one with prompts of that kind. Raises UserError."""
     settings = plan.settings
     limits = (settings.max_batch_size, settings.max_length)
     file = plan.survey or Path(f"speclen-survey-{settings.target.rpartition(':')[2].rpartition('/')[2]}.json")

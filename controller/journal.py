@@ -1,4 +1,4 @@
-"""Carries what was learned to the store: every 100 ms one commit per pair of models that changed.
+"""Carries what was learned to the store: several times a second one commit per pair of models that changed.
 
 A commit holds the raw reports learned from since the last one, the estimator's state that contains them and the
 high-water marks that say so; each of them is taken when the reports are learned from, on the event loop, so that after

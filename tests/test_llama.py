@@ -114,17 +114,26 @@ def test_the_engine_uses_it_unless_told_otherwise() -> None:
     assert not isinstance(make_engine(rewrite_models=False).target.model, LlamaDecoder)
 
 
-def test_a_rewritten_model_that_is_wrong_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def wrong(model: Any, *others: Any) -> Any:
-        decoder = rewrite(model, *others)
-        assert decoder is not None
-        decoder.angles.mul_(0.5)
-        return decoder
+def halved_angles(model: Any, *others: Any) -> Any:
+    decoder = rewrite(model, *others)
+    assert decoder is not None
+    decoder.angles.mul_(0.5)
+    return decoder
 
+
+def no_longer_there(model: Any, *others: Any) -> Any:
+    raise AttributeError("'LlamaAttention' object has no attribute 'scaling'")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [(halved_angles, "gives other logits"), (no_longer_there, "no attribute 'scaling'")]
+)
+def test_a_rewritten_model_that_is_wrong_is_replaced(
+    wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(worker.preparation, "rewrite", wrong)
     pair = make_pair("llama")
     prepared = prepare(pair, EngineConfig(max_batch_size=2))
     assert type(prepared.target.model) is type(pair.target)
-    assert "it runs in transformers' own operators, which is slower" in caplog.text
+    assert "llama runs in transformers' own operators, which is slower" in caplog.text
+    assert reason in caplog.text

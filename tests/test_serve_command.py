@@ -109,6 +109,15 @@ def test_bad_input_is_one_sentence(arguments, words):
     assert "\n" not in str(found)
 
 
+def test_a_wrong_profile_must_be_from_elsewhere(survey, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"context": {"device": "cpu", "dtype": "float32"}}))
+    arguments = ["--track", "wrong-profile", "--survey", str(survey), "--profile", str(profile)]
+    found = CliRunner().invoke(app, ["serve", "--compare", "adaptive,profile", *arguments]).exception
+    assert isinstance(found, UserError)
+    assert f"{profile} was measured on this one" in str(found)
+
+
 def test_the_overview_of_benchmarks_needs_no_model_library():
     code = (
         "import sys, typer; from cli.bench import app; group = typer.main.get_command(app)\n"

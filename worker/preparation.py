@@ -73,19 +73,21 @@ def _make_ready(
     model: Any, pool: KVPool, context: int, config: EngineConfig, plain_model: Any, name: str
 ) -> CachedModel:
     """The model as the engine runs it, found to compute what plain_model computes. Raises ModelError."""
-    rewritten = rewrite(model, pool.shapes, context) if config.rewrite_models else None
-    if rewritten is not None:
-        cached = CachedModel(_pack(rewritten, config), pool, context)
+
+    def checked(one: Any) -> CachedModel:
+        cached = CachedModel(_pack(one, config), pool, context)
+        if config.check_models:
+            check_model(cached, plain_model, name)
+        return cached
+
+    if config.rewrite_models:
         try:
-            if config.check_models:
-                check_model(cached, plain_model, name)
-            return cached
-        except ModelError as error:
-            log.warning("%s; it runs in transformers' own operators, which is slower", error)
-    cached = CachedModel(_pack(model, config), pool, context)
-    if config.check_models:
-        check_model(cached, plain_model, name)
-    return cached
+            rewritten = rewrite(model, pool.shapes, context)
+            if rewritten is not None:
+                return checked(rewritten)
+        except Exception as error:  # Whatever a version of transformers has changed, its own operators still do.
+            log.warning("%s runs in transformers' own operators, which is slower: %s", name, error)
+    return checked(model)
 
 
 def _pack(model: Any, config: EngineConfig) -> Any:

@@ -41,7 +41,7 @@ def plan_lengths(rows: Rows[Sequence], chosen_length: int, max_context_length: i
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """The next tokens of a prompt, ids, whose first has the place `start` in the sequence; row: of the pools."""
+    """The next tokens to feed of a sequence, ids, whose first has the place `start` in it; row: of the pools."""
 
     sequence: Sequence
     row: int

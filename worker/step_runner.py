@@ -110,11 +110,14 @@ class StepRunner:
         """Feed prompts to the draft as well, where it will be asked for tokens next."""
         if self.draft is None:
             return
-        fed = [chunk for chunk in chunks if self._draft_goes_along(chunk)]
-        if not fed:
+        self._feed_chunks_to_draft([chunk for chunk in chunks if self._draft_goes_along(chunk)])
+
+    def _feed_chunks_to_draft(self, chunks: Rows[PromptChunk]) -> None:
+        if not chunks:
             return
-        self.draft.plain_forward_parts(self._prompt_parts(self.draft, fed))
-        for chunk in fed:
+        assert self.draft is not None
+        self.draft.plain_forward_parts(self._prompt_parts(self.draft, chunks))
+        for chunk in chunks:
             chunk.sequence.draft_length += len(chunk.ids)
             self.draft.pool.note_written(chunk.row, chunk.sequence.draft_length)
 
@@ -236,14 +239,23 @@ class StepRunner:
             return 1 + behind, False
         if behind < CATCH_UP_WIDTH and min(len(s.tokens) for s in batch) > behind:
             return 1 + behind, True
-        for row, sequence in enumerate(drafting):
-            self._feed(self.draft, row, sequence.tokens[:-1], sequence.draft_length)
-            sequence.draft_length = len(sequence.tokens) - 1
+        self._feed_missing(drafting)
         return 1, True
 
-    def _feed(self, model: CachedModel, row: int, tokens: list[int], start: int) -> None:
-        for at in range(start, len(tokens), self._prefill_chunk):
-            model.prefill(row, tokens[at : at + self._prefill_chunk], at)
+    def _feed_missing(self, drafting: list[Sequence]) -> None:
+        """Give the draft all that it lacks but the pending tokens, at most `prefill_chunk` tokens in a pass."""
+        chunks: list[PromptChunk] = []
+        room = self._prefill_chunk
+        for row, sequence in enumerate(drafting):
+            at, end = sequence.draft_length, len(sequence.tokens) - 1
+            while at < end:
+                chunks.append(PromptChunk(sequence, row, at, sequence.tokens[at : min(end, at + room)]))
+                at += len(chunks[-1].ids)
+                room -= len(chunks[-1].ids)
+                if not room:
+                    self._feed_chunks_to_draft(chunks)
+                    chunks, room = [], self._prefill_chunk
+        self._feed_chunks_to_draft(chunks)
 
     def _commit(self, batch: list[Sequence], result: StepTokens, lengths: StepLengths) -> list[int]:
         """Hand out the new tokens and move the rows' lengths on; returns how many drafted ones each row got.
