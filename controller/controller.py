@@ -258,6 +258,11 @@ class Controller:
                 return probe
         return None
 
+    def probe_goes_on(self, key: ContextKey, batch_size: int) -> bool:
+        """Whether the last probe of this batch size is only complete with another one right after it."""
+        policy = self._contexts[key].policy
+        return isinstance(policy, AdaptivePolicy) and bool(policy.to_follow[self.bucket_index(key, batch_size)])
+
     def learned_rows(self, key: ContextKey) -> list[LearnedRow]:
         """Every bucket and length with what is believed and on how much evidence; empty while nothing is known.
 

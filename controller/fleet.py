@@ -204,6 +204,16 @@ class Fleet:
         """Have expected times computed anew; lengths never need it. To be called about once a second."""
         self._tables.clear()
 
+    def take_probes(self, worker: Worker, batch_size: int) -> list[Probe]:
+        """Exploratory lengths for the next steps of this worker, mostly none, at most two: see the policy's length 0."""
+        probe = self.take_probe(worker, batch_size)
+        if probe is None:
+            return []
+        second = None
+        if self.estimator.probe_goes_on(worker.context.key, batch_size):
+            second = self.take_probe(worker, batch_size)
+        return [probe] if second is None else [probe, second]
+
     def take_probe(self, worker: Worker, batch_size: int) -> Probe | None:
         """An exploratory length for one step of this worker, mostly none."""
         key = worker.context.key

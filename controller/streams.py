@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,8 +119,8 @@ class Stream:
             if self.worker is None:
                 self._introduce(request)
             async with self.hub.turn():
-                probe = self._take(request)
-            await self._send(probe)
+                probes = self._take(request)
+            await self._send(probes)
             await self.hub.fleet.journal.wait_for_room()
         await self._wait_until_durable()
 
@@ -131,8 +131,8 @@ class Stream:
         self.epoch = self.worker.epoch
         self.hub.name(self)
 
-    def _take(self, request: pb.StreamReportsRequest) -> pb.Probe | None:
-        """Take the reports of a message; a probe comes back if it is this worker's turn."""
+    def _take(self, request: pb.StreamReportsRequest) -> list[pb.Probe]:
+        """Take the reports of a message; probes come back if it is this worker's turn."""
         worker, reports = self.worker, request.reports
         assert worker is not None
         if worker.epoch != self.epoch:
@@ -144,10 +144,10 @@ class Stream:
             self._num_refused += len(refusals)
             self._last_refusal = str(refusals[-1])
         if not reports:
-            return None
+            return []
         self.hub.fleet.learn_if_many(worker)
-        probe = self.hub.fleet.take_probe(worker, reports[-1].batch_size)
-        return None if probe is None else probe_message(probe, self.hub.settings.probe_valid_s)
+        probes = self.hub.fleet.take_probes(worker, reports[-1].batch_size)
+        return [probe_message(probe, self.hub.settings.probe_valid_s) for probe in probes]
 
     async def _push(self) -> None:
         """Send a new table or durable_seq when no answer will bring it soon."""
@@ -155,7 +155,7 @@ class Stream:
             await self.news.wait()
             self.news.clear()
             if self.has_news():
-                await self._send(None)
+                await self._send()
 
     def has_news(self) -> bool:
         """Whether the worker does not know the table or durable_seq of now."""
@@ -176,14 +176,13 @@ class Stream:
         """Send durable_seq if it has moved."""
         worker = self.worker
         if worker is not None and worker.epoch == self.epoch and worker.durable_seq != self._sent_durable_seq:
-            await self._send(None)
+            await self._send()
 
-    async def _send(self, probe: pb.Probe | None) -> None:
+    async def _send(self, probes: Sequence[pb.Probe] = ()) -> None:
         """Send the state of this moment; one message at a time."""
         async with self._lock:
             response = self._response()
-            if probe is not None:
-                response.probes.append(probe)
+            response.probes.extend(probes)
             self.writing_since = time.monotonic()
             await self.call.write(response)
             self.writing_since = None

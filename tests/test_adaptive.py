@@ -139,6 +139,29 @@ def test_leaving_zero_must_pay_for_catching_up():
     assert policy.pull(2) == 1
 
 
+@pytest.mark.parametrize("batch", [4, 8, 16])
+def test_times_that_are_wrongly_believed_to_be_long_do_not_keep_drafting_off(batch):
+    """A profile in which every draft takes six times as long; the first step after length 0 teaches no time."""
+    steps = Steps(3)
+    controller = controller_for(steps, factor=6.0)
+    previous, played = 0, []
+    for _ in range(250):
+        group = []
+        for _ in range(4):
+            probe = controller.take_probe(KEY, batch)
+            length = probe.speculation_length if probe else controller.length_for(KEY, batch)
+            step = steps.step(batch, length)
+            if previous == 0 and length > 0:
+                step = step._replace(latency_s=step.latency_s + 0.02, teaches_latency=False)
+            group.append(step)
+            played.append(length)
+            previous = length
+        controller.observe(KEY, group)
+    assert played[:8].count(0) >= 4, "the profile must have been believed"
+    assert 0 not in played[500:]
+    assert steps.goodput(batch, played[-1]) >= 0.98 * steps.goodput(batch, steps.best(batch))
+
+
 LIES = {
     "long lengths are cheap": lambda length, rng: 0.85**length,
     "drafting is dear": lambda length, rng: 1.0 if length == 0 else 1.8,

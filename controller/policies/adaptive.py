@@ -5,7 +5,8 @@ margin, and for long enough that waiting has cost a given part of a step, so tha
 latency learn about all lengths from any of them, so exploring is rarely needed, and never free: each bucket earns a
 small share of the time it spends, and a probe is handed out only when its expected loss has been earned before. So the
 expected time spent on exploring is at most that share of all time, plus a few steps per bucket. Length 0 shows nothing
-of acceptance, so there the share is larger and starts filled.
+of acceptance, so there the share is larger and starts filled; and since the draft has to catch up in the first step
+after it, whose time therefore says nothing, a second step follows at once.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class AdaptivePolicy:
         self.filled = np.zeros(len(model.buckets), dtype=bool)  # whether length 0 got its starting credit
         self.started = False  # whether buckets got their starting credit
         self.repeats_left = np.zeros(len(model.buckets), dtype=np.int64)
+        self.to_follow = np.zeros(len(model.buckets), dtype=bool)  # whether a probe at length 0 awaits its second step
         self.probe_seconds = 0.0  # expected loss of all probes so far
         self.decide()
 
@@ -84,6 +86,7 @@ class AdaptivePolicy:
         self.credit = np.append(self.credit, np.zeros(more))
         self.filled = np.append(self.filled, np.zeros(more, dtype=bool))
         self.repeats_left = np.append(self.repeats_left, np.zeros(more, dtype=np.int64))
+        self.to_follow = np.append(self.to_follow, np.zeros(more, dtype=bool))
         self.decide()
 
     def pull(self, bucket: int) -> int:
@@ -176,7 +179,7 @@ class AdaptivePolicy:
         if longest < 1:
             return None
         if self.choice[bucket] == 0:
-            return self._probe_at_zero(bucket)
+            return self._probe_at_zero(bucket, longest)
         return self._probe_optimist(bucket, longest)
 
     def _probe_optimist(self, bucket: int, longest: int) -> int | None:
@@ -202,16 +205,28 @@ class AdaptivePolicy:
         self._charge(bucket, cost)
         return candidate
 
-    def _probe_at_zero(self, bucket: int) -> int | None:
-        """One draft token, to see whether drafting would pay again."""
+    def _probe_at_zero(self, bucket: int, longest: int) -> int | None:
+        """One draft token, to see whether drafting would pay again, and then the length that is thought to cost least.
+
+        In the first of the two steps the draft catches up, so it teaches acceptance alone. Without the second one, times
+        that are wrongly believed to be long would keep drafting off for ever.
+        """
+        second = 1 + int(self.loss[bucket, 1 : longest + 1].argmin())
+        if self.to_follow[bucket]:
+            self.to_follow[bucket] = False
+            return second
         credit = float(self.credit[bucket])
-        cost = float(self.loss[bucket, 1]) + self.model.resume_s
-        cost = max(cost, self.config.least_charge * float(self.seconds_chosen[bucket]))
+        least = self.config.least_charge * float(self.seconds_chosen[bucket])
+        cost = max(float(self.loss[bucket, 1]) + self.model.resume_s, least)
         rising = self.model.acceptance.cusum_up >= self.config.rising and self.repeats_left[bucket] > 0
         if cost > credit and not rising:
             return None
         if cost > credit:
             self.repeats_left[bucket] -= 1
+        else:
+            # Both are charged now. What that overdraws is earned back before the next.
+            self.to_follow[bucket] = True
+            cost += max(float(self.loss[bucket, second]), least)
         self._charge(bucket, cost)
         return 1
 
@@ -229,6 +244,7 @@ class AdaptivePolicy:
             "filled": self.filled.tolist(),
             "started": self.started,
             "repeats_left": self.repeats_left.tolist(),
+            "to_follow": self.to_follow.tolist(),
             "probe_seconds": self.probe_seconds,
         }
 
@@ -241,6 +257,7 @@ class AdaptivePolicy:
         self.filled = np.array(state["filled"], dtype=bool)
         self.started = bool(state["started"])
         self.repeats_left = np.array(state["repeats_left"], dtype=np.int64)
+        self.to_follow = np.array(state.get("to_follow", [False] * len(self.choice)), dtype=bool)
         self.probe_seconds = float(state["probe_seconds"])
         if self.decided:
             self._assess()
