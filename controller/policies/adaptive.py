@@ -49,6 +49,8 @@ class AdaptiveConfig:
     optimism: float = 1.5
     # Least that a probe is charged, in steps: estimates that say "free" are estimates.
     least_charge: float = 0.02
+    # A probe at length 0 takes a second step unless the step time is known this well (log-sd, relative to length 0).
+    known_sd: float = 0.06
     # Acceptance rising this far in the detector at length 0 lets probes follow at once, at most so many.
     rising: float = 1.0
     repeats: int = 12
@@ -209,7 +211,7 @@ class AdaptivePolicy:
         """One draft token, to see whether drafting would pay again, and then the length that is thought to cost least.
 
         In the first of the two steps the draft catches up, so it teaches acceptance alone. Without the second one, times
-        that are wrongly believed to be long would keep drafting off for ever.
+        that are wrongly believed to be long would keep drafting off for ever. Times that are known need none.
         """
         second = 1 + int(self.loss[bucket, 1 : longest + 1].argmin())
         if self.to_follow[bucket]:
@@ -223,7 +225,7 @@ class AdaptivePolicy:
             return None
         if cost > credit:
             self.repeats_left[bucket] -= 1
-        else:
+        elif self.model.latency.log_variance(bucket, against=0)[second] > self.config.known_sd**2:
             # Both are charged now. What that overdraws is earned back before the next.
             self.to_follow[bucket] = True
             cost += max(float(self.loss[bucket, second]), least)
