@@ -12,7 +12,6 @@ import numpy as np
 
 from bench.scenarios import Scenario
 from bench.simulator import MAX_LENGTH, Player, World
-from bench.traffic import MEAN_NEW_TOKENS
 from controller.arrays import FloatArray
 from controller.core import StepObservation
 
@@ -72,10 +71,10 @@ class ClosedLoop:
         while clock < self.duration_s:
             if clock >= until:
                 until += PHASE_S
-                rate = float(rng.choice(LOADS)) * capacity / MEAN_NEW_TOKENS
+                rate = float(rng.choice(LOADS)) * capacity / self.scenario.mean_new_tokens
                 shape = 1.0 / float(rng.choice([0.5, 1.0, 2.0, 4.0])) ** 2
             clock += rng.gamma(shape, 1.0 / (shape * rate))
-            count = 1 + int(rng.exponential(MEAN_NEW_TOKENS))
+            count = 1 + int(rng.exponential(self.scenario.mean_new_tokens))
             kind = int(rng.random() < self.world.requests.hard_share)
             requests.append(Request(clock, count, kind, rng.random(count + MAX_LENGTH + 1)))
         return requests

@@ -52,6 +52,12 @@ class Scenario:
     context_growth: bool = False
     closed_loop: bool = False
     buckets: str = "each"
+    device: str = "accelerator"  # "cpu": no knee to speak of, large bumps; see bench/world.py
+    run_share: float = 1.0  # of the steps asked for
+    phase_steps: int = 750  # arrivals change their rate and burstiness this often
+    mean_new_tokens: float = 96.0
+    # Some steps say nothing about time: those that feed a prompt, the first after length 0, the first of their shape.
+    engine_flags: bool = False
 
 
 def _drop(factor: float) -> tuple[Phase, ...]:
@@ -64,6 +70,17 @@ def _slow_draft(factor: float) -> tuple[Phase, ...]:
 
 _THROTTLED = (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.throttled(2.0)), Phase(2 / 3))
 _BUSY = (0.6, 0.8, 0.95)
+
+
+def _first_minute(name: str, title: str, profile: str) -> Scenario:
+    """What a worker on two cores goes through in its first minute, in about 1000 steps."""
+    return Scenario(
+        *(name, title, (Phase(0.0),), profile),
+        **{"loads": (0.05, 0.15, 0.5, 0.9), "max_batch": 16, "noise": 0.1, "slow_share": 0.005, "neighbour": 1.4},
+        **{"bump": 0.06, "stale_steps": 8, "buckets": "doubling", "device": "cpu", "run_share": 1 / 12},
+        **{"phase_steps": 100, "mean_new_tokens": 64.0, "engine_flags": True},
+    )
+
 
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
@@ -97,6 +114,9 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("closed", "closed loop, acceptance halves and returns", phases=_drop(0.5), closed_loop=True),
         Scenario("coarse", "8 workers that report 50 steps at once", num_workers=8, stale_steps=50),
         Scenario("doubling", "stationary, buckets 1, 2, 3-4, 5-8, ...", buckets="doubling"),
+        _first_minute("first-minute", "a CPU's first 1000 steps", "own"),
+        _first_minute("first-minute-cold", "the same, no profile", "none"),
+        _first_minute("first-minute-other", "the same, profile of another device", "other"),
     )
 }
 

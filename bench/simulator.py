@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.scenarios import Scenario, hard_share_at
 from bench.traffic import Traffic, traffic
-from bench.world import NUM_CLASSES, Machine, random_machine, random_requests
+from bench.world import NUM_CLASSES, Machine, random_cpu, random_machine, random_requests
 from controller.acceptance import band_of
 from controller.arrays import FloatArray
 from controller.buckets import EACH, buckets_for
@@ -24,6 +24,8 @@ MAX_LENGTH = 8
 PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAUSE_S = (0.1, 0.4)
 SLOW_FACTOR = (5.0, 20.0)
+OTHER_BUMP = 0.03  # of the device that a foreign profile was measured on
+FIRST_USE_FACTOR = 1.25  # of a step whose shape the engine meets for the first time
 # Mean lengths of a neighbour's bursts and of the quiet between them, in steps: what a shared core shows.
 NEIGHBOUR_STEPS, NEIGHBOUR_AWAY_STEPS = 50.0, 100.0
 
@@ -58,6 +60,7 @@ class Course:
     factor: FloatArray
     pause: FloatArray
     regime: np.ndarray
+    joined: np.ndarray  # whether a request has just come, whose prompt is fed along
     bucket: np.ndarray | None = None  # bucket of each step, where a bucket holds several batch sizes
 
     def best(self) -> np.ndarray:
@@ -80,6 +83,27 @@ class Course:
         steps, lengths = np.arange(len(self.batch)), self.best()
         rate: FloatArray = self.seconds[steps, lengths] / self.tokens_now[steps, lengths]
         return rate
+
+
+class Engine:
+    """Which steps of a worker take longer for a reason of their own, and are flagged for it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.used: set[tuple[int, int]] = set()
+        self.last_length = -1
+
+    def flagged(self, report: StepObservation, joined: bool) -> tuple[StepObservation, float]:
+        """The report as a worker sends it, and by how many seconds the choice of its length made the step longer."""
+        batch, length = report.batch_size, report.speculation_length
+        catches_up, first_use = self.last_length == 0 < length, (batch, length) not in self.used
+        self.last_length = length
+        self.used.add((batch, length))
+        extra_s = (FIRST_USE_FACTOR - 1.0) * report.latency_s if first_use else 0.0
+        if catches_up:
+            extra_s += self.machine.draft_s + self.machine.draft_row_s * batch
+        teaches = not (joined or catches_up or first_use)
+        return report._replace(latency_s=report.latency_s + extra_s, teaches_latency=teaches), extra_s
 
 
 @dataclass(frozen=True)
@@ -124,12 +148,16 @@ class World:
         self.machine = self._machine()
         self.requests = random_requests(self.rng, MAX_LENGTH)
         self.profile = self._profile()
-        steps = num_steps // scenario.num_workers
+        steps = int(num_steps * scenario.run_share) // scenario.num_workers
         self.courses = [self._course(steps) for _ in range(scenario.num_workers)]
+
+    def _draw_machine(self, bump: float) -> Machine:
+        draw = random_cpu if self.scenario.device == "cpu" else random_machine
+        return draw(self.rng, self.scenario.max_batch, MAX_LENGTH, bump)
 
     def _machine(self) -> Machine:
         scenario = self.scenario
-        machine = random_machine(self.rng, scenario.max_batch, MAX_LENGTH, scenario.bump)
+        machine = self._draw_machine(scenario.bump)
         values = dict(vars(machine))
         if scenario.cliff:
             values |= {"cliff_at": self.rng.uniform(30.0, 110.0), "cliff_factor": self.rng.uniform(1.2, 1.5)}
@@ -144,7 +172,7 @@ class World:
             return None
         machine = self.machine
         if scenario.profile == "other":
-            machine = random_machine(self.rng, scenario.max_batch, MAX_LENGTH)
+            machine = self._draw_machine(OTHER_BUMP)
             scale = self.rng.uniform(0.3, 3.0)
             machine = Machine(**(vars(machine) | {"draft_s": machine.draft_s * self.rng.choice([0.3, 3.0])}))
             seconds = machine.seconds() * scale
@@ -191,7 +219,8 @@ class World:
             seconds *= np.where(neighbour_at_work(rng, num_steps), scenario.neighbour, 1.0)[:, None]
         seconds, factor, pause = self._noise(seconds)
         return Course(
-            batch, visits.context, seconds, tokens, tokens_now, runs, factor, pause, regime, self._buckets(batch)
+            *(batch, visits.context, seconds, tokens, tokens_now, runs, factor, pause, regime, visits.joined),
+            self._buckets(batch),
         )
 
     def _buckets(self, batch: np.ndarray) -> np.ndarray | None:
@@ -239,16 +268,20 @@ class World:
         """
         waiting: list[list[StepObservation]] = [[] for _ in self.courses]
         rate = [course.best_rate() for course in self.courses]
+        engines = [Engine(self.machine) for _ in self.courses]
         under_way: deque[tuple[int, int, list[StepObservation]]] = deque()
         lengths, seconds, work, regime = [], [], [], []
         for step in range(len(self.courses[0].batch)):
             for worker, course in enumerate(self.courses):
                 length = player.pull(int(course.batch[step]))
                 lengths.append(length)
-                seconds.append(course.seconds[step, length])
+                report, extra_s = observe(course, step, length), 0.0
+                if self.scenario.engine_flags:
+                    report, extra_s = engines[worker].flagged(report, bool(course.joined[step]))
+                seconds.append(course.seconds[step, length] + extra_s)
                 work.append(course.tokens_now[step, length] * rate[worker][step])
                 regime.append(course.regime[step])
-                waiting[worker].append(observe(course, step, length))
+                waiting[worker].append(report)
                 if len(waiting[worker]) >= self.scenario.stale_steps:
                     under_way.append((len(lengths) + self.scenario.delay_steps, worker, waiting[worker]))
                     waiting[worker] = []

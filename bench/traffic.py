@@ -14,17 +14,16 @@ from bench.scenarios import Scenario, hard_share_at
 from bench.world import NUM_CLASSES, Requests
 from controller.arrays import FloatArray
 
-MEAN_NEW_TOKENS = 96.0
 MEAN_PROMPT = 64.0
-PHASE_STEPS = 750  # arrivals change their rate and burstiness this often
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """By step: rows of each class [steps, classes], mean tokens held per row [steps]."""
+    """By step: rows of each class [steps, classes], mean tokens held per row [steps], whether a row has just come."""
 
     rows: np.ndarray
     context: FloatArray
+    joined: np.ndarray
 
     @property
     def batch(self) -> np.ndarray:
@@ -39,7 +38,8 @@ def traffic(scenario: Scenario, requests: Requests, num_steps: int, rng: np.rand
         return _steady(scenario, requests, num_steps, rng)
     rows = np.zeros((num_steps, NUM_CLASSES), dtype=np.int64)
     context = np.zeros(num_steps)
-    mean_new = MEAN_NEW_TOKENS * (6.0 if scenario.context_growth else 1.0)
+    joined = np.zeros(num_steps, dtype=bool)
+    mean_new = scenario.mean_new_tokens * (6.0 if scenario.context_growth else 1.0)
     mean_tokens = requests.tokens(requests.hard_share)[min(3, requests.acceptance.shape[1])]
     class_pace = np.array([requests.tokens(0.0)[3], requests.tokens(1.0)[3]])
     left: list[float] = []
@@ -47,7 +47,7 @@ def traffic(scenario: Scenario, requests: Requests, num_steps: int, rng: np.rand
     hard: list[int] = []
     clock, next_arrival, rate, shape = 0.0, 0.0, 1.0, 1.0
     for step in range(num_steps):
-        if step % PHASE_STEPS == 0:
+        if step % scenario.phase_steps == 0:
             load = rng.choice(scenario.loads) * scenario.max_batch
             rate = max(load, 0.5) * mean_tokens / mean_new  # arrivals per step
             shape = 1.0 / rng.choice([0.5, 1.0, 2.0, 4.0]) ** 2
@@ -58,6 +58,7 @@ def traffic(scenario: Scenario, requests: Requests, num_steps: int, rng: np.rand
             share = requests.hard_share
             if scenario.hard_with_load:
                 share = hard_share_at(len(left) / scenario.max_batch, requests)
+            joined[step] = True
             hard.append(int(rng.random() < share))
             left.append(1.0 + rng.exponential(mean_new))
             grown = 40.0 * step / num_steps if scenario.context_growth else 0.0
@@ -70,7 +71,7 @@ def traffic(scenario: Scenario, requests: Requests, num_steps: int, rng: np.rand
         if min(left) <= 0.0:
             kept = [index for index, value in enumerate(left) if value > 0.0]
             left, held, hard = [left[i] for i in kept], [held[i] for i in kept], [hard[i] for i in kept]
-    return Traffic(rows, context)
+    return Traffic(rows, context, joined)
 
 
 def _steady(scenario: Scenario, requests: Requests, num_steps: int, rng: np.random.Generator) -> Traffic:
@@ -84,4 +85,5 @@ def _steady(scenario: Scenario, requests: Requests, num_steps: int, rng: np.rand
         present = min(present, int(batch[step]))
         present += rng.binomial(leave, requests.hard_share) - rng.hypergeometric(present, batch[step] - present, leave)
         hard[step] = present
-    return Traffic(np.stack([batch - hard, hard], axis=1), np.full(num_steps, MEAN_PROMPT * 2))
+    rows, context = np.stack([batch - hard, hard], axis=1), np.full(num_steps, MEAN_PROMPT * 2)
+    return Traffic(rows, context, np.zeros(num_steps, dtype=bool))

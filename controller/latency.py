@@ -52,7 +52,7 @@ class LatencyConfig:
     # Largest surprise of one report, in standard deviations.
     largest_z: float = 2.5
     # Random step when the detector fires: of every weight, relative to it (at least 0.3 prior sd), and of all together.
-    drift_step: float = 0.5
+    drift_step: float = 0.3
     common_drift_step: float = 0.5
     # Log-sd that a profiled cell counts with, measured here and measured elsewhere.
     profile_sd: float = 0.2

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
-# Log-sd of the speed: start, and the range it is tracked in.
-START_SD, LEAST_SD, MOST_SD = 0.05, 0.01, 0.4
+# Log-sd of the speed: start, and the range it is tracked in. The start is that of a shared machine: where the device turns
+# out to be steady little is lost, while a neighbour's first visit taken for drift would unsettle everything.
+START_SD, LEAST_SD, MOST_SD = 0.15, 0.01, 0.4
 # Relative change of that sd per group and unit of agreement between neighbouring groups.
 RATE = 0.06
 # Reports after which the speed has returned to the usual one.

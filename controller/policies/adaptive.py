@@ -49,6 +49,8 @@ class AdaptiveConfig:
     optimism: float = 1.5
     # Least that a probe is charged, in steps: estimates that say "free" are estimates.
     least_charge: float = 0.02
+    # Steps of plain decoding that are seen in a bucket without a profile; a large surprise is believed in parts.
+    least_plain_steps: int = 3
     # A probe at length 0 takes a second step unless the step time is known this well (log-sd, relative to length 0).
     known_sd: float = 0.06
     # Acceptance rising this far in the detector at length 0 lets probes follow at once, at most so many.
@@ -196,9 +198,9 @@ class AdaptivePolicy:
         hope[chosen] = hope[longest + 1 :] = -np.inf
         candidate = int(hope.argmax())
         if hope[candidate] <= 0.0:
-            # Plain decoding lies at the edge of what is measured, often before a cliff: its time is seen once at least.
+            # Plain decoding lies at the edge of what is measured, often before a cliff: it is timed a few times at least.
             latency = self.model.latency
-            if latency.num_steps[bucket, 0] or latency.profiled[bucket, 0]:
+            if latency.num_steps[bucket, 0] >= self.config.least_plain_steps or latency.profiled[bucket, 0]:
                 return None
             candidate = 0
         cost = max(float(self.loss[bucket, candidate]), least)
