@@ -75,10 +75,22 @@ _BUSY = (0.6, 0.8, 0.95)
 def _first_minute(name: str, title: str, profile: str) -> Scenario:
     """What a worker on two cores goes through in its first minute, in about 1000 steps."""
     return Scenario(
-        *(name, title, (Phase(0.0),), profile),
-        **{"loads": (0.05, 0.15, 0.5, 0.9), "max_batch": 16, "noise": 0.1, "slow_share": 0.005, "neighbour": 1.4},
-        **{"bump": 0.06, "stale_steps": 8, "buckets": "doubling", "device": "cpu", "run_share": 1 / 12},
-        **{"phase_steps": 100, "mean_new_tokens": 64.0, "engine_flags": True},
+        name,
+        title,
+        profile=profile,
+        loads=(0.05, 0.15, 0.5, 0.9),
+        max_batch=16,
+        noise=0.1,
+        slow_share=0.005,
+        neighbour=1.4,
+        bump=0.06,
+        stale_steps=8,
+        buckets="doubling",
+        device="cpu",
+        run_share=1 / 12,
+        phase_steps=100,
+        mean_new_tokens=64.0,
+        engine_flags=True,
     )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 
-# Log-sd of the speed: start, and the range it is tracked in. The start is that of a shared machine: where the device turns
-# out to be steady little is lost, while a neighbour's first visit taken for drift would unsettle everything.
-START_SD, LEAST_SD, MOST_SD = 0.15, 0.01, 0.4
-# Relative change of that sd per group and unit of agreement between neighbouring groups.
-RATE = 0.06
+# Log-sd of the speed: start, and the range it is tracked in.
+START_SD, LEAST_SD, MOST_SD = 0.05, 0.01, 0.4
+# Share of wandering at the start: that of a shared machine. Where the device turns out to be steady little is lost, while a
+# neighbour's first visit that passes for drift would unsettle everything.
+START_SHARE = 0.8
+# Relative change of the sd per group and unit of agreement between neighbouring groups.
+RATE = 0.12
 # Reports after which the speed has returned to the usual one.
 MEMORY_REPORTS = 50.0
 # Reports over which the share of wandering is averaged, so that a change does not pass for wandering at once.
@@ -27,7 +29,7 @@ class Wandering:
 
     def __init__(self) -> None:
         self.sd = START_SD
-        self.share = 0.0
+        self.share = START_SHARE
         self.last_surprise = 0.0
 
     def learn(self, surprise: float) -> None:

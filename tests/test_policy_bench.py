@@ -1,6 +1,7 @@
 """The law: the simulator scores choices by true means, and the adaptive policy is ahead where its issue says so."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from bench.closed_loop import ClosedLoop
 from bench.players import make_player
 from bench.policy import Job, play, policy, summarise
 from bench.scenarios import SCENARIOS
-from bench.simulator import World
+from bench.simulator import Engine, World
 from cli.errors import UserError
+from controller.core import StepObservation
 
 
 class Clairvoyant:
@@ -46,7 +48,7 @@ def test_reports_agree_with_the_true_means(scenario):
     """Over a run, reported times and runs have the means by which policies are scored (3% is 4 standard errors)."""
     if SCENARIOS[scenario].closed_loop:
         pytest.skip("its reports are drawn while it plays")
-    course = World(SCENARIOS[scenario], 3, 4000).courses[0]
+    course = World(replace(SCENARIOS[scenario], run_share=1.0), 3, 4000).courses[0]
     length = 3
     reported = course.seconds[:, length] * course.factor + course.pause
     assert reported.mean() == pytest.approx(course.seconds[:, length].mean(), rel=0.12)
@@ -135,3 +137,18 @@ def test_summaries_take_the_worst_seed_in_the_right_direction():
     (summary,) = summarise(outcomes)
     assert summary.worst == min(outcome.score for outcome in outcomes)
     assert summary.num_seeds == 2
+
+
+def test_steps_that_say_nothing_about_time_are_flagged_and_counted() -> None:
+    """The first step of a shape, the first one after length 0, and those that feed a prompt."""
+    world = World(SCENARIOS["first-minute"], 5)
+    assert len(world.courses[0].batch) == 1000
+    engine = Engine(world.machine)
+    report = StepObservation(2, 0, 0.02, (2,))
+    outcomes = [
+        engine.flagged(report._replace(speculation_length=length), joined)
+        for length, joined in ((0, False), (0, False), (0, True), (3, False), (3, False))
+    ]
+    assert [report.teaches_latency for report, _ in outcomes] == [False, True, False, False, True]
+    first, usual, prompt, resumed, again = (extra for _, extra in outcomes)
+    assert usual == prompt == again == 0.0 < first < resumed
