@@ -52,12 +52,27 @@ def draw_latency(axes: Any, comparison: Comparison) -> None:
 
 
 def draw_over_time(axes: Any, comparison: Comparison, field: str, label: str) -> None:
-    for contender in comparison.contenders:
+    for contender, style in styles(comparison.contenders).items():
         first = next((run for run in comparison.of(contender) if run.repeat == 0), None)
         if first is not None:
-            axes.plot(*points(first, field), label=contender, linewidth=1)
+            axes.plot(*points(first, field), label=contender, **style)
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
+
+
+def styles(contenders: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each line is drawn: the first, which it is about, in front; fixed lengths thin, darker the shorter they are."""
+    from matplotlib import colormaps
+
+    fixed = [name for name in contenders if name.startswith("fixed:")]
+    others = [name for name in contenders[1:] if name not in fixed]
+    shades, colors = colormaps["viridis"], colormaps["Set1"]
+    found: dict[str, dict[str, Any]] = {contenders[0]: {"color": "black", "linewidth": 2, "zorder": 3}}
+    for place, name in enumerate(others):
+        found[name] = {"color": colors(place % colors.N), "linewidth": 1.2}
+    for place, name in enumerate(name for name in fixed if name != contenders[0]):
+        found[name] = {"color": shades(place / max(len(fixed), 1)), "linewidth": 0.6, "linestyle": "--"}
+    return found
 
 
 def points(run: RunSummary, field: str) -> tuple[Sequence[float], Sequence[float]]:

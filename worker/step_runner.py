@@ -185,8 +185,6 @@ class StepRunner:
         histogram = [0] * (lengths.length + 1)
         for count in accepted:
             histogram[count] += 1
-        self.totals.num_steps += 1
-        self.totals.num_row_steps += len(batch)
         return StepOutcome(lengths.length, tuple(histogram), frozenset(flags), result.prompt_logits)
 
     def _step(self, batch: StepBatch, length: int, rule: TokenRule, chunks: Rows[PromptChunk]) -> StepTokens:
@@ -268,6 +266,11 @@ class StepRunner:
         wanted = [(row, s.request.sampling.logprobs) for row, s in enumerate(batch)]
         logprobs = token_logprobs(result.logits, result.tokens, [(r, k) for r, k in wanted if k is not None])
         num_drafting = self._scheduler.num_drafting if lengths.length else 0
+        caps = [lengths.cap(row) for row in range(len(batch))]
+        # Side by side and before any delivery: whoever reads them meanwhile divides one by the other.
+        self.totals.num_steps += 1
+        self.totals.num_row_steps += len(batch)
+        self.totals.num_draft_tokens += sum(caps)
         kept = []
         for row, sequence in enumerate(batch):
             num_accepted, held = table[row][0], len(sequence.tokens)
@@ -278,8 +281,7 @@ class StepRunner:
                 self.draft.pool.note_written(row, held - 1 + lengths.length)
                 sequence.draft_length = held - 1 + min(num_accepted + 1, lengths.length)
             sequence.num_steps += 1
-            sequence.num_draft_tokens += lengths.cap(row)
-            self.totals.num_draft_tokens += lengths.cap(row)
+            sequence.num_draft_tokens += caps[row]
             kept.append(self._append(sequence, table[row][1 : num_accepted + 2], logprobs.get(row)))
         return kept
 
