@@ -40,9 +40,10 @@ class AcceptanceConfig:
     # Rows of a batch are easy or hard and stay for many steps, so surprises of neighbouring steps agree. Their variance
     # over blocks of so many judged reports, relative to independent rows', is tracked and taken out.
     block_reports: int = 16
-    # Memory of that ratio, in blocks; its start, and the range it is kept in.
+    # Memory of that ratio, in blocks; its start (real traffic shows 3 to 10, the more the fewer rows there are), and the
+    # range it is kept in.
     block_memory: float = 30.0
-    dispersion_start: float = 2.0
+    dispersion_start: float = 4.0
     dispersion_max: float = 16.0
     # The same sums over whole blocks, whose surprise counts correctly: finds moderate changes, a little later.
     block_slack: float = 0.5
