@@ -171,7 +171,7 @@ class World:
         if scenario.profile == "none":
             return None
         machine = self.machine
-        if scenario.profile == "other":
+        if scenario.profile in ("other", "foreign"):
             machine = self._draw_machine(OTHER_BUMP)
             scale = self.rng.uniform(0.3, 3.0)
             machine = Machine(**(vars(machine) | {"draft_s": machine.draft_s * self.rng.choice([0.3, 3.0])}))
@@ -191,7 +191,11 @@ class World:
         )
         survival = np.diff(self.requests.tokens(self.requests.hard_share))
         counts = self.rng.binomial(4000, survival) / 4000.0
-        return Profile(cells, tuple(np.minimum.accumulate(counts).tolist()), (4000,) * MAX_LENGTH, source="simulated")
+        return Profile(
+            *(cells, tuple(np.minimum.accumulate(counts).tolist()), (4000,) * MAX_LENGTH),
+            as_prior=scenario.profile == "foreign",
+            source="simulated",
+        )
 
     def _course(self, num_steps: int) -> Course:
         scenario, rng = self.scenario, self.rng

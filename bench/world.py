@@ -30,6 +30,7 @@ class Machine:
     bumps: FloatArray
     cliff_at: float = np.inf  # verified tokens from which on verifying takes cliff_factor times as long
     cliff_factor: float = 1.0
+    row_s: float = 0.0  # of the verifying pass per row, however few of its tokens are verified
     kv_s: float = 0.0  # per 1024 held tokens of the batch
     kv_draft_s: float = 0.0
 
@@ -39,7 +40,7 @@ class Machine:
         length = np.arange(self.bumps.shape[1], dtype=float)
         tokens = batch * (length + 1.0)
         verify = self.verify_s + self.slope_s * np.maximum(tokens - self.knee, 0.0)
-        verify = np.where(tokens >= self.cliff_at, verify * self.cliff_factor, verify)
+        verify = np.where(tokens >= self.cliff_at, verify * self.cliff_factor, verify) + self.row_s * batch
         held = np.asarray(context)[..., None, None] * batch / 1024.0
         draft = length * (self.draft_s + self.draft_row_s * batch + self.kv_draft_s * held)
         total: FloatArray = (self.overhead_s + draft + verify + self.kv_s * held) * self.bumps
@@ -52,7 +53,11 @@ class Machine:
     def throttled(self, factor: float) -> Machine:
         """The same device with arithmetic that many times slower: the flat part and the slope, not the overhead."""
         return replace(
-            self, verify_s=self.verify_s * factor, slope_s=self.slope_s * factor, draft_s=self.draft_s * factor
+            self,
+            verify_s=self.verify_s * factor,
+            slope_s=self.slope_s * factor,
+            row_s=self.row_s * factor,
+            draft_s=self.draft_s * factor,
         )
 
 
@@ -75,7 +80,7 @@ def random_machine(rng: np.random.Generator, max_batch: int, max_length: int, bu
 
 
 def random_cpu(rng: np.random.Generator, max_batch: int, max_length: int, bump: float = 0.06) -> Machine:
-    """A device whose arithmetic is busy from the first rows on: each verified token takes 3% to 9% of a plain pass."""
+    """A device that is busy from the first rows on: a verified token takes 3% to 9% of a plain pass, a row up to 10%."""
     verify = rng.uniform(0.008, 0.020)
     return Machine(
         overhead_s=rng.uniform(0.001, 0.003),
@@ -84,6 +89,7 @@ def random_cpu(rng: np.random.Generator, max_batch: int, max_length: int, bump: 
         verify_s=verify,
         knee=rng.uniform(1.0, 8.0),
         slope_s=verify * rng.uniform(0.03, 0.09),
+        row_s=verify * rng.uniform(0.0, 0.1),
         bumps=1.0 + bump * np.clip(rng.standard_normal((max_batch + 1, max_length + 1)), -2.5, 2.5),
     )
 

@@ -12,12 +12,14 @@ import numpy as np
 
 from controller.arrays import FloatArray
 
-# Weights of the first features, in units of the time of a single plain step: 1, 1[s > 0], s, s b, x, bc, s b c. On a GPU
-# few verified tokens cost next to nothing, on a CPU each 3% to 9%: hence the spread of x.
-PRIOR_WEIGHTS = (0.85, 0.03, 0.08, 0.0008, 0.001, 0.004, 0.0004)
-PRIOR_SDS = (0.5, 0.05, 0.08, 0.003, 0.02, 0.02, 0.002)
+# Weights of the first features, in units of the time of a single plain step: 1, 1[s > 0], s, s b, x, bc, s b c, b. On a GPU
+# few verified tokens cost next to nothing, on a CPU each 3% to 9%, and a row as much again, however few of its tokens are
+# verified: hence the spread of x and of b. Without b that would pass for verified tokens, and what is learned from small
+# batches would make long drafts look too dear in large ones.
+PRIOR_WEIGHTS = (0.85, 0.03, 0.08, 0.0008, 0.001, 0.004, 0.0004, 0.001)
+PRIOR_SDS = (0.5, 0.05, 0.08, 0.003, 0.02, 0.02, 0.002, 0.05)
 # Weights that a machine cannot make negative. The ramps may have either sign.
-NUM_NON_NEGATIVE = 7
+NUM_NON_NEGATIVE = 8
 # Slope of all ramps together at the prior; and what a ramp may add until x has doubled, in the same unit.
 RAMP_SLOPE = 1.0 / 128.0
 RAMP_SD = 0.35
@@ -48,7 +50,7 @@ class FeatureMap:
 
 
 def features(batch: FloatArray, length: FloatArray, context: FloatArray, knots: FloatArray) -> FloatArray:
-    """Features [n, 7 + knots] of n steps. context: mean tokens held per row."""
+    """Features [n, 8 + knots] of n steps. context: mean tokens held per row."""
     out = np.empty((len(batch), NUM_NON_NEGATIVE + len(knots)))
     verified = batch * (length + 1.0)
     held = batch * context / TOKENS_PER_CONTEXT_UNIT
@@ -59,6 +61,7 @@ def features(batch: FloatArray, length: FloatArray, context: FloatArray, knots: 
     out[:, 4] = verified
     out[:, 5] = held
     out[:, 6] = length * held
+    out[:, 7] = batch
     np.maximum(verified[:, None] - knots, 0.0, out=out[:, NUM_NON_NEGATIVE:])
     return out
 

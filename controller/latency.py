@@ -105,6 +105,7 @@ class LatencyModel:
         self.reports_until_settled = SETTLE_REPORTS
         self.recent_buckets: list[int] = []  # of the newest group
         self.wandering = Wandering()
+        self.foreign = False  # whether the profile was measured elsewhere
         self._lay_out(buckets, max_length)
         self._start_from(1.0)
 
@@ -177,6 +178,11 @@ class LatencyModel:
         """Whether a time scale is known, so that predictions mean something."""
         return self.scale is not None
 
+    @property
+    def profiled_here(self) -> np.ndarray:
+        """Which cells a profile of this very context measured, [buckets, lengths]."""
+        return self.profiled & (not self.foreign)
+
     def _set_scale(self, scale: float) -> None:
         self.scale = scale
         self._start_from(scale)
@@ -194,6 +200,7 @@ class LatencyModel:
         self._set_scale(float(np.min(seconds / (rows @ mean))))
         self.theta[:] = fit_relative(rows, seconds, self.theta, self.prior_sd)
         smooth = self._smooth(rows)
+        self.foreign = profile.as_prior
         believed = self.config.foreign_profile_sd if profile.as_prior else self.config.profile_sd
         gain = rows / smooth[:, None]
         self.covariance[:-1, :-1] = np.linalg.inv(np.diag(self.prior_sd**-2.0) + gain.T @ gain / believed**2)
@@ -496,6 +503,7 @@ class LatencyModel:
             "sigma": self.sigma,
             "wandering": self.wandering.export_state(),
             "scale": self.scale,
+            "foreign": self.foreign,
             "cold_times": self.cold_times,
             "detector": self.detector.export_state(),
             "num_reports": self.num_reports,
@@ -510,12 +518,15 @@ class LatencyModel:
         """Go on from an exported state of the same buckets and lengths. Raises KeyError or ValueError otherwise."""
         if np.shape(state["rho"]) != self.rho.shape:
             raise ValueError(f"state has cells {np.shape(state['rho'])}, this context has {self.rho.shape}")
+        if len(state["mean"]) != len(self.mean):
+            raise ValueError(f"state has {len(state['mean'])} weights, this version has {len(self.mean)}")
         for name in FLOAT_STATE:
             setattr(self, name, np.array(state[name], dtype=float))
         self.mean_features = self._for_all_lengths(self.mean_batch, self.mean_context)
         self.num_steps = np.array(state["num_steps"], dtype=np.int64)
         self.profiled = np.array(state["profiled"], dtype=bool)
         self.sigma, self.scale = float(state["sigma"]), state["scale"]
+        self.foreign = bool(state.get("foreign", False))
         self.wandering.restore(state["wandering"])
         self.cold_times = [float(value) for value in state["cold_times"]]
         self.detector.restore(state["detector"])

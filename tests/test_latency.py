@@ -226,3 +226,17 @@ def test_larger_limits_keep_what_was_learned():
 def test_a_state_of_other_buckets_is_refused():
     with pytest.raises(ValueError, match="cells"):
         LatencyModel(buckets_for("each", 8), 4).restore(model_for().export_state())
+
+
+def test_what_small_batches_teach_holds_in_large_ones_where_rows_cost_something_of_their_own():
+    """Times as on two cores: 0.9 ms a row, 0.62 ms a verified token. Seen up to 6 rows, asked at 16, without a profile."""
+
+    def seconds(batch: int, length: int) -> float:
+        return 1e-3 * (10.5 + 0.9 * batch + 0.62 * batch * (length + 1) + 1.2 * length)
+
+    model = model_for()
+    for start in range(50):
+        cells = [(1 + at % 6, at * 5 % 9) for at in range(8 * start, 8 * start + 8)]
+        feed(model, cells, [seconds(*cell) for cell in cells])
+    error = np.log(model.predict()[15] / [seconds(16, length) for length in range(9)])
+    assert np.abs(error - error.mean()).max() < 0.1

@@ -43,7 +43,7 @@ class AdaptiveConfig:
     # Most that can be saved up, in steps of the bucket, where drafting is on, and where it is off (filled at the start).
     cap_steps: float = 1.0
     cap_steps_at_zero: float = 4.0
-    # Saved up at a start without a profile where drafting is on, in steps of the bucket: nothing is known then.
+    # Saved up at a start without a profile of this very context where drafting is on, in steps of the bucket.
     start_steps: float = 1.0
     # Standard deviations of optimism with which a probe's gain is judged.
     optimism: float = 1.5
@@ -119,7 +119,7 @@ class AdaptivePolicy:
             self.credit[fresh] = cap[fresh]
             self.filled |= fresh
         if not self.started:
-            if not self.model.latency.profiled.any():
+            if not self.model.latency.profiled_here.any():
                 self.credit[~off] += config.start_steps * step[~off]
             self.started = True
         if self.model.acceptance.cusum_up < config.rising:
@@ -200,7 +200,7 @@ class AdaptivePolicy:
         if hope[candidate] <= 0.0:
             # Plain decoding lies at the edge of what is measured, often before a cliff: it is timed a few times at least.
             latency = self.model.latency
-            if latency.num_steps[bucket, 0] >= self.config.least_plain_steps or latency.profiled[bucket, 0]:
+            if latency.num_steps[bucket, 0] >= self.config.least_plain_steps or latency.profiled_here[bucket, 0]:
                 return None
             candidate = 0
         cost = max(float(self.loss[bucket, candidate]), least)
