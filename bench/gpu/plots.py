@@ -13,7 +13,7 @@ def draw(document: dict[str, Any], folder: Path) -> Path | None:
     except ImportError:
         return None
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for batch_size in document["sizes"]["batch_sizes"]:
@@ -24,6 +24,7 @@ def draw(document: dict[str, Any], folder: Path) -> Path | None:
         best = max(range(len(rates)), key=rates.__getitem__)
         left.plot(lengths[best], rates[best], "*", color=line.get_color(), markersize=13)
     left.set(xlabel="speculation length (star: best)", ylabel="tokens per second", yscale="log")
+    left.set_xticks(document["sizes"]["lengths"])
     left.legend(fontsize=8)
     names = [f"{one['model']}, b {one['batch_size']}, q {one['num_queries']}" for one in document["passes"]]
     places = range(len(names))
@@ -37,6 +38,11 @@ def draw(document: dict[str, Any], folder: Path) -> Path | None:
         )
     right.set(yticks=list(places), yticklabels=names, xlabel="ms per pass", xscale="log")
     right.invert_yaxis()
+    # Plain numbers, few of them: between two powers of ten the default writes labels over each other.
+    for axis in (left.yaxis, right.xaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(ticker.NullFormatter())
     right.legend(fontsize=8)
     figure.suptitle(
         f"{document['sizes']['target']} with {document['sizes']['draft']} on {document['machine']['device']}"
