@@ -64,14 +64,15 @@ def styles(contenders: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How each line is drawn: the first, which it is about, in front; fixed lengths thin, darker the shorter they are."""
     from matplotlib import colormaps
 
-    fixed = [name for name in contenders if name.startswith("fixed:")]
-    others = [name for name in contenders[1:] if name not in fixed]
+    first, *rest = contenders
+    fixed = [name for name in rest if name.startswith("fixed:")]
+    others = [name for name in rest if name not in fixed]
     shades, colors = colormaps["viridis"], colormaps["Set1"]
-    found: dict[str, dict[str, Any]] = {contenders[0]: {"color": "black", "linewidth": 2, "zorder": 3}}
+    found: dict[str, dict[str, Any]] = {first: {"color": "black", "linewidth": 2, "zorder": 3}}
     for place, name in enumerate(others):
         found[name] = {"color": colors(place % colors.N), "linewidth": 1.2}
-    for place, name in enumerate(name for name in fixed if name != contenders[0]):
-        found[name] = {"color": shades(place / max(len(fixed), 1)), "linewidth": 0.6, "linestyle": "--"}
+    for place, name in enumerate(fixed):
+        found[name] = {"color": shades(place / len(fixed)), "linewidth": 0.6, "linestyle": "--"}
     return found
 
 

@@ -93,13 +93,16 @@ class Engine:
         self.used: set[tuple[int, int]] = set()
         self.last_length = -1
 
-    def flagged(self, report: StepObservation, joined: bool) -> tuple[StepObservation, float]:
-        """The report as a worker sends it, and by how many seconds the choice of its length made the step longer."""
+    def flagged(self, report: StepObservation, joined: bool, mean_s: float) -> tuple[StepObservation, float]:
+        """The report as a worker sends it, and by how many seconds the choice of its length made the step longer.
+
+        mean_s: true mean of such a step.
+        """
         batch, length = report.batch_size, report.speculation_length
         catches_up, first_use = self.last_length == 0 < length, (batch, length) not in self.used
         self.last_length = length
         self.used.add((batch, length))
-        extra_s = (FIRST_USE_FACTOR - 1.0) * report.latency_s if first_use else 0.0
+        extra_s = (FIRST_USE_FACTOR - 1.0) * mean_s if first_use else 0.0
         if catches_up:
             extra_s += self.machine.draft_s + self.machine.draft_row_s * batch
         teaches = not (joined or catches_up or first_use)
@@ -279,10 +282,10 @@ class World:
             for worker, course in enumerate(self.courses):
                 length = player.pull(int(course.batch[step]))
                 lengths.append(length)
-                report, extra_s = observe(course, step, length), 0.0
+                report, mean_s, extra_s = observe(course, step, length), course.seconds[step, length], 0.0
                 if self.scenario.engine_flags:
-                    report, extra_s = engines[worker].flagged(report, bool(course.joined[step]))
-                seconds.append(course.seconds[step, length] + extra_s)
+                    report, extra_s = engines[worker].flagged(report, bool(course.joined[step]), mean_s)
+                seconds.append(mean_s + extra_s)
                 work.append(course.tokens_now[step, length] * rate[worker][step])
                 regime.append(course.regime[step])
                 waiting[worker].append(report)

@@ -79,7 +79,7 @@ def random_machine(rng: np.random.Generator, max_batch: int, max_length: int, bu
     )
 
 
-def random_cpu(rng: np.random.Generator, max_batch: int, max_length: int, bump: float = 0.06) -> Machine:
+def random_cpu(rng: np.random.Generator, max_batch: int, max_length: int, bump: float) -> Machine:
     """A device that is busy from the first rows on: a verified token takes 3% to 9% of a plain pass, a row up to 10%."""
     verify = rng.uniform(0.008, 0.020)
     return Machine(

@@ -146,9 +146,16 @@ def test_steps_that_say_nothing_about_time_are_flagged_and_counted() -> None:
     engine = Engine(world.machine)
     report = StepObservation(2, 0, 0.02, (2,))
     outcomes = [
-        engine.flagged(report._replace(speculation_length=length), joined)
+        engine.flagged(report._replace(speculation_length=length), joined, mean_s=0.02)
         for length, joined in ((0, False), (0, False), (0, True), (3, False), (3, False))
     ]
     assert [report.teaches_latency for report, _ in outcomes] == [False, True, False, False, True]
     first, usual, prompt, resumed, again = (extra for _, extra in outcomes)
     assert usual == prompt == again == 0.0 < first < resumed
+
+
+def test_a_table_pays_for_the_first_use_of_a_shape_like_everybody() -> None:
+    (outcome,) = play(Job("first-minute", 5, ("fixed:2",), 12_000))
+    world = World(SCENARIOS["first-minute"], 5)
+    free = world.play_table(np.full(world.limits.max_batch_size + 1, 2)).score
+    assert free - 3.0 < outcome.score < free
