@@ -28,13 +28,16 @@ class ControllerPlayer:
         self.num_probes = 0
         self.num_decisions = 0
 
-    def pull(self, batch_size: int) -> int:
-        """A probe if there is one, else the table's length."""
+    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
+        """A probe if there is one and the worker would use it now, else the table's length."""
+        length = self.controller.length_for(KEY, batch_size)
+        if with_prompts and length:
+            return length
         probe = self.controller.take_probe(KEY, batch_size)
         if probe is not None:
             self.num_probes += 1
             return probe.speculation_length
-        return self.controller.length_for(KEY, batch_size)
+        return length
 
     def report(self, worker: int, steps: list[StepObservation]) -> None:
         """A group of reports arrives."""
@@ -59,7 +62,7 @@ class PolicyPlayer:
             return None
         return np.array(self.policy.pull_all())[self.model.latency.bucket_of]
 
-    def pull(self, batch_size: int) -> int:
+    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
         """The policy's choice in the bucket of this batch size."""
         return self.policy.pull(int(self.model.latency.bucket_of[batch_size]))
 

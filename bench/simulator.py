@@ -24,6 +24,9 @@ MAX_LENGTH = 8
 PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAUSE_S = (0.1, 0.4)
 SLOW_FACTOR = (5.0, 20.0)
+# Log-sd of a profile's cells: on a quiet machine, and on one whose speed changed between them.
+PROFILE_NOISE = {"noisy": 0.12}
+QUIET_PROFILE_NOISE = 0.015
 OTHER_BUMP = 0.03  # of the device that a foreign profile was measured on
 FIRST_USE_FACTOR = 1.25  # of a step whose shape the engine meets for the first time
 # Mean lengths of a neighbour's bursts and of the quiet between them, in steps: what a shared core shows.
@@ -33,8 +36,8 @@ NEIGHBOUR_STEPS, NEIGHBOUR_AWAY_STEPS = 50.0, 100.0
 class Player(Protocol):
     """A policy in the simulator."""
 
-    def pull(self, batch_size: int) -> int:
-        """Length for the next step."""
+    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
+        """Length for the next step. with_prompts: whether it feeds prompts along."""
         ...
 
     def report(self, worker: int, steps: list[StepObservation]) -> None:
@@ -184,9 +187,10 @@ class World:
             if scenario.profile == "never":
                 seconds = seconds.copy()
                 seconds[:, 1:] *= 3.0
+        noise = PROFILE_NOISE.get(scenario.profile, QUIET_PROFILE_NOISE)
         cells = tuple(
             ProfileCell(
-                batch, length, float(seconds[batch, length] * np.exp(0.015 * self.rng.standard_normal())), 0.0, 20
+                batch, length, float(seconds[batch, length] * np.exp(noise * self.rng.standard_normal())), 0.0, 20
             )
             for batch in PROFILED_BATCHES
             if batch <= scenario.max_batch
@@ -280,11 +284,12 @@ class World:
         lengths, seconds, work, regime = [], [], [], []
         for step in range(len(self.courses[0].batch)):
             for worker, course in enumerate(self.courses):
-                length = player.pull(int(course.batch[step]))
+                joined = self.scenario.engine_flags and bool(course.joined[step])
+                length = player.pull(int(course.batch[step]), joined)
                 lengths.append(length)
                 report, mean_s, extra_s = observe(course, step, length), course.seconds[step, length], 0.0
                 if self.scenario.engine_flags:
-                    report, extra_s = engines[worker].flagged(report, bool(course.joined[step]), mean_s)
+                    report, extra_s = engines[worker].flagged(report, joined, mean_s)
                 seconds.append(mean_s + extra_s)
                 work.append(course.tokens_now[step, length] * rate[worker][step])
                 regime.append(course.regime[step])

@@ -29,7 +29,7 @@ class CountingChooser:
         self.length = length
         self.counts = np.zeros(length + 1, dtype=np.int64)
 
-    def choice_for(self, batch_size: int) -> LengthChoice:
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
         return LengthChoice(self.length)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

@@ -166,6 +166,24 @@ def test_a_probe_is_used_once_and_only_for_its_batch_sizes():
     assert [choice.speculation_length for choice in seen] == [3, 1, 3, 3]
 
 
+def test_a_probe_waits_for_a_step_whose_time_teaches():
+    """A step that feeds prompts along teaches acceptance alone, which is what a probe at length 0 is for."""
+    controller = FakeController()
+    probe = pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=60)
+    controller.probes = [probe]
+    seen: list[int] = []
+
+    async def scenario(control):
+        await until(lambda: control.connected and control._incoming)
+        seen.extend(control.choice_for(2, with_prompts).probe_id for with_prompts in (True, True, False, False))
+        control._add_probes([probe])
+        control.table = LengthTable.constant(0, MAX_BATCH, "default")
+        seen.append(control.choice_for(2, with_prompts=True).probe_id)
+
+    with_controller(controller, scenario)
+    assert seen == [0, 0, 9, 0, 9]
+
+
 def test_an_old_probe_is_forgotten():
     controller = FakeController()
     controller.probes = [pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=0.01)]

@@ -174,9 +174,10 @@ class ControlClient:
 
     # The engine's side: called once a step, from the engine's thread.
 
-    def choice_for(self, batch_size: int) -> LengthChoice:
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
         table = self.table
-        if self._incoming or self._probes:
+        # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait.
+        if (self._incoming or self._probes) and not (with_prompts and table.lengths[batch_size]):
             probe = self._take_probe(batch_size)
             if probe is not None:
                 return LengthChoice(probe.speculation_length, table.decision_version, probe.probe_id)

@@ -244,7 +244,7 @@ class Engine:
 
     def _decode(self, batch: list[Sequence], started: float, chunks: list[PromptChunk], prefilled: bool) -> StepResult:
         num_held = sum(len(sequence.tokens) for sequence in batch)
-        choice = self._chooser.choice_for(len(batch))
+        choice = self._chooser.choice_for(len(batch), with_prompts=prefilled)
         length = min(choice.speculation_length, self.config.max_speculation_length)
         outcome = self.runner.decode(batch, length, chunks)
         if outcome.prompt_logits:

@@ -49,8 +49,8 @@ class StepResult:
 class LengthChooser(Protocol):
     """Chooses lengths and learns from steps. Both methods are called from the engine's thread and never block."""
 
-    def choice_for(self, batch_size: int) -> LengthChoice:
-        """Called once for every decoding step; a probe is thereby used up."""
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+        """Called once for every decoding step; a probe is thereby used up. with_prompts: whether it feeds prompts along."""
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         """Take note of the step that `choice` led to."""
@@ -62,7 +62,7 @@ class FixedLength:
 
     speculation_length: int
 
-    def choice_for(self, batch_size: int) -> LengthChoice:
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
         return LengthChoice(self.speculation_length)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

@@ -39,7 +39,7 @@ class VaryingLengths:
         self.random = random.Random(seed)
         self.longest = longest
 
-    def choice_for(self, batch_size: int) -> LengthChoice:
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
         return LengthChoice(self.random.randint(0, self.longest))
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

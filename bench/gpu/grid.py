@@ -100,7 +100,7 @@ class LearningChooser:
         self.estimator.add_context(key, limits)
         self.num_steps = 0
 
-    def choice_for(self, batch_size: int) -> LengthChoice:
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
         probe = self.estimator.take_probe(self.key, batch_size)
         if probe is not None:
             return LengthChoice(probe.speculation_length, probe_id=probe.probe_id)

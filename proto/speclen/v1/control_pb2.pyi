@@ -185,7 +185,8 @@ Global___LengthTable: typing_extensions.TypeAlias = LengthTable
 @typing.final
 class Probe(google.protobuf.message.Message):
     """An exploratory length for one step of one worker. It is never repeated: use it once, at the first step whose batch size
-    is in the range, and forget it when valid_for_s has passed since it was received.
+    is in the range and that feeds no prompts along (with any, if the table's length is 0), and forget it when valid_for_s
+    has passed since it was received.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
