@@ -19,7 +19,7 @@ def controller(
     policy: str = typer.Option("adaptive", help="adaptive, profile, fixed:K, none, or one of `bench policy`'s."),
     seed: int = typer.Option(0, min=0, help="Seed of the estimator's random generator."),
     in_memory: bool = typer.Option(False, "--in-memory", help="No database: all is forgotten at the end."),
-    commit_interval_s: float = typer.Option(0.25, min=0.001, help="Seconds between commits."),
+    commit_interval_s: float = typer.Option(1.0, min=0.001, help="Seconds between commits."),
     keep_reports: int = typer.Option(5_000_000, min=1, help="Raw reports kept at most."),
     keep_days: float = typer.Option(30.0, help="Days for which raw reports are kept."),
     max_streams: int = typer.Option(4096, min=1, help="Streams open at once."),

@@ -20,7 +20,7 @@ class ControllerConfig:
     metrics_listen: str = ""  # address of the Prometheus page; empty: none
     policy: str = "adaptive"  # how lengths are chosen
     seed: int = 0  # of the estimator's random generator: same seed, same reports, same decisions
-    commit_interval_s: float = 0.25  # seconds between commits: what a crash costs a worker in resent reports
+    commit_interval_s: float = 1.0  # seconds between commits: what a crash costs a worker in resent reports
     keep_reports: int = 5_000_000  # raw reports kept at most
     keep_days: float = 30.0  # days for which raw reports are kept at most
     max_streams: int = 4096  # streams open at once

@@ -35,9 +35,8 @@ class CommitStore(Protocol):
 class JournalSettings:
     """How often and how much is written."""
 
-    # Seconds between commits: a worker keeps so much longer what it has reported. Each writes the estimator's whole state;
-    # with one worker the controller took 4.2% of a core at ten a second, and takes 2.7% now.
-    interval_s: float = 0.25
+    # Seconds between commits: a worker keeps so much longer what it has reported. Each writes the estimator's whole state.
+    interval_s: float = 1.0
     # Largest share of the event loop that building commits may take; with many contexts the interval grows instead.
     max_share: float = 0.1
     # Reports on their way to a working disk before streams are made to wait: two seconds at 100,000 a second.

@@ -142,6 +142,7 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
         server, port, health_servicer = await create_server(servicer, config)
         await server.start()
         tasks = [
+            asyncio.create_task(servicer.fleet.learn_for_ever()),
             asyncio.create_task(servicer.fleet.journal.run(servicer.fleet.learn_all)),
             asyncio.create_task(servicer.streams.sweep()),
             asyncio.create_task(servicer.streams.deliver()),

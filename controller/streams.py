@@ -24,9 +24,9 @@ from controller.validation import MAX_REPORTS, InvalidMessageError
 
 # A stream that spoke within this time will speak again, and its next answer carries what is new: a message saved. With
 # many busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
-BUSY_S = 0.1
+BUSY_S = 0.3
 # How often it is looked who has news and has fallen silent.
-NEWS_INTERVAL_S = 0.05
+NEWS_INTERVAL_S = 0.1
 
 # Rounds of the event loop between two messages while more wait. A message makes two events: its answer is written, the
 # next one is read.
