@@ -41,7 +41,7 @@ FOLLOWS_TABLE = ("", "adaptive")
 # Reports that are learned from without waiting for more: by then the estimator's cost per call is spread
 # thin, and one call still takes less than two milliseconds.
 MANY_REPORTS = 512
-# Seconds for which reports wait for others. In simulated first minutes 50 to 300 ms of staleness make no difference that shows.
+# Seconds for which reports wait for others. Simulated first minutes do not tell 50 ms of staleness from 300.
 LEARN_INTERVAL_S = 0.2
 # Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
 # to wait for the call, which takes about a millisecond for so many.
