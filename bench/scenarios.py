@@ -34,9 +34,10 @@ class Scenario:
     name: str
     title: str
     phases: tuple[Phase, ...] = (Phase(0.0),)
-    # "own", "noisy": while the machine's speed changed, "none", "other": of another device but taken for this one's,
-    # "foreign": of another device and known to be, "never": step times x3 wherever drafting is on
+    # "own", "none", "other": of another device but taken for this one's, "foreign": of another device and known to be,
+    # "never": step times x3 wherever drafting is on
     profile: str = "own"
+    profile_noise: float = 0.015  # log-sd of its cells; more where the machine's speed changed between them
     loads: tuple[float, ...] = (0.03, 0.12, 0.3, 0.6, 0.95)
     max_batch: int = 32
     noise: float = 0.05
@@ -129,7 +130,9 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("coarse", "8 workers that report 50 steps at once", num_workers=8, stale_steps=50),
         Scenario("doubling", "stationary, buckets 1, 2, 3-4, 5-8, ...", buckets="doubling"),
         _first_minute("first-minute", "a CPU's first 1000 steps", "own"),
-        _first_minute("first-minute-noisy", "the same, cells of the profile 12% off", "noisy"),
+        replace(
+            _first_minute("first-minute-noisy", "the same, cells of the profile 12% off", "own"), profile_noise=0.12
+        ),
         _first_minute("first-minute-cold", "the same, no profile", "none"),
         _first_minute("first-minute-foreign", "the same, profile of another device", "foreign"),
     )

@@ -24,9 +24,6 @@ MAX_LENGTH = 8
 PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAUSE_S = (0.1, 0.4)
 SLOW_FACTOR = (5.0, 20.0)
-# Log-sd of a profile's cells: on a quiet machine, and on one whose speed changed between them.
-PROFILE_NOISE = {"noisy": 0.12}
-QUIET_PROFILE_NOISE = 0.015
 OTHER_BUMP = 0.03  # of the device that a foreign profile was measured on
 FIRST_USE_FACTOR = 1.25  # of a step whose shape the engine meets for the first time
 # Mean lengths of a neighbour's bursts and of the quiet between them, in steps: what a shared core shows.
@@ -187,7 +184,7 @@ class World:
             if scenario.profile == "never":
                 seconds = seconds.copy()
                 seconds[:, 1:] *= 3.0
-        noise = PROFILE_NOISE.get(scenario.profile, QUIET_PROFILE_NOISE)
+        noise = scenario.profile_noise
         cells = tuple(
             ProfileCell(
                 batch, length, float(seconds[batch, length] * np.exp(noise * self.rng.standard_normal())), 0.0, 20

@@ -51,7 +51,9 @@ def run(
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
     quick: bool = typer.Option(False, "--quick", help="A coarse grid in half a minute, loading included."),
     budget_s: float = typer.Option(
-        0.0, min=0, help="Seconds of measuring at most; 0: 150, or with --quick what is left of 25."
+        0.0,
+        min=0,
+        help=f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}.",
     ),
     precision: float = typer.Option(
         0.03, min=0.001, max=1, help="A cell is done when its 95% interval is within this."
