@@ -23,9 +23,9 @@ from torch import nn
 
 log = logging.getLogger(__name__)
 
-# Kernels that oneDNN keeps, one for every shape of a product; by default it keeps 1,024, which over thousands of requests
-# take 30 MB more and are no faster (10,000 requests: 140 s against 145 s).
-KERNELS_KEPT = "128"
+# Kernels that oneDNN keeps, one for every shape of a product. docs/engine.md has what 128 to 1,024, its default, cost in
+# time and memory while batch sizes and lengths change.
+KERNELS_KEPT = "512"
 ROWS_HINT = 16  # rows that the layout is chosen for; other counts use the same layout
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
