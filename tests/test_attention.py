@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import worker.attention as attention_module
 from worker.attention import RowAttention, StepMasks, attend_rows
 from worker.kv_cache import KVPool, LayerShape
 
@@ -44,24 +43,13 @@ def random_pool(dtype: torch.dtype, kv_heads: int, generator: torch.Generator) -
     return pool
 
 
-@pytest.mark.parametrize(
-    ("dtype", "products_from"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 0)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_queries", [1, 2, 5])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 1.5), (7, 1.5)])
 def test_ragged_rows_equal_each_row_alone(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    products_from: int | None,
-    num_queries: int,
-    kv_heads: int,
-    window: int | None,
-    softcap: float | None,
+    dtype: torch.dtype, num_queries: int, kv_heads: int, window: int | None, softcap: float | None
 ) -> None:
-    """Also as batched products, to which only larger groups of rows would go by themselves."""
-    if products_from is not None:
-        monkeypatch.setattr(attention_module, "PRODUCTS_FROM", products_from)
     generator = torch.Generator().manual_seed(0)
     pool = random_pool(dtype, kv_heads, generator)
     before = [layer.clone() for layer in pool.layers]

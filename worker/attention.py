@@ -23,11 +23,6 @@ from transformers import AttentionInterface
 from worker.kv_cache import KVPool
 
 IMPLEMENTATION = "speclen_rows"
-# Elements of keys between which two batched products beat torch's fused 16-bit kernel on a CPU: with fewer, starting
-# operators costs more than they save; more take room for a copy and gain little, since all wait for the memory.
-PRODUCTS_FROM, PRODUCTS_TO = 300_000, 16_000_000
-# The tokens that a step reads are rounded up to this: a batched product of a new size takes 0.3 ms longer the first time.
-TOKENS_READ_MULTIPLE = 32
 
 
 class StepMasks:
@@ -215,9 +210,6 @@ def _attend(
     folded = query.reshape(rows, kv_heads, repeats * queries, head_dim)
     if softcap is not None:
         output = _softcapped(folded, keys, values, row_attention.mask(sliding_window, repeats), scaling, softcap)
-    elif _pays_in_products(folded, keys):
-        mask, scratch = row_attention.mask(sliding_window, repeats), row_attention.pool.scratch(keys.numel())
-        output = _in_products(folded, keys, values, mask, scaling, scratch)
     elif folded.shape[2] == 1 and query.dtype != torch.float32 and query.device.type == "cpu":
         # torch's CPU kernel takes 2 to 3.5 times as long for one 16-bit query as for two.
         mask = row_attention.mask(sliding_window, 1).expand(-1, -1, 2, -1)
@@ -228,38 +220,6 @@ def _attend(
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
     value_dim = output.shape[-1]
     return output.reshape(rows, heads, queries, value_dim).transpose(1, 2)
-
-
-def _pays_in_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
-    on_cpu = query.device.type == "cpu" and query.dtype != torch.float32
-    return on_cpu and PRODUCTS_FROM <= keys.numel() <= PRODUCTS_TO
-
-
-def _in_products(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    scratch: torch.Tensor,
-) -> torch.Tensor:
-    """Attention as two batched products, before which keys and values are copied into one piece each.
-
-    torch's fused kernel prepares a block of keys for every row and head anew, which is most of its time when a row has
-    few queries. scratch: room for the keys, then for the values. It is the same memory in every layer and pass: a fresh
-    piece of that size would have to be mapped by the system each time, which can take longer than everything else here.
-    """
-    rows, heads, queries, head_dim = query.shape
-    tokens = keys.shape[2]
-    scale = head_dim**-0.5 if scaling is None else scaling
-    laid_out = scratch.view(keys.shape)
-    flat = scratch.view(rows * heads, tokens, head_dim)
-    laid_out.copy_(keys)
-    scores = torch.bmm(query.reshape(rows * heads, queries, head_dim), flat.transpose(1, 2)).float()
-    scores = scores.view(rows, heads, queries, tokens).mul_(scale).add_(mask)
-    weights = torch.softmax(scores, dim=-1).to(query.dtype).view(rows * heads, queries, tokens)
-    laid_out.copy_(values)
-    return torch.bmm(weights, flat).view(rows, heads, queries, head_dim)
 
 
 def _softcapped(

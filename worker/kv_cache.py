@@ -69,7 +69,6 @@ class KVPool:
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
         self._touched = [0] * num_rows  # tokens of each row that ever were written since its last release
         sizes = [num_rows * 2 * shape.kv_heads * self.max_length * shape.head_dim for shape in shapes]
-        self._scratch = torch.empty(0, dtype=dtype, device=device)
         flat, self._mapping = self._allocate(sum(sizes))
         ends = list(itertools.accumulate(sizes))
         self.layers = [
@@ -92,12 +91,6 @@ class KVPool:
         with contextlib.suppress(OSError):  # A kernel without huge pages has none to avoid.
             mapping.madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(mapping, dtype=self.dtype), mapping
-
-    def scratch(self, num_elements: int) -> torch.Tensor:
-        """Room for so many elements of the pool's dtype, with any content; the next caller gets the same."""
-        if num_elements > len(self._scratch):
-            self._scratch = torch.empty(num_elements, dtype=self.dtype, device=self.device)
-        return self._scratch[:num_elements]
 
     def note_written(self, row: int, length: int) -> None:
         """Tokens 0..length-1 of a row have been written to, rejected ones included."""

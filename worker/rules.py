@@ -10,7 +10,7 @@ import torch
 
 from worker import noise
 from worker.logits import LogitEdits, RowEdits
-from worker.sampling import accept_matching, choose, distribution, verify
+from worker.sampling import accept_matching, choose, distribution, most_likely, verify
 
 
 @dataclass(slots=True)
@@ -49,12 +49,12 @@ class GreedyRule:
     """Every row takes the most likely token: no sampling work at all."""
 
     def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-        return logits[:, 0].argmax(-1)
+        return most_likely(logits[:, 0])
 
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        target_ids = logits.argmax(-1)
+        target_ids = most_likely(logits)
         return accept_matching(draft_ids, target_ids, caps), target_ids
 
 

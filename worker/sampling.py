@@ -39,7 +39,7 @@ def distribution(
         # The most likely token has logit 0 here.
         logits = logits.masked_fill(logits < torch.log(min_p)[:, None, None], float("-inf"))
     probs = torch.softmax(logits, dim=-1)
-    best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    best = torch.zeros_like(probs).scatter_(-1, most_likely(logits)[..., None], 1.0)
     return torch.where(greedy, best, probs)
 
 
@@ -60,9 +60,19 @@ def _keep_most_likely(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: t
     return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
+def most_likely(values: torch.Tensor) -> torch.Tensor:
+    """Index of the largest along the last dimension, the first of equal ones. values: at least two dimensions.
+
+    On a CPU by numpy: torch's argmax looks at one element after the other.
+    """
+    if values.device.type != "cpu":
+        return values.argmax(-1)
+    return torch.from_numpy(values.float().numpy().argmax(-1))
+
+
 def choose(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """One token per distribution, drawn by an exponential race: argmax of probs / noise, noise being Exp(1)."""
-    return (probs / noise).argmax(-1)
+    return most_likely(probs / noise)
 
 
 def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: torch.Tensor | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker.attention import TOKENS_READ_MULTIPLE, RowAttention, StepMasks
+from worker.attention import RowAttention, StepMasks
 from worker.cached_model import CachedModel, PassPart
 from worker.rules import TokenRule
 
@@ -63,8 +63,7 @@ def speculative_step(
     width = batch.recent_ids.shape[1]
     # Column c is the token c - (width - 1) places after the pending one.
     positions = batch.num_tokens[:, None] - width + torch.arange(width + length, device=batch.num_tokens.device)
-    num_read = -(-(batch.longest + length) // TOKENS_READ_MULTIPLE) * TOKENS_READ_MULTIPLE
-    masks = StepMasks(positions, min(num_read, target.pool.max_length), target.pool.dtype)
+    masks = StepMasks(positions, batch.longest + length, target.pool.dtype)
 
     draft_ids = batch.recent_ids.new_zeros(len(positions), length)
     if length:
