@@ -92,8 +92,9 @@ def test_the_kernel_agrees_with_what_the_pool_says_it_holds() -> None:
     assert pool.num_bytes_held() == expected
     grown = resident_bytes() - before
     assert 0.95 * expected < grown < 1.05 * expected
-    # Reading what nobody wrote takes no memory: attention reads up to the longest row of a batch.
-    assert float(pool.layers[0][20:, :, :, :2000].float().abs().max()) == 0
+    # Reading what nobody wrote takes no memory: attention reads up to the longest row of a batch. Row by row and without a
+    # copy: what the allocator keeps of a large one would be counted below.
+    assert not any(bool(row.any()) for row in pool.layers[0][20:, :, :, :2000])
     for row in range(len(lengths)):
         pool.release(row)
     assert resident_bytes() - before < 0.05 * expected
