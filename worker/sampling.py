@@ -67,7 +67,9 @@ def most_likely(values: torch.Tensor) -> torch.Tensor:
     """
     if values.device.type != "cpu":
         return values.argmax(-1)
-    return torch.from_numpy(values.float().numpy().argmax(-1))
+    # numpy knows no bfloat16, and is slow with float16; wider values keep their precision.
+    wide = values.float() if values.itemsize == 2 else values
+    return torch.from_numpy(wide.numpy().argmax(-1))
 
 
 def choose(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
