@@ -95,6 +95,11 @@ class Session:
         capacity = self.prepared.survey.capacity_tokens_per_s
         return make_track(plan.track, capacity, plan.seed, plan.duration_s, plan.scale)
 
+    @property
+    def is_exhaustive(self) -> bool:
+        """Whether the survey knows every length at every concurrency."""
+        return self.prepared.survey.is_exhaustive(self.plan.settings.max_length)
+
     def run(self, target_s_per_token: float | None) -> Comparison:
         total = len(self.contenders) * self.plan.repeats
         say(
@@ -102,6 +107,12 @@ class Session:
             f"{self.track.capacity_tokens_per_s:.0f} tokens/s; "
             f"about {total * (self.track.duration_s + START_AND_STOP_S) / 60:.0f} minutes"
         )
+        if self.is_exhaustive:
+            survey = self.prepared.survey
+            say(
+                f"by the survey, the best length of every batch size makes {100 * survey.table_gain:.1f}% more tokens per "
+                f"second than length {survey.best_single_length} at all of them: about the most that a table can win"
+            )
         runs = run_all(self.contenders, self.plan.repeats, self.run_one)
         target = target_s_per_token or GOOD_ENOUGH * self.prepared.survey.plain_s_per_token
         return compare_runs(self.track, self.contenders, runs, target, self.plan.repeats)
@@ -133,6 +144,8 @@ class Session:
             "profile": None if self.plan.profile is None else self.plan.profile.name,
             "capacity_tokens_per_s": survey.capacity_tokens_per_s,
             "best_length": {str(size): survey.best_length(size) for size in survey.concurrencies},
+            "best_single_length": survey.best_single_length if self.is_exhaustive else None,
+            "table_gain": survey.table_gain if self.is_exhaustive else None,
         }
 
 

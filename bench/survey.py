@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,26 @@ class Survey:
     def best_length(self, concurrency: int) -> int:
         lengths = [length for c, length in self.tokens if c == concurrency]
         return max(lengths, key=lambda length: self.tokens_per_s((concurrency, length)))
+
+    @property
+    def best_single_length(self) -> int:
+        """The length that does best at all concurrencies alike: the largest geometric mean of tokens per second."""
+        lengths = {length for _, length in self.tokens}
+        everywhere = [n for n in sorted(lengths) if all((size, n) in self.tokens for size in self.concurrencies)]
+        return max(everywhere, key=lambda n: sum(math.log(self.tokens_per_s((size, n))) for size in self.concurrencies))
+
+    @property
+    def table_gain(self) -> float:
+        """What the best length of each concurrency makes more than that single one, 0.05 for 5%: the most a table can win.
+
+        A geometric mean over concurrencies. Less, if chance had a part in which length came out best.
+        """
+        single = self.best_single_length
+        ratios = [
+            self.tokens_per_s((size, self.best_length(size))) / self.tokens_per_s((size, single))
+            for size in self.concurrencies
+        ]
+        return math.prod(ratios) ** (1 / len(ratios)) - 1.0
 
     @property
     def capacity_tokens_per_s(self) -> float:

@@ -142,6 +142,16 @@ def test_the_oracle_uses_exactly_the_length_that_served_fastest(tmp_path):
     assert survey.plain_s_per_token == 0.01
 
 
+def test_what_a_table_can_win_is_told_against_the_length_that_loses_least():
+    survey = Survey()
+    rates = {(1, 0): 100, (1, 1): 120, (1, 2): 150, (16, 0): 500, (16, 1): 450, (16, 2): 400}
+    for key, rate in rates.items():
+        survey.tokens[key], survey.seconds[key] = rate, 1.0
+    # 100 * 500 < 120 * 450 < 150 * 400: length 2, which the best table beats at 16 alone, by a quarter.
+    assert survey.best_single_length == 2
+    assert survey.table_gain == pytest.approx(1.25**0.5 - 1)
+
+
 def test_a_failing_worker_ends_a_survey_with_one_sentence():
     async def run():
         async with serving(FakeService(fail_after=0)) as address:

@@ -50,7 +50,7 @@ CHANNEL_OPTIONS = [
 class ControlSettings:
     """How the worker speaks with the controller. Times in seconds."""
 
-    flush_interval_s: float = 0.1  # a report waits this long for company: fewer messages, still fresh
+    flush_interval_s: float = 0.2  # a report waits this long for company: fewer messages, still fresh
     group_size: int = 256  # reports per message at most; the protocol allows 1024
     max_buffered: int = 65_536  # reports kept until durable: about half an hour of steps at 40 a second
     heartbeat_s: float = 1.0  # an empty message is sent when there was nothing to say for this long
