@@ -35,6 +35,7 @@ def best_threads(rows: Rows) -> Rows:
                 "tokens_per_s": statistics.fmean(rates),
                 "tokens_per_s_low": min(rates),
                 "tokens_per_s_high": max(rates),
+                "tokens_per_s_by_round": rates,
                 "latency_mean_s": statistics.fmean(row["latency_mean_s"] for row in rounds),
                 "latency_p95_s": statistics.fmean(row["latency_p95_s"] for row in rounds),
             }
@@ -42,8 +43,8 @@ def best_threads(rows: Rows) -> Rows:
     return found
 
 
-def markdown(rows: Rows, facts: dict[str, Any]) -> str:
-    """One line per mode, throughput and mean latency at each concurrency."""
+def markdown(rows: Rows, ratios: Rows, facts: dict[str, Any]) -> str:
+    """One line per mode, throughput and mean latency at each concurrency; then one per peer, the ratios to its best."""
     concurrencies = sorted({row["concurrency"] for row in rows})
     cells = {(row["peer"], row["mode"], row["concurrency"]): row for row in rows}
     modes = list(dict.fromkeys((row["peer"], row["mode"]) for row in rows))
@@ -59,6 +60,18 @@ def markdown(rows: Rows, facts: dict[str, Any]) -> str:
             for row in found
         ]
         lines.append(f"| {peer}, {mode} | {' | '.join(texts)} |")
+    lines += [
+        "",
+        f"| throughput of adaptive over the best mode of | {heading} |",
+        "|---|" + "---|" * len(concurrencies),
+    ]
+    for peer in dict.fromkeys(ratio["peer"] for ratio in ratios):
+        by_concurrency = {ratio["concurrency"]: ratio for ratio in ratios if ratio["peer"] == peer}
+        texts = [
+            "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}), {best_mode}".format(**by_concurrency[number])
+            for number in concurrencies
+        ]
+        lines.append(f"| {peer} | {' | '.join(texts)} |")
     about = ", ".join(f"{key} {value}" for key, value in facts.items())
     return (
         "# Peers on the same machine, weights and requests\n\n"
@@ -70,14 +83,33 @@ def markdown(rows: Rows, facts: dict[str, Any]) -> str:
     )
 
 
-def ratio_to_best(rows: Rows, peer: str) -> dict[int, float]:
-    """Throughput of speclen with the learned length over the best mode of a peer, by concurrency."""
-    ratios = {}
+def over_best(rows: Rows) -> Rows:
+    """Throughput of speclen with the learned length over the best mode of every peer, by concurrency.
+
+    ratio: of the means over rounds. ratio_low, ratio_high: of the rounds.
+    """
+    found = []
     for row in rows:
-        others = [r["tokens_per_s"] for r in rows if r["peer"] == peer and r["concurrency"] == row["concurrency"]]
-        if row["peer"] == "speclen" and row["mode"] == "adaptive" and others:
-            ratios[row["concurrency"]] = row["tokens_per_s"] / max(others)
-    return ratios
+        if (row["peer"], row["mode"]) != ("speclen", "adaptive"):
+            continue
+        for peer in sorted({other["peer"] for other in rows} - {"speclen"}):
+            modes = [other for other in rows if (other["peer"], other["concurrency"]) == (peer, row["concurrency"])]
+            if not modes:
+                continue
+            best = max(modes, key=lambda other: other["tokens_per_s"])
+            pairs = zip(row["tokens_per_s_by_round"], best["tokens_per_s_by_round"], strict=True)
+            rounds = [ours / theirs for ours, theirs in pairs]
+            found.append(
+                {
+                    "peer": peer,
+                    "best_mode": best["mode"],
+                    "concurrency": row["concurrency"],
+                    "ratio": row["tokens_per_s"] / best["tokens_per_s"],
+                    "ratio_low": min(rounds),
+                    "ratio_high": max(rounds),
+                }
+            )
+    return found
 
 
 def main() -> None:
@@ -88,16 +120,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = best_threads(read_lines(options.lines))
     facts = json.loads(options.facts.read_text("utf-8"))
-    peers = sorted({row["peer"] for row in rows} - {"speclen"})
-    ratios = {peer: ratio_to_best(rows, peer) for peer in peers}
+    ratios = over_best(rows)
     options.out.mkdir(parents=True, exist_ok=True)
     content = {"format": "speclen-peers-1", "facts": facts, "rows": rows, "speclen_over_best": ratios}
     (options.out / "peers.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    (options.out / "peers.md").write_text(markdown(rows, facts), "utf-8")
-    print(markdown(rows, facts))
-    for peer, by_concurrency in ratios.items():
-        for number, value in sorted(by_concurrency.items()):
-            print(f"speclen over the best mode of {peer} at {number}: {value:.2f}x")
+    page = markdown(rows, ratios, facts)
+    (options.out / "peers.md").write_text(page, "utf-8")
+    print(page)
 
 
 if __name__ == "__main__":
