@@ -59,7 +59,7 @@ def in_words(value: float, low: float, high: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.0f}%"
+    return f"{round(100 * (ratio - 1)):+d}%"
 
 
 def table(results: list[dict[str, Any]]) -> str:
