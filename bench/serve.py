@@ -108,11 +108,7 @@ class Session:
             f"about {total * (self.track.duration_s + START_AND_STOP_S) / 60:.0f} minutes"
         )
         if self.is_exhaustive:
-            survey = self.prepared.survey
-            say(
-                f"by the survey, the best length of every batch size makes {100 * survey.table_gain:.1f}% more tokens per "
-                f"second than length {survey.best_single_length} at all of them: about the most that a table can win"
-            )
+            say(self.prepared.survey.outlook())
         runs = run_all(self.contenders, self.plan.repeats, self.run_one)
         target = target_s_per_token or GOOD_ENOUGH * self.prepared.survey.plain_s_per_token
         return compare_runs(self.track, self.contenders, runs, target, self.plan.repeats)

@@ -71,6 +71,16 @@ class Survey:
         ]
         return math.prod(ratios) ** (1 / len(ratios)) - 1.0
 
+    def outlook(self) -> str:
+        """One sentence: what a comparison with fixed lengths can be expected to show."""
+        single, gain = self.best_single_length, self.table_gain
+        if not gain:
+            return f"by the survey, length {single} is best at every batch size: a table can win nothing over it"
+        return (
+            f"by the survey, the best length of every batch size makes {100 * gain:.1f}% more tokens per second than "
+            f"length {single} at all of them: about the most that a table can win"
+        )
+
     @property
     def capacity_tokens_per_s(self) -> float:
         """Tokens per second with the most rows, at the length that serves them fastest."""

@@ -150,6 +150,10 @@ def test_what_a_table_can_win_is_told_against_the_length_that_loses_least():
     # 100 * 500 < 120 * 450 < 150 * 400: length 2, which the best table beats at 16 alone, by a quarter.
     assert survey.best_single_length == 2
     assert survey.table_gain == pytest.approx(1.25**0.5 - 1)
+    assert "makes 11.8% more tokens per second than length 2" in survey.outlook()
+    survey.tokens[16, 2] = 510
+    assert survey.table_gain == 0
+    assert "length 2 is best at every batch size" in survey.outlook()
 
 
 def test_a_failing_worker_ends_a_survey_with_one_sentence():
