@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import random
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,25 +51,27 @@ class Survey:
         lengths = [length for c, length in self.tokens if c == concurrency]
         return max(lengths, key=lambda length: self.tokens_per_s((concurrency, length)))
 
+    def behind(self, length: int) -> float:
+        """How many times the tokens of this length the best one makes: a geometric mean over concurrencies."""
+        return statistics.geometric_mean(
+            self.tokens_per_s((size, self.best_length(size))) / self.tokens_per_s((size, length))
+            for size in self.concurrencies
+        )
+
     @property
     def best_single_length(self) -> int:
-        """The length that does best at all concurrencies alike: the largest geometric mean of tokens per second."""
+        """Of the lengths measured at every concurrency, the one least behind."""
         lengths = {length for _, length in self.tokens}
         everywhere = [n for n in sorted(lengths) if all((size, n) in self.tokens for size in self.concurrencies)]
-        return max(everywhere, key=lambda n: sum(math.log(self.tokens_per_s((size, n))) for size in self.concurrencies))
+        return min(everywhere, key=self.behind)
 
     @property
     def table_gain(self) -> float:
         """What the best length of each concurrency makes more than that single one, 0.05 for 5%: the most a table can win.
 
-        A geometric mean over concurrencies. Less, if chance had a part in which length came out best.
+        Less, if chance had a part in which length came out best.
         """
-        single = self.best_single_length
-        ratios = [
-            self.tokens_per_s((size, self.best_length(size))) / self.tokens_per_s((size, single))
-            for size in self.concurrencies
-        ]
-        return math.prod(ratios) ** (1 / len(ratios)) - 1.0
+        return self.behind(self.best_single_length) - 1.0
 
     def outlook(self) -> str:
         """One sentence: what a comparison with fixed lengths can be expected to show."""
