@@ -16,7 +16,6 @@ drift apart after some tens to hundreds of tokens, with and without speculation,
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,9 +25,10 @@ import torch
 from worker.captured_model import Recorder
 from worker.detokenize import make_decode
 from worker.engine_config import EngineConfig
+from worker.inbox import Inbox
 from worker.models import ModelPair
 from worker.preparation import prepare
-from worker.request import DrainingError, GenerationRequest, QueueFullError, SequenceOutput
+from worker.request import EngineFailedError, GenerationRequest, SequenceOutput
 from worker.scheduler import Scheduler
 from worker.sequence import OnOutput, Sequence, SharedPrompt
 from worker.step_plan import PromptChunk
@@ -82,53 +82,34 @@ class Engine:
         self.runner = StepRunner(self.target, self.draft, self.scheduler, self._tell, config.prefill_chunk, generator)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
 
-        self._wakeup = threading.Condition()
-        # Guarded by _wakeup:
-        self._incoming: list[list[Sequence]] = []
-        self._aborting: set[str] = set()
-        self._unfinished: dict[str, int] = {}  # sequences left of each request
-        self._draining = False
-        self._stopping = False
+        self._inbox = Inbox(config.max_waiting)
 
     # Called from any thread.
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queue a request. on_output is called from the engine's thread and must not block.
 
-        Raises ValueError naming the field, QueueFullError, or DrainingError.
+        Raises ValueError naming the field, QueueFullError, DrainingError, or EngineFailedError.
         """
         sequences = self._make_sequences(request, on_output)
-        with self._wakeup:
-            if self._draining:
-                raise DrainingError("the worker is draining and takes no new requests")
-            if request.request_id in self._unfinished:
-                raise ValueError(f"request_id {request.request_id!r} is already running: choose another")
-            if len(self._incoming) + self.scheduler.num_waiting >= self.config.max_waiting:
-                raise QueueFullError(f"{self.config.max_waiting} requests are waiting already: try again later")
-            self._unfinished[request.request_id] = len(sequences)
-            self._incoming.append(sequences)
-            self._wakeup.notify()
+        self._inbox.put(request.request_id, sequences, self.scheduler.num_waiting)
 
     def abort(self, request_id: str) -> bool:
         """End a request after the running step; whether it was running or waiting."""
-        with self._wakeup:
-            if request_id not in self._unfinished:
-                return False
-            self._aborting.add(request_id)
-            self._wakeup.notify()
-            return True
+        return self._inbox.abort(request_id)
 
     def drain(self) -> None:
         """Take no new requests; those accepted go on to their end."""
-        with self._wakeup:
-            self._draining = True
+        self._inbox.drain()
 
     def stop(self) -> None:
         """Let `run` return after the running step; what is unfinished is aborted."""
-        with self._wakeup:
-            self._draining = self._stopping = True
-            self._aborting.update(self._unfinished)
-            self._wakeup.notify()
+        self._inbox.stop()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it can serve."""
+        return self._inbox.failure
 
     def use_threads(self, num_threads: int) -> None:
         """Compute with that many CPU threads from the next step on."""
@@ -136,12 +117,10 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """A snapshot; its numbers may be of neighbouring steps."""
-        with self._wakeup:
-            num_incoming = len(self._incoming)
         totals = self.runner.totals
         return EngineLoad(
             num_running=len(self.scheduler.rows),
-            num_waiting=num_incoming + self.scheduler.num_waiting,
+            num_waiting=self._inbox.num_incoming + self.scheduler.num_waiting,
             num_kv_tokens_used=self.scheduler.num_kv_tokens(),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
             num_steps=totals.num_steps,
@@ -154,22 +133,42 @@ class Engine:
     # The engine's thread.
 
     def run(self) -> None:
-        """Step until `stop`; sleep when there is nothing to do."""
-        while True:
-            with self._wakeup:
-                self._wakeup.wait_for(self._has_work)
-                stopping = self._stopping
-            try:
-                self.step()
-            except Exception:
-                log.exception("an iteration failed outside its step; %d running requests end", len(self.scheduler.rows))
-                self._end(self.scheduler.rows)
-            if stopping:
-                return
+        """Step until `stop`; sleep when there is nothing to do.
 
-    def _has_work(self) -> bool:
-        scheduler = self.scheduler
-        return bool(self._incoming or self._aborting or self._stopping or scheduler.rows or scheduler.waiting)
+        An exception outside of what a step runs ends all requests, and the engine goes on empty. If even that fails, the
+        engine ends: requests are told, and EngineFailedError is raised here and from then on by `submit`.
+        """
+        try:
+            stopping = False
+            while not stopping:
+                stopping = self._inbox.wait(busy=bool(self.scheduler.rows or self.scheduler.waiting))
+                try:
+                    self.step()
+                except Exception as error:
+                    log.exception("an iteration failed outside its step; all requests end")
+                    self._recover(error)
+        except BaseException as error:
+            raise self._fail(error) from error
+
+    def _recover(self, error: Exception) -> None:
+        """Begin anew with empty rows, since nobody knows what state they are in."""
+        unfinished = self._inbox.give_up()
+        self.scheduler.clear()
+        self._abort(unfinished, error)
+
+    def _fail(self, error: BaseException) -> EngineFailedError:
+        """Tell every request that the engine has ended; whatever else is wrong must not keep it from that."""
+        log.critical("the engine ends", exc_info=error)
+        failure = EngineFailedError(f"the engine has ended ({describe(error)}): start the worker again")
+        failure.__cause__ = error
+        self.scheduler.rows.clear()
+        self.scheduler.waiting.clear()
+        self._abort(self._inbox.give_up(failure), failure)
+        return failure
+
+    def _abort(self, sequences: Iterable[Sequence], error: BaseException | None) -> None:
+        for sequence in sequences:
+            self._tell(sequence, sequence.abort(None if error is None else describe(error)))
 
     @torch.inference_mode()
     def step(self) -> StepResult | None:
@@ -189,9 +188,9 @@ class Engine:
             return None
         try:
             return self._decode(batch, started, chunks, prefilled=copied or bool(chunks))
-        except Exception:
+        except Exception as error:
             log.exception("a step of %d rows failed; their requests end", len(batch))
-            self._end(batch)
+            self._end(batch, error)
             return None
 
     def _adjust_threads(self) -> None:
@@ -208,9 +207,9 @@ class Engine:
                 if not self.runner.copy_prompt(sequence):
                     break
                 copied = True
-            except Exception:
+            except Exception as error:
                 log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
-                self._end([sequence])
+                self._end([sequence], error)
         return copied
 
     def _feed(self, chunks: list[PromptChunk]) -> None:
@@ -225,11 +224,11 @@ class Engine:
             chunk = self.runner.plan_prompts()[0]  # Rows may have moved.
             try:
                 logits = self.runner.feed([chunk])
-            except Exception:
+            except Exception as error:
                 log.exception(
                     "feeding a prompt of %d tokens failed; its request ends", chunk.sequence.num_prompt_tokens
                 )
-                self._end([chunk.sequence])
+                self._end([chunk.sequence], error)
             else:
                 self._start([chunk], logits)
 
@@ -238,9 +237,9 @@ class Engine:
         for chunk, last in zip(chunks, logits, strict=True):
             try:
                 self.runner.start(chunk.sequence, last)
-            except Exception:
+            except Exception as error:
                 log.exception("the first token of a request failed; it ends")
-                self._end([chunk.sequence])
+                self._end([chunk.sequence], error)
 
     def _decode(self, batch: list[Sequence], started: float, chunks: list[PromptChunk], prefilled: bool) -> StepResult:
         num_held = sum(len(sequence.tokens) for sequence in batch)
@@ -253,7 +252,7 @@ class Engine:
             if sequence.finished:
                 self.scheduler.remove(sequence)
         if chunks and not outcome.prompt_logits:
-            self._feed(chunks)
+            self._feed(self.runner.plan_prompts())  # Rows may have moved.
         result = StepResult(
             batch_size=len(batch),
             speculation_length=outcome.speculation_length,
@@ -267,44 +266,37 @@ class Engine:
 
     def _admit(self) -> None:
         for sequence in self.scheduler.admit():
-            sequence.start_sampling(self.pair.vocab_size, self.pair.device)
+            try:
+                sequence.start_sampling(self.pair.vocab_size, self.pair.device)
+            except Exception as error:
+                log.exception("request %s cannot start; it ends", sequence.request.request_id)
+                self._end([sequence], error)
 
     def _take_in(self) -> None:
         """Queue what was submitted and end what was aborted since the last step."""
-        with self._wakeup:
-            incoming, self._incoming = self._incoming, []
-            aborting, self._aborting = self._aborting, set()
+        incoming, aborting = self._inbox.take()
         for sequences in incoming:
             self.scheduler.add(sequences)
         if aborting:
             for request_id in aborting:
-                for sequence in self.scheduler.drop_waiting(request_id):
-                    self._tell(sequence, sequence.abort())
+                self._abort(self.scheduler.drop_waiting(request_id), None)
             self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
 
-    def _end(self, sequences: Iterable[Sequence]) -> None:
+    def _end(self, sequences: Iterable[Sequence], error: Exception | None = None) -> None:
         """Abort sequences that have rows."""
-        sequences = list(sequences)
-        for sequence in sequences:
+        for sequence in list(sequences):
             if not sequence.finished:
-                self._tell(sequence, sequence.abort())
-            self.scheduler.remove(sequence)
+                self._abort([sequence], error)
+            if sequence in self.scheduler.rows:
+                self.scheduler.remove(sequence)
 
     def _tell(self, sequence: Sequence, output: SequenceOutput) -> None:
         if output.finish_reason is not None:
-            self._forget(sequence)
+            self._inbox.forget(sequence)
         try:
             sequence.on_output(output)
         except Exception:
             log.exception("the callback of request %s failed", sequence.request.request_id)
-
-    def _forget(self, sequence: Sequence) -> None:
-        request_id = sequence.request.request_id
-        with self._wakeup:
-            self._unfinished[request_id] -= 1
-            if not self._unfinished[request_id]:
-                del self._unfinished[request_id]
-                self._aborting.discard(request_id)
 
     def _make_sequences(self, request: GenerationRequest, on_output: OnOutput) -> list[Sequence]:
         pair, sampling = self.pair, request.sampling
@@ -330,3 +322,10 @@ class Engine:
                 f"only {self.scheduler.max_kv_tokens}"
             )
         return sequences
+
+
+def describe(error: BaseException) -> str:
+    """The error in a sentence for callers."""
+    if isinstance(error, EngineFailedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

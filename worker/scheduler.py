@@ -111,6 +111,16 @@ class Scheduler:
             self._fill(row, row + 1)
         self.rows.pop()
 
+    def clear(self) -> None:
+        """Forget everybody, and hand the rows' memory back."""
+        num_rows = len(self.rows)
+        self.waiting.clear()
+        self.rows.clear()
+        self.num_drafting = self.num_decoding = self.num_reserved_tokens = 0
+        self.version += 1
+        for row in range(num_rows):
+            self._release(row)
+
     def drop_waiting(self, request_id: str) -> list[Sequence]:
         """Take a request's waiting sequences out of the queue."""
         dropped = [s for group in self.waiting for s in group if s.request.request_id == request_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from worker.detokenize import Decode, Detokenizer, StopStrings
 from worker.logits import RowEdits
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
 from worker.rules import RowSampling
+
+log = logging.getLogger(__name__)
 
 OnOutput = Callable[[SequenceOutput], None]
 
@@ -105,10 +108,15 @@ class Sequence:
         shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
         return self._output(tuple(ids), text, shown, reason, matched)
 
-    def abort(self) -> SequenceOutput:
-        """End here; text that was held back is shown."""
+    def abort(self, error: str | None = None) -> SequenceOutput:
+        """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
         self.finished = True
-        return self._output((), self._rest(), (), FinishReason.ABORT, None)
+        try:
+            text = self._rest()
+        except Exception:
+            log.exception("the last text of request %s cannot be shown", self.request.request_id)
+            text = ""
+        return self._output((), text, (), FinishReason.ABORT, None, error)
 
     def _output(
         self,
@@ -117,6 +125,7 @@ class Sequence:
         logprobs: tuple[TokenLogprobs, ...],
         reason: FinishReason | None,
         matched: int | str | None,
+        error: str | None = None,
     ) -> SequenceOutput:
         return SequenceOutput(
             request_id=self.request.request_id,
@@ -126,6 +135,7 @@ class Sequence:
             logprobs=logprobs,
             finish_reason=reason,
             matched_stop=matched,
+            error=error,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self.num_output_tokens,
             num_steps=self.num_steps,

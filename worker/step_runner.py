@@ -176,7 +176,7 @@ class StepRunner:
             flags |= {StepFlag.CATCH_UP} if caught_up else set()
         tensors = make_batch(batch, self._scheduler.num_drafting, lengths, width, self._device)
         num_recorded = self._num_recorded()
-        result = self._step(tensors, lengths.length, self._batch_rule(batch), chunks)
+        result = self._step(tensors, lengths.length, batch, chunks)
         if self._num_recorded() != num_recorded:
             flags |= {StepFlag.COMPILATION}
         accepted = self._commit(batch, result, lengths)
@@ -187,18 +187,19 @@ class StepRunner:
             histogram[count] += 1
         return StepOutcome(lengths.length, tuple(histogram), frozenset(flags), result.prompt_logits)
 
-    def _step(self, batch: StepBatch, length: int, rule: TokenRule, chunks: Rows[PromptChunk]) -> StepTokens:
+    def _step(self, tensors: StepBatch, length: int, batch: list[Sequence], chunks: Rows[PromptChunk]) -> StepTokens:
         """The passes of a step. Prompts that make it fail, for lack of memory, must not take the other rows along."""
         try:
             prompts = self._prompt_parts(self.target, chunks)
-            result = speculative_step(self.target, self.draft, batch, length, rule, prompts)
+            result = speculative_step(self.target, self.draft, tensors, length, self._batch_rule(batch), prompts)
             self._feed_draft(chunks)
             return result
         except Exception:
             if not chunks:
                 raise
             log.exception("a step failed together with %d prompts; it is repeated without them", len(chunks))
-        return speculative_step(self.target, self.draft, batch, length, rule)
+        # A rule keeps what was drafted: the second try needs one of its own.
+        return speculative_step(self.target, self.draft, tensors, length, self._batch_rule(batch))
 
     def _num_recorded(self) -> int:
         return self.target.num_recorded + (self.draft.num_recorded if self.draft is not None else 0)
