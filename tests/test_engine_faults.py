@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Parts
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -14,13 +14,14 @@ import engines
 import pytest
 import tiny_models
 import torch
-from engines import Collected, finish, generate, make_engine, request
+from engines import Collected, RandomLengths, finish, generate, make_engine, request
 
-from worker.cached_model import PassPart
+from worker.attention import RowAttention
+from worker.cached_model import CachedModel, PassPart
 from worker.engine import Engine
 from worker.engine_thread import EngineThread
 from worker.request import EngineFailedError, FinishReason, SequenceOutput
-from worker.sequence import Sequence
+from worker.sequence import SequenceState
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -29,7 +30,7 @@ def fail_once_with_prompts(engine: Engine) -> list[int]:
     """Let the next pass fail that decodes rows and feeds prompts; returns a list that then holds the parts it had."""
     honest, failed = engine.target.forward_with_prompts, []
 
-    def failing(decoding: PassPart, prompts: Parts[PassPart]) -> list[torch.Tensor]:
+    def failing(decoding: PassPart, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
         if prompts and not failed:
             failed.append(1 + len(prompts))
             honest(decoding, prompts)  # keys and values are written
@@ -140,14 +141,14 @@ def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
 
 def test_a_failing_first_token_ends_its_request_only() -> None:
     engine = make_engine()
-    honest = engine.runner.start
+    honest = engine.runner._first_token
 
-    def failing(sequence: Sequence, logits: torch.Tensor) -> None:
+    def failing(sequence: SequenceState, logits: torch.Tensor) -> Any:
         if sequence.request.request_id == "bad":
             raise RuntimeError("no token")
-        honest(sequence, logits)
+        return honest(sequence, logits)
 
-    engine.runner.start = failing  # type: ignore[method-assign]
+    engine.runner._first_token = failing  # type: ignore[method-assign]
     names = ("first", "bad", "last")
     collected = generate(engine, *(request(name, PROMPT, max_tokens=8, ignore_eos=True) for name in names))
     assert collected.reason("bad") is FinishReason.ABORT
@@ -176,11 +177,11 @@ def test_the_engine_survives_what_fails_outside_a_step(monkeypatch: pytest.Monke
         if output.finish_reason is not None:
             ended.set()
 
-    def fails(sequence: Sequence, *args: object) -> None:
+    def fails(sequence: SequenceState, *args: object) -> None:
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr(Sequence, "start_sampling", fails)
+    monkeypatch.setattr(SequenceState, "start_sampling", fails)
     runner = threading.Thread(target=engine.run)
     runner.start()
     for name, reason in (("x", FinishReason.ABORT), ("y", FinishReason.LENGTH)):
@@ -191,6 +192,48 @@ def test_the_engine_survives_what_fails_outside_a_step(monkeypatch: pytest.Monke
     engine.stop()
     runner.join(10)
     assert not runner.is_alive()
+
+
+def test_a_row_whose_text_fails_ends_alone() -> None:
+    """Story: the whole batch was aborted, though every other row had its tokens already."""
+    engine, collected = make_engine(chooser=2), Collected()
+    for name in ("a", "bad", "b"):
+        engine.submit(request(name, PROMPT, max_tokens=30, ignore_eos=True), collected)
+    for _ in range(3):
+        engine.step()
+    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
+    bad._detokenizer.push = fail  # type: ignore[method-assign]
+    finish(engine)
+    assert (collected.reason("bad"), collected.last("bad").error) == (FinishReason.ABORT, "MemoryError: no room")
+    alone = generate(make_engine(), request("x", PROMPT, max_tokens=30, ignore_eos=True)).ids("x")
+    assert collected.ids("a") == collected.ids("b") == alone
+
+
+def test_what_a_pass_writes_is_noted_before_it_runs() -> None:
+    """Story: a pass that failed had written to pages that nobody knew of, and its rows were freed without them."""
+    engine, noted = make_engine(chooser=RandomLengths(2, longest=4), max_batch_size=6, prefill_chunk=16), Counter[str]()
+    assert engine.draft is not None
+
+    def check(model: CachedModel, parts: Sequence[RowAttention]) -> None:
+        for part in parts:
+            for row, positions in enumerate(part.positions, part.first_row):
+                assert model.pool._touched[row] > int(positions.max())
+        noted["target" if model is engine.target else "draft"] += 1
+
+    for model in (engine.target, engine.draft):
+        forward, packed = model.plain_forward, model.plain_forward_parts
+        model.plain_forward = lambda ids, attention, n, m=model, f=forward: (
+            check(m, [attention]) or f(ids, attention, n)
+        )  # type: ignore
+        model.plain_forward_parts = lambda parts, m=model, f=packed: check(m, [p.attention for p in parts]) or f(parts)  # type: ignore
+    rng = random.Random(2)
+    requests = [
+        request(str(at), engines.random_prompt(rng), max_tokens=12, fixed_length=rng.choice([None, 0, 3]))
+        for at in range(20)
+    ]
+    generate(engine, *requests)
+    assert min(noted.values()) > 40
+    assert len(noted) == 2
 
 
 # The engine's own end.
@@ -227,9 +270,9 @@ class Running:
 
 def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: what its sampling needs was made unguarded, and the rows that decoded were ended along with it."""
-    running, honest = Running(), Sequence.start_sampling
+    running, honest = Running(), SequenceState.start_sampling
     monkeypatch.setattr(
-        Sequence, "start_sampling", lambda s, *args: fail() if s.request.request_id == "bad" else honest(s, *args)
+        SequenceState, "start_sampling", lambda s, *args: fail() if s.request.request_id == "bad" else honest(s, *args)
     )
     for name in ("a", "bad", "b"):
         running.submit(name, max_tokens=10)

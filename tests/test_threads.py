@@ -15,8 +15,8 @@ from engines import make_pair
 from worker import threads
 from worker.engine import Engine, EngineConfig
 from worker.engine_thread import EngineThread
+from worker.length_chooser import FixedLength
 from worker.spinning import SPINS, set_spins
-from worker.steps import FixedLength
 from worker.threads import ThreadChoice, Usage, free_cores, read_usage, waited_share, watch_cores
 
 

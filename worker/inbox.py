@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from worker.request import DrainingError, EngineFailedError, QueueFullError
-from worker.sequence import Sequence
+from worker.sequence import SequenceState
 
 
 class Inbox:
@@ -15,9 +15,9 @@ class Inbox:
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         # Guarded by _changed:
-        self._incoming: list[list[Sequence]] = []
+        self._incoming: list[list[SequenceState]] = []
         self._aborting: set[str] = set()
-        self._unfinished: dict[str, list[Sequence]] = {}  # sequences left of each request
+        self._unfinished: dict[str, list[SequenceState]] = {}  # sequences left of each request
         self._draining = False
         self._stopping = False
         self.failure: BaseException | None = None  # set once, when the engine has ended
@@ -27,7 +27,7 @@ class Inbox:
         with self._changed:
             return len(self._incoming)
 
-    def put(self, request_id: str, sequences: list[Sequence], num_waiting: int) -> None:
+    def put(self, request_id: str, sequences: list[SequenceState], num_waiting: int) -> None:
         """Accept a request. num_waiting: those that were taken and wait for a row.
 
         Raises EngineFailedError, DrainingError, ValueError for an id that is in use, or QueueFullError.
@@ -74,14 +74,14 @@ class Inbox:
             self._changed.wait_for(lambda: busy or self._incoming or self._aborting or self._stopping)
             return self._stopping
 
-    def take(self) -> tuple[list[list[Sequence]], set[str]]:
+    def take(self) -> tuple[list[list[SequenceState]], set[str]]:
         """Requests put in, and ids of requests to abort, since the last call."""
         with self._changed:
             incoming, self._incoming = self._incoming, []
             aborting, self._aborting = self._aborting, set()
         return incoming, aborting
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
         request_id = sequence.request.request_id
         with self._changed:
@@ -92,7 +92,7 @@ class Inbox:
                 self._unfinished.pop(request_id, None)
                 self._aborting.discard(request_id)
 
-    def give_up(self, failure: BaseException | None = None) -> list[Sequence]:
+    def give_up(self, failure: BaseException | None = None) -> list[SequenceState]:
         """Every unfinished sequence, so that the caller ends them. failure: set when nothing is to be accepted any more."""
         with self._changed:
             self.failure = failure or self.failure
