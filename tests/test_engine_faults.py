@@ -258,7 +258,7 @@ class Running:
         self.engine.submit(request(name, PROMPT, ignore_eos=True, **sampling), self.tell)
 
     def start(self) -> Future[None]:
-        return self.thread.call(self.engine.run)
+        return self.thread.serve(self.engine.run)
 
     def wait(self, num_ended: int = 1) -> None:
         assert all(self.ended.acquire(timeout=30) for _ in range(num_ended))
@@ -351,28 +351,8 @@ def test_when_the_engine_ends_everybody_is_told(monkeypatch: pytest.MonkeyPatch,
         running.submit("late")
     with pytest.raises(EngineFailedError):
         future.result(30)
-    running.thread.join(30)
-    assert not running.thread.is_alive()
     assert running.failures == [running.thread.failure] == [engine.failure]
     assert engine.failure is not None
     assert engine.failure.__cause__ is error
-    with pytest.raises(EngineFailedError):
-        running.thread.call(int).result(1)
     assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)
     assert not engine.abort("a")
-
-
-def test_calls_that_wait_for_an_engine_that_ends_are_answered() -> None:
-    thread = EngineThread()
-    go = threading.Event()
-
-    def ends() -> NoReturn:
-        go.wait(30)
-        raise EngineFailedError("gone")
-
-    waiting = [thread.call(ends), thread.call(int), thread.call(int)]
-    thread.start()
-    go.set()
-    for future in waiting:
-        with pytest.raises(EngineFailedError, match="gone"):
-            future.result(30)

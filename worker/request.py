@@ -96,4 +96,4 @@ class DrainingError(Exception):
 
 
 class EngineFailedError(Exception):
-    """The engine has ended by a failure of its own, and with it everything that it ran: start the worker again."""
+    """The engine's thread has ended: this worker computes nothing any more."""
