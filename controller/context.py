@@ -15,6 +15,15 @@ from controller.core import Bucket, ContextKey, DriftEvent, LengthEstimate, Limi
 from controller.latency import LatencyModel
 from controller.workers import LARGEST_FLEET, FleetAgreement
 
+# What can be believed of a step, in seconds: beyond it the numbers have lost their meaning, not the device its speed.
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
+# Log of anything relative that can be believed: a factor of 1e13.
+MOST_LOG = 30.0
+# Rows that can be behind a count.
+MOST_COUNT = 1e15
+# The widest interval told, as a factor around the estimate: it says that nothing is known, and stays a number.
+MOST_SPREAD = 500.0
+
 # Resumptions over which their cost is averaged, and the most that one may count, in usual steps.
 RESUMES_REMEMBERED = 20
 LARGEST_RESUME_STEPS = 5.0
@@ -161,18 +170,18 @@ class ContextModel:
             detail = f"step times {direction} against prediction; the latency surface may move again, cells were kept"
         return DriftEvent(self.key, factor, statistic, detail)
 
-    def estimate(self, bucket: int, length: int) -> LengthEstimate:
-        """What is believed about one length in one bucket, with a 95% interval."""
-        tokens, seconds = float(self.tokens[bucket, length]), float(self.seconds[bucket, length])
-        band = int(self.bands[bucket])
-        variance = float(self.latency.log_variance(bucket)[length]) + float(
-            self.acceptance.log_tokens_variance(band)[length]
+    def sound(self) -> bool:
+        """Whether every number can still be worked with; where not, the context has to start anew."""
+        return (
+            within(self.seconds, LEAST_SECONDS, MOST_SECONDS)
+            and within(self.tokens, 1.0, self.tokens.shape[1] + 1e-6)
+            and math.isfinite(self.resume_s)
+            and latency_is_sound(self.latency)
+            and acceptance_is_sound(self.acceptance)
         )
-        ms, spread = 1e3 * seconds / tokens, math.exp(1.96 * math.sqrt(variance))
-        return LengthEstimate(length, tokens, seconds, ms, ms / spread, ms * spread)
 
     def estimates(self, bucket: int) -> list[LengthEstimate]:
-        """Estimates of every length in one bucket."""
+        """What is believed about every length in one bucket, with 95% intervals."""
         latency, tokens = (
             self.latency.log_variance(bucket),
             self.acceptance.log_tokens_variance(int(self.bands[bucket])),
@@ -180,7 +189,9 @@ class ContextModel:
         out = []
         for length in range(self.limits.max_speculation_length + 1):
             expected, seconds = float(self.tokens[bucket, length]), float(self.seconds[bucket, length])
-            spread = math.exp(1.96 * math.sqrt(float(latency[length] + tokens[length])))
+            spread = min(
+                math.exp(min(1.96 * math.sqrt(float(latency[length] + tokens[length])), MOST_LOG)), MOST_SPREAD
+            )
             ms = 1e3 * seconds / expected
             out.append(LengthEstimate(length, expected, seconds, ms, ms / spread, ms * spread))
         return out
@@ -216,6 +227,28 @@ class StepColumns:
         self.batch, self.length = np.array(batch), np.array(length)
         self.seconds, self.context = np.array(seconds), np.array(context)
         self.teaches_latency, self.teaches_acceptance = np.array(teaches_latency), np.array(teaches_acceptance)
+
+
+def within(values: FloatArray, least: float, most: float) -> bool:
+    """Whether all values lie in [least, most]; NaN lies nowhere."""
+    return bool(((values >= least) & (values <= most)).all())
+
+
+def latency_is_sound(model: LatencyModel) -> bool:
+    """Whether weights, variances and deviations are numbers of a believable size."""
+    return (
+        bool(np.isfinite(model.mean).all() and np.isfinite(model.covariance).all())
+        and within(model.variance, 0.0, MOST_LOG**2)
+        and within(model.rho, -MOST_LOG, MOST_LOG)
+        and abs(model.speed) <= MOST_LOG
+        and math.isfinite(model.sigma)
+    )
+
+
+def acceptance_is_sound(model: AcceptanceModel) -> bool:
+    """Whether the counts are counts and the shares are shares."""
+    counts = (model.reached, model.accepted, model.band_reached, model.band_accepted)
+    return all(within(values, 0.0, MOST_COUNT) for values in counts) and within(model.band_acceptance, 0.0, 1.0)
 
 
 def spans_of(workers: Sequence[str]) -> list[tuple[str, slice]]:
