@@ -26,7 +26,8 @@ from controller.core import (
     StepObservation,
     Table,
 )
-from controller.policies import Policy, make_policy
+from controller.policies import make_policy
+from controller.policies.policy import Policy
 
 
 class _Context:
@@ -56,6 +57,10 @@ class Controller:
         self._acceptance: dict[tuple[str, str], AcceptanceModel] = {}
         make_policy(policy, self._model(ContextKey("", "", "", ""), Limits(1, 1), AcceptanceModel(1, 1)), seed)
         buckets_for(buckets, 1)
+
+    def knows(self, key: ContextKey) -> bool:
+        """Whether the context was added."""
+        return key in self._contexts
 
     @property
     def contexts(self) -> tuple[ContextKey, ...]:
@@ -205,6 +210,10 @@ class Controller:
         except (ArithmeticError, ValueError, IndexError) as error:
             reason = str(error)
         return self._start_anew(context, reason)
+
+    def start_anew(self, key: ContextKey, reason: str) -> ObserveOutcome:
+        """Forget what is believed of a context. KeyError if it is unknown."""
+        return self._start_anew(self._contexts[key], reason)
 
     def _start_anew(self, context: _Context, reason: str) -> ObserveOutcome:
         """Forget what one context believes of step times, and of acceptance where that is the cause, and nothing else."""

@@ -45,7 +45,7 @@ class Context:
 class Worker:
     """The newest life of a worker. Times in seconds since 1970.
 
-    group: reports that wait to be learned from. committed_seq: every report up to it is on disk, or never arrived.
+    group: reports that wait to be learned from. durable_seq: every report up to it is on disk, or given up as missing.
     noted_at: when last_seen_at last went into a commit. num_*: over all epochs.
     """
 
@@ -60,16 +60,10 @@ class Worker:
     last_seen_at: float
     window: SeqWindow = field(default_factory=SeqWindow)
     group: Group = field(default_factory=Group)
-    committed_seq: int = 0
+    durable_seq: int = 0
     noted_at: float = 0.0
     num_reports: int = 0
     num_refused: int = 0
-
-    @property
-    def durable_seq(self) -> int:
-        """What the worker may forget: not beyond a late report that filled a gap and is not on disk yet."""
-        late = self.window.late
-        return min(self.committed_seq, min(late) - 1) if late else self.committed_seq
 
 
 @dataclass(slots=True)
@@ -161,7 +155,7 @@ class Registry:
         if worker.epoch != registration.epoch:
             old = worker.window
             worker.window = SeqWindow(num_missing=old.num_missing, num_repeated=old.num_repeated)
-            worker.committed_seq = 0
+            worker.durable_seq = 0
             worker.epoch = registration.epoch
             worker.context.workers.discard(worker.worker_id)
             worker.context = context

@@ -16,7 +16,8 @@ from controller.buckets import DOUBLING
 from controller.context import ContextModel
 from controller.controller import Controller
 from controller.core import ContextKey, Decision, DriftEvent, Limits, Profile, StepObservation
-from controller.policies import Policy, make_policy
+from controller.policies import make_policy
+from controller.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def replay(events: Iterable[Event], policy: str = "adaptive", seed: int = 0, buc
         decisions: list[Decision] = []
         match event:
             case ContextAdded():
-                result.controller.add_context(event.key, event.limits)
+                decisions = result.controller.add_context(event.key, event.limits).decisions
             case ProfileImported():
                 decisions = result.controller.seed_profile(event.key, event.profile).decisions
             case GroupObserved():

@@ -17,6 +17,7 @@ from speclen.v1 import control_pb2_grpc as rpc
 from controller.core import ContextKey
 from controller.fleet import Fleet
 from controller.messages import learned_table_message
+from controller.news import News
 from controller.registry import (
     ContextChangedError,
     FullError,
@@ -78,10 +79,9 @@ def answering(method: Method) -> Method:
 class ControlServicer(rpc.ControlServiceServicer):
     """The five calls."""
 
-    def __init__(self, fleet: Fleet, settings: StreamSettings | None = None) -> None:
+    def __init__(self, fleet: Fleet, news: News, settings: StreamSettings | None = None) -> None:
         self.fleet = fleet
-        self.streams = Streams(fleet, self._find, settings)
-        fleet.on_change = self.streams.wake_context
+        self.streams = Streams(fleet, self._find, news, settings)
         self.num_errors: Counter[tuple[str, str]] = Counter()  # by method and status
 
     @answering
@@ -116,7 +116,7 @@ class ControlServicer(rpc.ControlServiceServicer):
     async def GetLearnedTable(  # noqa: N802
         self, request: pb.GetLearnedTableRequest, context: Call
     ) -> pb.GetLearnedTableResponse:
-        keys = list(self.fleet.registry.contexts)
+        keys = list(self.fleet.contexts)
         if request.HasField("context"):
             keys = [self._known(read_context(request.context))]
         await self.fleet.learn_all()
@@ -133,14 +133,14 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def _admit(self) -> None:
         if self.streams.draining:
-            raise DrainingError("the controller is stopping")
+            raise DrainingError(self.streams.draining)
 
     def _find(self, identity: pb.WorkerIdentity) -> Worker:
         check_identity(identity)
-        return self.fleet.registry.find(identity.worker_id, identity.epoch)
+        return self.fleet.find(identity.worker_id, identity.epoch)
 
     def _known(self, key: ContextKey) -> ContextKey:
-        if key not in self.fleet.registry.contexts:
+        if key not in self.fleet.contexts:
             raise UnknownContextError(
                 f"context {key.target} + {key.draft} on {key.device} is unknown: no worker has registered with it"
             )

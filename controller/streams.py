@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from speclen.v1 import control_pb2 as pb
 
 from controller.fleet import Fleet
 from controller.messages import probe_message, table_message
-from controller.registry import Context, FullError, Worker, check_epoch
+from controller.news import News
+from controller.registry import FullError, Worker, check_epoch
 from controller.validation import MAX_REPORTS, InvalidMessageError
 
 # A stream that spoke within this time will speak again, and its next answer carries what is new: a message saved. With
@@ -121,7 +122,7 @@ class Stream:
             async with self.hub.turn():
                 probes = self._take(request)
             await self._send(probes)
-            await self.hub.fleet.journal.wait_for_room()
+            await self.hub.fleet.wait_for_room()
         await self._wait_until_durable()
 
     def _introduce(self, request: pb.StreamReportsRequest) -> None:
@@ -209,7 +210,7 @@ class Stream:
         if worker is None:
             return
         give_up_at = time.monotonic() + self.hub.settings.last_answer_s
-        while worker.durable_seq < worker.window.applied_seq and time.monotonic() < give_up_at:
+        while worker.durable_seq < worker.window.settled_seq and time.monotonic() < give_up_at:
             await asyncio.sleep(0.02)
         await self.tell()
 
@@ -218,14 +219,19 @@ class Streams:
     """All open streams: admission, news, and the sweep."""
 
     def __init__(
-        self, fleet: Fleet, find: Callable[[pb.WorkerIdentity], Worker], settings: StreamSettings | None = None
+        self,
+        fleet: Fleet,
+        find: Callable[[pb.WorkerIdentity], Worker],
+        news: News,
+        settings: StreamSettings | None = None,
     ) -> None:
         self.fleet = fleet
         self.find = find
+        self.news = news
         self.settings = settings or StreamSettings()
         self.open: set[Stream] = set()
         self.by_worker: dict[str, Stream] = {}
-        self.draining = False
+        self.draining = ""  # why nothing is taken any more
         self._with_news: set[Stream] = set()
         self._turn = asyncio.Lock()
         self._num_waiting = 0
@@ -291,24 +297,11 @@ class Streams:
             kept = self._tables[worker.context.key, most] = (table.version, message)
         return kept[1]
 
-    def wake(self, workers: Iterable[Worker]) -> None:
-        """There is news for these workers: `deliver` sends what answers do not."""
-        self._note_news(worker.worker_id for worker in workers)
-
-    def wake_context(self, context: Context) -> None:
-        """The context's table has changed."""
-        self._note_news(context.workers)
-
-    def _note_news(self, worker_ids: Iterable[str]) -> None:
-        for worker_id in worker_ids:
-            stream = self.by_worker.get(worker_id)
-            if stream is not None:
-                self._with_news.add(stream)
-
     async def deliver(self) -> None:
         """For ever: have news sent that no answer has carried."""
         while True:
             await asyncio.sleep(NEWS_INTERVAL_S)
+            self._with_news |= {self.by_worker[worker_id] for worker_id in self.news.take() & self.by_worker.keys()}
             for stream in list(self._with_news):
                 if not stream.has_news():
                     self._with_news.discard(stream)
@@ -346,14 +339,18 @@ class Streams:
             )
 
     async def drain(self, save: Callable[[], Any]) -> None:
-        """Stop reading, save, tell every worker how far it is saved, and end the streams."""
-        self.draining = True
+        """Save, tell every worker how far it is saved, and end the streams. draining has been set before."""
         await save()
         last_words = [asyncio.create_task(stream.tell()) for stream in self.open]
         if last_words:
             await asyncio.wait(last_words, timeout=self.settings.last_answer_s)
-        for stream in list(self.open):
-            stream.finish(grpc.StatusCode.UNAVAILABLE, "the controller is stopping")
+        self.end_all(self.draining)
         for task in last_words:
             task.cancel()
         await asyncio.gather(*last_words, return_exceptions=True)
+
+    def end_all(self, reason: str) -> None:
+        """End every stream and let no other begin."""
+        self.draining = reason
+        for stream in list(self.open):
+            stream.finish(grpc.StatusCode.UNAVAILABLE, reason)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from speclen.v1 import control_pb2 as pb
 
 from controller.config import ControllerConfig
+from controller.news import News
 from controller.server import create_fleet
 from controller.servicer import registration as read_registration
 from controller.validation import InvalidMessageError, read_profile
@@ -151,7 +152,7 @@ def test_any_profile_is_taken_or_refused(profile):
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(step_reports, max_size=20))
 def test_nonsense_teaches_nothing_and_never_raises(reports):
-    fleet = create_fleet(ControllerConfig(in_memory=True), None, StoredState())
+    fleet = create_fleet(ControllerConfig(in_memory=True), None, StoredState(), News())
     worker = fleet.register(read_registration(registration()))
     before = fleet.table(worker.context)
     refusals = fleet.take(worker, reports)

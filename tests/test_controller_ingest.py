@@ -69,7 +69,7 @@ def test_what_is_not_plausible_is_refused_by_name_and_alone(field, values):
     "changes",
     [
         {"latency_s": 3600.0},
-        {"latency_s": 5e-324},
+        {"latency_s": 1e-6},
         {"batch_size": 32, "accepted_histogram": [32, 0, 0]},
         {"mean_context_length": 0.0},
         {"seq": MAX_INTEGER, "decision_version": MAX_INTEGER, "probe_id": MAX_INTEGER},

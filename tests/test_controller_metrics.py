@@ -20,7 +20,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "controller.md"
 
 def page(servicer) -> str:
     registry = CollectorRegistry()
-    registry.register(ControllerCollector(servicer))
+    registry.register(ControllerCollector(servicer, servicer.fleet.journal))
     return generate_latest(registry).decode()
 
 
@@ -70,10 +70,12 @@ def test_the_page_is_served_over_http():
     async def story():
         async with served(None) as at:
             config = ControllerConfig(in_memory=True, metrics_listen="127.0.0.1:0")
-            address, server = serve_metrics(at.controller.servicer, config)
-            assert "speclen_controller_reports_total 0.0" in await asyncio.to_thread(fetched, address)
-            server.shutdown()
-            server.server_close()
+            running = at.controller
+            collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
+            served_page = serve_metrics(collector, config)
+            assert "speclen_controller_reports_total 0.0" in await asyncio.to_thread(fetched, served_page.address)
+            served_page.server.shutdown()
+            served_page.server.server_close()
 
     run(story)
 

@@ -81,7 +81,8 @@ def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, 
     assert isinstance(error, StoreGoneError)
     assert ("replaced" if replaced else "deleted") in str(error)
     health = store.health()
-    assert not health.ok and not health.alive
+    assert not health.ok
+    assert not health.alive
     with pytest.raises(StoreGoneError):
         store.submit(moment([3]), lambda error: None)
     store.close()

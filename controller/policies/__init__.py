@@ -16,7 +16,6 @@ from controller.policies.thompson import ThompsonPolicy
 from controller.policies.throughput_aware import ThroughputAwarePolicy
 from controller.policies.ucb1 import Ucb1Policy
 
-
 # name -> constructor from the context's model and a seed
 POLICIES: dict[str, Callable[[ContextModel, int], Policy]] = {
     "adaptive": lambda model, seed: AdaptivePolicy(model),
