@@ -108,12 +108,12 @@ def _beside(connection: Connection, groups: list[tuple[int, float]]) -> list[tup
     rows = {row.context_id: row for row in contexts(connection)}
     found: list[tuple[int, float, Event]] = []
     limits = context_limits(connection)
-    for row in limits:
-        wanted = Limits(row.max_batch_size, row.max_speculation_length)
-        found.append((row.after_group_id, row.added_at, ContextAdded(key_of(rows[row.context_id]), wanted)))
+    for made in limits:
+        wanted = Limits(made.max_batch_size, made.max_speculation_length)
+        found.append((made.after_group_id, made.added_at, ContextAdded(key_of(rows[made.context_id]), wanted)))
     for context_id in rows.keys() - {
-        row.context_id for row in limits
-    }:  # of an older version: known are the last limits
+        made.context_id for made in limits
+    }:  # of an older version, which kept the last ones
         row = rows[context_id]
         before = max((group_id for group_id, at in groups if at < row.created_at), default=0)
         found.append((before, row.created_at, ContextAdded(key_of(row), limits_of(row))))

@@ -73,7 +73,6 @@ class ContextModel:
         """Bring tokens and seconds up to date with both models."""
         count = self.limits.max_speculation_length + 1
         self.tokens: FloatArray = self.acceptance.expected_tokens[self.bands, :count]
-        self.acceptance_version = self.acceptance.version
         self.seconds: FloatArray = self.latency.predict()
 
     def learn(self, observations: Sequence[StepObservation], workers: Sequence[str]) -> list[DriftEvent]:

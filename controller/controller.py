@@ -38,7 +38,6 @@ class _Context:
         self.policy = policy
         self.version = 0
         self.lengths: list[int] = []
-        self.seen_acceptance = -1
         self.last_drift: DriftEvent | None = None
         self.reports_since_drift = 0
         self.next_probe_id = 1
@@ -230,7 +229,6 @@ class Controller:
 
     def _redecide(self, context: _Context, cause: str = "") -> list[Decision]:
         """Ask the policy for every bucket; returns what changed, and why."""
-        context.seen_acceptance = context.model.acceptance.version
         chosen = context.policy.pull_all()
         if chosen == context.lengths:
             return []

@@ -112,7 +112,6 @@ class Journal:
         self.settings = settings or JournalSettings()
         self.num_commits = 0
         self.num_failed_commits = 0
-        self.last_error = ""
         self._profile_ids = itertools.count(last_profile_id + 1)
         self._unsaved: dict[Pair, Unsaved] = {}
         self._flights: dict[int, Flight] = {}
@@ -259,7 +258,7 @@ class Journal:
     def _try_again(self, flight: Flight, error: Exception) -> None:
         """The raw rows of a commit that was given up are lost; what was learned from them goes into the next."""
         self.num_failed_commits += 1
-        self.last_error = str(error)
+        log.error("a commit was given up, what was learned goes into the next", reason=str(error))
         for mark in flight.marks:
             self.note_worker(mark.worker)
 

@@ -254,8 +254,6 @@ class Store:
         self._commit_number = number
         self._presence.check()
         self._lock_file.note(number)
-        for scope, error in outcome.failed.items():
-            log.error("a commit of %s is given up: %s", scope or "no scope", error)
         return outcome
 
     def _wait_to_retry(self, batches: Batches, error: Exception, delay: float) -> bool:
