@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from cli.errors import UserError
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from controller.estimation import Estimator
 from controller.explain import Change
 from controller.flags import named_flags
 from controller.replay import ContextAdded, Event, GroupObserved, ProfileImported
@@ -63,16 +63,16 @@ def bucket_spec(state: dict[str, Any]) -> str:
     return ",".join(str(end) for end in state["buckets"])
 
 
-def restored(stored: StoredState, row: ContextRow) -> Controller:
+def restored(stored: StoredState, row: ContextRow) -> Estimator:
     """A controller that believes what the database says about one context."""
     state, key = stored_state(stored, row), key_of(row)
-    controller = Controller(state["policy"], buckets=bucket_spec(state))
+    estimator = Estimator(state["policy"], buckets=bucket_spec(state))
     pair = stored.states.get(("pair", json.dumps(key.pair)))
     try:
-        controller.restore(key, limits_of(row), state, None if pair is None else json.loads(pair))
+        estimator.restore(key, limits_of(row), state, None if pair is None else json.loads(pair))
     except ValueError as error:
         raise UserError(f"the stored {error}: use the version of speclen that wrote it") from error
-    return controller
+    return estimator
 
 
 def last_change(connection: Connection, context_id: int, batch_min: int) -> Change | None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from controller.acceptance import AcceptanceModel, band_of
+from controller.agreement import LARGEST_FLEET, Agreement
 from controller.arrays import FloatArray, distinct
 from controller.core import Bucket, ContextKey, DriftEvent, LengthEstimate, Limits, Profile, StepObservation
 from controller.latency import LatencyModel
-from controller.workers import LARGEST_FLEET, FleetAgreement
 
 # What can be believed of a step, in seconds: beyond it the numbers have lost their meaning, not the device its speed.
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
@@ -43,7 +43,7 @@ class ContextModel:
         self.buckets = buckets
         self.acceptance = acceptance
         self.latency = LatencyModel(buckets, limits.max_speculation_length)
-        self.fleet = FleetAgreement(limits.max_speculation_length + 1)
+        self.agreement = Agreement(limits.max_speculation_length + 1)
         # What resuming after length 0 costs on top of an ordinary step (the draft catches up), in seconds.
         self.resume_s = 0.0
         self.num_resumes = 0
@@ -59,7 +59,7 @@ class ContextModel:
         """Make room for larger limits, keeping what was learned."""
         self.limits, self.buckets = limits, buckets
         self.latency.extend(buckets, limits.max_speculation_length)
-        self.fleet.extend(limits.max_speculation_length + 1)
+        self.agreement.extend(limits.max_speculation_length + 1)
         self._band_batches()
         self.refresh()
 
@@ -117,14 +117,14 @@ class ContextModel:
         context, seconds = steps.context[teaches], steps.seconds[teaches]
         senders = list(compress(workers, teaches.tolist()))
         names, sender = distinct(senders)
-        offsets, trusted = self.fleet.judge(names)
+        offsets, trusted = self.agreement.judge(names)
         offset, use = offsets[sender], trusted[sender]
         deviation = np.zeros(len(size))
         if not trusted.all():
             self._leave_out(list(compress(names, ~trusted)), senders, size)
             odd = ~use
             deviation[odd] = self.latency.residuals(size[odd], length[odd], context[odd], seconds[odd])
-        self.fleet.readmit(list(compress(names, trusted)))
+        self.agreement.readmit(list(compress(names, trusted)))
         fired = 0.0
         if use.any():
             fired, residual = self.latency.update(
@@ -132,15 +132,15 @@ class ContextModel:
             )
             deviation[use] = residual + offset[use]
             if fired:
-                self.fleet.forget()
-        self.fleet.record(names, sender, length, deviation)
+                self.agreement.forget()
+        self.agreement.record(names, sender, length, deviation)
         return fired
 
     def _leave_out(self, excluded: list[str], senders: list[str], size: FloatArray) -> None:
         """Reports of these workers are not learned from; what was, a moment ago, is doubted."""
         for worker_id in excluded:
             mine = [index for index, sender in enumerate(senders) if sender == worker_id]
-            if self.fleet.exclude(worker_id, len(mine)):
+            if self.agreement.exclude(worker_id, len(mine)):
                 self.latency.doubt(size[mine])
 
     def _learn_resuming(self, observations: Sequence[StepObservation], worker_id: str) -> None:
@@ -199,7 +199,7 @@ class ContextModel:
         """JSON-able values from which to go on, the pair's acceptance not included."""
         return {
             "latency": self.latency.export_state(),
-            "fleet": self.fleet.export_state(),
+            "fleet": self.agreement.export_state(),
             "resume_s": self.resume_s,
             "num_resumes": self.num_resumes,
             "last_length": list(self.last_length.items()),
@@ -208,7 +208,7 @@ class ContextModel:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from an exported state."""
         self.latency.restore(state["latency"])
-        self.fleet.restore(state["fleet"])
+        self.agreement.restore(state["fleet"])
         self.resume_s, self.num_resumes = float(state["resume_s"]), int(state["num_resumes"])
         self.last_length = {worker_id: int(length) for worker_id, length in state["last_length"]}
         self.refresh()

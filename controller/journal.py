@@ -18,7 +18,7 @@ import structlog
 
 from controller.core import ObserveOutcome, Profile
 from controller.news import News
-from controller.registry import Context, Worker
+from controller.registry import RegisteredContext, Worker
 from controller.snapshots import Snapshots, profile_row, worker_row
 from store.records import (
     Commit,
@@ -73,7 +73,7 @@ class Unsaved:
     reports: list[tuple[object, ...]] = field(default_factory=list)
     workers: dict[str, WorkerRow] = field(default_factory=dict)
     marks: dict[str, Mark] = field(default_factory=dict)
-    contexts: dict[int, Context] = field(default_factory=dict)
+    contexts: dict[int, RegisteredContext] = field(default_factory=dict)
     decisions: list[DecisionRow] = field(default_factory=list)
     drift_events: list[DriftEventRow] = field(default_factory=list)
     profiles: list[ProfileRow] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Journal:
 
     # What happened.
 
-    def _of(self, context: Context) -> Unsaved:
+    def _of(self, context: RegisteredContext) -> Unsaved:
         unsaved = self._unsaved.get(context.key.pair)
         if unsaved is None:
             unsaved = self._unsaved[context.key.pair] = Unsaved(since=self.clock())
@@ -149,7 +149,7 @@ class Journal:
         unsaved.workers[worker.worker_id] = worker_row(worker)
         unsaved.marks[worker.worker_id] = Mark(worker, worker.epoch, worker.window.settled_seq)
 
-    def note_limits(self, context: Context, after_group_id: int) -> None:
+    def note_limits(self, context: RegisteredContext, after_group_id: int) -> None:
         """The context was made or widened."""
         limits = context.limits
         self._of(context).limits.append(
@@ -164,7 +164,7 @@ class Journal:
         if self.store is not None and events:
             self.store.submit(Commit(store_events=events, scope="store"), lambda error: None)
 
-    def note_outcome(self, context: Context, outcome: ObserveOutcome, after_group_id: int) -> None:
+    def note_outcome(self, context: RegisteredContext, outcome: ObserveOutcome, after_group_id: int) -> None:
         """Choices that changed and drift that was detected, which may concern other contexts of the same pair."""
         if outcome.decisions or outcome.drift_events:
             decisions, events = self.snapshots.event_rows(outcome, after_group_id, self.clock())
@@ -172,7 +172,7 @@ class Journal:
             unsaved.decisions += decisions
             unsaved.drift_events += events
 
-    def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
+    def note_profile(self, context: RegisteredContext, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
         profile_id = next(self._profile_ids)
         row = profile_row(profile_id, context, profile, after_group_id, self.clock())

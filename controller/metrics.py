@@ -31,7 +31,7 @@ class ControllerCollector:
     def __init__(
         self, servicer: ControlServicer, journal: Journal, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self.fleet = servicer.fleet
+        self.service = servicer.service
         self.streams = servicer.streams
         self.num_errors = servicer.num_errors
         self.journal = journal
@@ -55,7 +55,7 @@ class ControllerCollector:
         yield from self._choices()
 
     def _reports(self) -> Iterator[Metric]:
-        totals = self.fleet.totals
+        totals = self.service.totals
         yield counter("reports", "Reports learned from", totals.num_reports)
         yield counter("groups", "Groups of reports learned from", totals.num_groups)
         yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
@@ -72,15 +72,15 @@ class ControllerCollector:
         yield errors
 
     def _fleet(self) -> Iterator[Metric]:
-        fleet, streams = self.fleet, self.streams
-        yield gauge("workers", "Workers known", fleet.num_workers)
-        yield gauge("contexts", "Contexts known", len(fleet.contexts))
+        service, streams = self.service, self.streams
+        yield gauge("workers", "Workers known", service.num_workers)
+        yield gauge("contexts", "Contexts known", len(service.contexts))
         yield gauge("streams", "StreamReports calls open", len(streams.open))
-        yield counter("decisions", "Changes of a bucket's length", fleet.totals.num_decisions)
-        yield counter("probes", "Exploratory lengths handed out", fleet.totals.num_probes)
+        yield counter("decisions", "Changes of a bucket's length", service.totals.num_decisions)
+        yield counter("probes", "Exploratory lengths handed out", service.totals.num_probes)
         drift = CounterMetricFamily(f"{PREFIX}_drift_events", "Times something was forgotten", labels=["factor"])
         for factor in ("latency", "acceptance", "reset"):
-            drift.add_metric([factor], fleet.totals.drift[factor])
+            drift.add_metric([factor], service.totals.drift[factor])
         yield drift
 
     def _disk(self) -> Iterator[Metric]:
@@ -99,19 +99,19 @@ class ControllerCollector:
         yield counter("reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped)
 
     def _choices(self) -> Iterator[Metric]:
-        fleet = self.fleet
+        service = self.service
         length = per_bucket("speculation_length", "Length in use, by bucket of batch sizes")
         time_per_token = per_bucket("predicted_ms_per_token", "Expected time per token and row at that length")
         error = per_bucket("prediction_error_ratio", "Observed over predicted time of recent steps, minus 1")
-        for key in fleet.contexts:
+        for key in service.contexts:
             name = context_label(key)
-            for choice in fleet.estimator.table(key).choices:
+            for choice in service.estimator.table(key).choices:
                 labels = [name, bucket_label(choice.bucket)]
                 length.add_metric(labels, choice.speculation_length)
                 if choice.ms_per_token is not None:
                     time_per_token.add_metric(labels, choice.ms_per_token)
-            if key in fleet.prediction:
-                for bucket, ratio in fleet.prediction[key].by_bucket().items():
+            if key in service.prediction:
+                for bucket, ratio in service.prediction[key].by_bucket().items():
                     error.add_metric([name, bucket_label(bucket)], ratio)
         yield from (length, time_per_token, error)
 

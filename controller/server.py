@@ -19,9 +19,9 @@ from grpc_reflection.v1alpha import reflection
 from speclen.v1 import control_pb2, control_pb2_grpc
 
 from controller.config import ControllerConfig
-from controller.controller import Controller
-from controller.fleet import Fleet
+from controller.estimation import Estimator
 from controller.journal import Journal, JournalSettings
+from controller.learning_service import LearningService
 from controller.news import News
 from controller.registry import Registry
 from controller.servicer import ControlServicer
@@ -92,16 +92,16 @@ def open_store(config: ControllerConfig) -> Store | None:
         raise ValueError(str(error)) from error
 
 
-def create_fleet(config: ControllerConfig, store: Store | None, stored: StoredState, news: News) -> Fleet:
+def create_service(config: ControllerConfig, store: Store | None, stored: StoredState, news: News) -> LearningService:
     """Estimator, registry and journal, as they were when the stored state was written. Raises ValueError."""
-    estimator = Controller(policy=config.policy, seed=config.seed)
+    estimator = Estimator(policy=config.policy, seed=config.seed)
     registry = Registry(time.time, config.max_workers, config.max_contexts)
     snapshots = Snapshots(estimator, registry)
     set_aside = snapshots.restore(stored)
     settings = JournalSettings(interval_s=config.commit_interval_s)
     journal = Journal(store, snapshots, time.time, news, settings, stored.last_profile_id)
     journal.note_events(set_aside)
-    return Fleet(estimator, registry, journal, time.time, news, stored.last_group_id)
+    return LearningService(estimator, registry, journal, time.time, news, stored.last_group_id)
 
 
 async def create_server(
@@ -147,20 +147,20 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
 
 
 async def create(config: ControllerConfig, store: Store | None, stored: StoredState) -> Running:
-    """Everything put together, nothing started. Raises what create_fleet and create_server raise."""
+    """Everything put together, nothing started. Raises what create_service and create_server raise."""
     news = News()
-    fleet = create_fleet(config, store, stored, news)
+    service = create_service(config, store, stored, news)
     settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
-    servicer = ControlServicer(fleet, news, settings)
+    servicer = ControlServicer(service, news, settings)
     server, port, health_servicer = await create_server(servicer, config)
-    return Running(servicer, fleet.journal, server, port, health_servicer, stored, Supervisor())
+    return Running(servicer, service.journal, server, port, health_servicer, stored, Supervisor())
 
 
 def start_work(controller: Running, store: Store | None) -> None:
     """What goes on beside the calls."""
-    fleet, streams, supervisor = controller.servicer.fleet, controller.servicer.streams, controller.supervisor
-    supervisor.start("learning", fleet.learn_for_ever())
-    supervisor.start("the journal", controller.journal.run(fleet.learn_all))
+    service, streams, supervisor = controller.servicer.service, controller.servicer.streams, controller.supervisor
+    supervisor.start("learning", service.learn_for_ever())
+    supervisor.start("the journal", controller.journal.run(service.learn_all))
     supervisor.start("the sweep of streams", streams.sweep())
     supervisor.start("the delivery of news", streams.deliver())
     supervisor.start("the database", watch_store(store, controller.health))
@@ -183,7 +183,7 @@ async def end(controller: Running, timeout_s: float) -> None:
 
 async def save(controller: Running, timeout_s: float) -> None:
     """Learn what waits and commit it."""
-    await controller.servicer.fleet.learn_all()
+    await controller.servicer.service.learn_all()
     if not await controller.journal.finish(timeout_s):
         log.error("the disk did not take the last commit in time", timeout_s=timeout_s)
 

@@ -11,9 +11,9 @@ from typing import Any
 import structlog
 
 from controller.acceptance import AcceptanceModel
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, ObserveOutcome, Profile
-from controller.registry import Context, Registry, Worker
+from controller.estimation import Estimator
+from controller.registry import RegisteredContext, Registry, Worker
 from controller.sequence import SeqWindow
 from store.records import (
     AcceptanceRow,
@@ -45,11 +45,11 @@ class Estimates:
 class Snapshots:
     """Reads the estimator; writes to it only in `restore`."""
 
-    def __init__(self, estimator: Controller, registry: Registry) -> None:
+    def __init__(self, estimator: Estimator, registry: Registry) -> None:
         self.estimator = estimator
         self.registry = registry
 
-    def of_pair(self, pair: tuple[str, str], contexts: Collection[Context], now: float) -> Estimates:
+    def of_pair(self, pair: tuple[str, str], contexts: Collection[RegisteredContext], now: float) -> Estimates:
         """contexts: at least one of the pair's."""
         estimates = Estimates()
         for context in contexts:
@@ -60,7 +60,7 @@ class Snapshots:
         estimates.states.append(StateRow("pair", json.dumps(pair), state_text(state), now))
         return estimates
 
-    def _add_context(self, estimates: Estimates, context: Context, now: float) -> None:
+    def _add_context(self, estimates: Estimates, context: RegisteredContext, now: float) -> None:
         key = context.key
         version = self.estimator.table(key).version
         estimates.contexts.append(context_row(context, version, now))
@@ -120,7 +120,9 @@ class Snapshots:
         for row in stored.contexts:
             key = ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
             limits = Limits(row.max_batch_size, row.max_speculation_length)
-            contexts[row.context_id] = self.registry.add_context(Context(row.context_id, key, limits, row.created_at))
+            contexts[row.context_id] = self.registry.add_context(
+                RegisteredContext(row.context_id, key, limits, row.created_at)
+            )
             aside += self._restore_context(key, limits, stored.states, ("context", str(row.context_id)))
         for worker in stored.workers:
             try:
@@ -184,7 +186,7 @@ def survival_rows(
     ]
 
 
-def context_row(context: Context, version: int, now: float) -> ContextRow:
+def context_row(context: RegisteredContext, version: int, now: float) -> ContextRow:
     key, limits = context.key, context.limits
     return ContextRow(
         context_id=context.context_id,
@@ -223,7 +225,7 @@ def worker_row(worker: Worker) -> WorkerRow:
     )
 
 
-def restored_worker(row: WorkerRow, context: Context) -> Worker:
+def restored_worker(row: WorkerRow, context: RegisteredContext) -> Worker:
     """A worker as of its last commit: what was settled then is durable. Raises ValueError for numbers that are none."""
     window = SeqWindow(row.applied_seq, row.missing_ranges, row.num_missing, row.num_repeated)
     return Worker(
@@ -243,7 +245,9 @@ def restored_worker(row: WorkerRow, context: Context) -> Worker:
     )
 
 
-def profile_row(profile_id: int, context: Context, profile: Profile, after_group_id: int, now: float) -> ProfileRow:
+def profile_row(
+    profile_id: int, context: RegisteredContext, profile: Profile, after_group_id: int, now: float
+) -> ProfileRow:
     return ProfileRow(
         profile_id=profile_id,
         context_id=context.context_id,

@@ -17,7 +17,7 @@ import grpc
 from grpc import aio
 from speclen.v1 import control_pb2 as pb
 
-from controller.fleet import Fleet
+from controller.learning_service import LearningService
 from controller.messages import probe_message, table_message
 from controller.news import News
 from controller.registry import FullError, Worker, check_epoch
@@ -122,7 +122,7 @@ class Stream:
             async with self.hub.turn():
                 probes = self._take(request)
             await self._send(probes)
-            await self.hub.fleet.wait_for_room()
+            await self.hub.service.wait_for_room()
         await self._wait_until_durable()
 
     def _introduce(self, request: pb.StreamReportsRequest) -> None:
@@ -140,14 +140,14 @@ class Stream:
             check_epoch(worker, self.epoch)
         if len(reports) > MAX_REPORTS:
             raise InvalidMessageError("reports", f"a message has {len(reports)} reports; it may have {MAX_REPORTS}")
-        refusals = self.hub.fleet.take(worker, reports)
+        refusals = self.hub.service.take(worker, reports)
         if refusals:
             self._num_refused += len(refusals)
             self._last_refusal = str(refusals[-1])
         if not reports:
             return []
-        self.hub.fleet.learn_if_many(worker)
-        probes = self.hub.fleet.take_probes(worker, reports[-1].batch_size)
+        self.hub.service.learn_if_many(worker)
+        probes = self.hub.service.take_probes(worker, reports[-1].batch_size)
         return [probe_message(probe, self.hub.settings.probe_valid_s) for probe in probes]
 
     async def _push(self) -> None:
@@ -165,7 +165,7 @@ class Stream:
             return False
         return (
             worker.durable_seq != self._sent_durable_seq
-            or self.hub.fleet.table(worker.context).version != self._sent_version
+            or self.hub.service.table(worker.context).version != self._sent_version
         )
 
     @property
@@ -198,7 +198,7 @@ class Stream:
             num_refused=self._num_refused,
             last_refusal=self._last_refusal,
         )
-        version = self.hub.fleet.table(worker.context).version
+        version = self.hub.service.table(worker.context).version
         if version != self._sent_version:
             response.table.CopyFrom(self.hub.table(worker))
             self._sent_version = version
@@ -220,12 +220,12 @@ class Streams:
 
     def __init__(
         self,
-        fleet: Fleet,
+        service: LearningService,
         find: Callable[[pb.WorkerIdentity], Worker],
         news: News,
         settings: StreamSettings | None = None,
     ) -> None:
-        self.fleet = fleet
+        self.service = service
         self.find = find
         self.news = news
         self.settings = settings or StreamSettings()
@@ -256,7 +256,7 @@ class Streams:
         """One message at a time, in order of arrival, and in between what gRPC has to tell.
 
         gRPC hands one event to the event loop per round. If thousands of streams worked on their messages as these
-        arrive, a new call would wait for all of them, round after round: after a restart the fleet would need minutes to
+        arrive, a new call would wait for all of them, round after round: after a restart the service would need minutes to
         come back.
         """
         self._num_waiting += 1
@@ -287,7 +287,7 @@ class Streams:
 
     def table(self, worker: Worker) -> pb.LengthTable:
         """The table, with lengths that this worker can use; built once per version."""
-        table = self.fleet.table(worker.context)
+        table = self.service.table(worker.context)
         most = worker.limits.max_speculation_length
         kept = self._tables.get((worker.context.key, most))
         if kept is None or kept[0] != table.version:
@@ -317,7 +317,7 @@ class Streams:
         expected = time.monotonic() + interval_s
         while True:
             await asyncio.sleep(interval_s)
-            self.fleet.refresh()
+            self.service.refresh()
             now = time.monotonic()
             asleep_s = max(0.0, now - expected)
             for stream in list(self.open):

@@ -20,7 +20,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "controller.md"
 
 def page(servicer) -> str:
     registry = CollectorRegistry()
-    registry.register(ControllerCollector(servicer, servicer.fleet.journal))
+    registry.register(ControllerCollector(servicer, servicer.service.journal))
     return generate_latest(registry).decode()
 
 
@@ -54,7 +54,7 @@ def test_counts_follow_what_happened(tmp_path):
             labels = '{batch_bucket="3-4",context="t + d on cpu:test, float32"}'
             length = value(text, f"speculation_length{labels}")
             assert length == next(
-                c.speculation_length for c in at.fleet.estimator.table(key(at)).choices if c.bucket == BUCKET
+                c.speculation_length for c in at.service.estimator.table(key(at)).choices if c.bucket == BUCKET
             )
             assert value(text, f"predicted_ms_per_token{labels}") > 0
             assert page(at.controller.servicer).count("\n") == text.count("\n")
@@ -63,7 +63,7 @@ def test_counts_follow_what_happened(tmp_path):
 
 
 def key(at):
-    return next(iter(at.fleet.registry.contexts))
+    return next(iter(at.service.registry.contexts))
 
 
 def test_the_page_is_served_over_http():

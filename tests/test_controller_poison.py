@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speclen.v1 import control_pb2 as pb
 
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from controller.estimation import Estimator
 from store.connection import connect_reader, connect_writer
 
 KEY, NEIGHBOUR = ContextKey("t", "d", "cpu", "float32"), ContextKey("t", "d", "cuda", "float32")
@@ -43,7 +43,7 @@ groups = st.lists(
 )
 
 
-def check_sound(estimator: Controller, key: ContextKey) -> None:
+def check_sound(estimator: Estimator, key: ContextKey) -> None:
     """Everything that is told and stored of a context is a number within the database's rules."""
     for row in estimator.learned_rows(key):
         estimate = row.estimate
@@ -59,14 +59,14 @@ def check_sound(estimator: Controller, key: ContextKey) -> None:
 @settings(deadline=None, max_examples=60)
 @given(groups)
 def test_plausible_reports_in_any_order_are_survived(sent):
-    estimator = Controller()
+    estimator = Estimator()
     estimator.add_context(KEY, LIMITS)
     for observations, worker_id, repetitions in sent:
         for _ in range(repetitions):
             estimator.observe(KEY, observations, worker_id)
         estimator.take_probe(KEY)
         check_sound(estimator, KEY)
-    again = Controller()
+    again = Estimator()
     states = json.dumps(estimator.export_state(KEY)), json.dumps(estimator.export_pair_state(KEY.pair))
     again.restore(KEY, LIMITS, *map(json.loads, states))
     assert again.learned_rows(KEY) == estimator.learned_rows(KEY)
@@ -75,7 +75,7 @@ def test_plausible_reports_in_any_order_are_survived(sent):
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 32), st.integers(0, 4), EXTREME_S), min_size=1, max_size=12), st.booleans())
 def test_plausible_profiles_are_survived(cells, as_prior):
-    estimator = Controller()
+    estimator = Estimator()
     estimator.add_context(KEY, LIMITS)
     profile = Profile(tuple(ProfileCell(*cell) for cell in cells), (1.0, 1e-300, 0.0), (2**62,) * 3, as_prior)
     estimator.seed_profile(KEY, profile)
@@ -86,7 +86,7 @@ def test_plausible_profiles_are_survived(cells, as_prior):
 @pytest.mark.parametrize("seed", range(3))
 def test_two_workers_that_disagree_by_nine_orders_of_magnitude_are_survived(seed):
     """They once made `math.exp` overflow in the interval, which ended the process, and every one after it."""
-    estimator, dice = Controller(), np.random.default_rng(seed)
+    estimator, dice = Estimator(), np.random.default_rng(seed)
     estimator.add_context(KEY, LIMITS)
     for number in range(400):
         batch, length = int(dice.choice([1, 4, 32])), int(dice.integers(0, 5))
@@ -99,7 +99,7 @@ def test_two_workers_that_disagree_by_nine_orders_of_magnitude_are_survived(seed
 @pytest.mark.parametrize("damage", [math.nan, math.inf, -1e300, 1e300])
 @pytest.mark.parametrize("where", ["mean", "covariance", "variance", "rho"])
 def test_a_context_whose_numbers_leave_the_representable_starts_anew_alone(where, damage):
-    estimator = Controller()
+    estimator = Estimator()
     for key in (KEY, NEIGHBOUR):
         estimator.add_context(key, LIMITS)
         estimator.observe(key, [StepObservation(4, 2, 0.02, (1, 2, 1))] * 20)
@@ -119,7 +119,7 @@ def test_a_context_whose_numbers_leave_the_representable_starts_anew_alone(where
 
 
 def test_not_a_number_is_always_an_event():
-    estimator = Controller()
+    estimator = Estimator()
     estimator.add_context(KEY, LIMITS)
     estimator.observe(KEY, [StepObservation(4, 2, 0.02, (1, 2, 1))] * 20)
     estimator.model(KEY).latency.mean[:] = math.nan
@@ -136,10 +136,10 @@ def test_a_poisoned_context_is_served_and_stored_with_an_event(tmp_path):
             await at.stub.RegisterWorker(registration())
             for seq in range(1, 41):
                 await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
-            at.fleet.estimator.model(next(iter(at.fleet.contexts))).latency.mean[:] = math.nan
+            at.service.estimator.model(next(iter(at.service.contexts))).latency.mean[:] = math.nan
             for seq in range(41, 61):
                 await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
-            assert at.fleet.totals.drift["reset"] == 1
+            assert at.service.totals.drift["reset"] == 1
         connection = connect_reader(tmp_path / "test.db")
         assert connection.execute("SELECT count(*) FROM drift_events WHERE factor = 'reset'").fetchone()[0] == 1
         assert connection.execute("SELECT applied_seq FROM workers").fetchone()[0] == 60

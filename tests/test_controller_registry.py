@@ -4,10 +4,10 @@ import pytest
 
 from controller.core import ContextKey, Limits
 from controller.registry import (
-    Context,
     ContextChangedError,
     FullError,
     OldEpochError,
+    RegisteredContext,
     Registration,
     Registry,
     UnknownWorkerError,
@@ -103,5 +103,5 @@ def test_numbers_are_bounded_and_the_flag_is_named():
 
 def test_ids_go_on_from_the_stored_ones():
     known = registry()
-    known.add_context(Context(41, OTHER, Limits(), 1.0))
+    known.add_context(RegisteredContext(41, OTHER, Limits(), 1.0))
     assert known.register(registration()).context.context_id == 42

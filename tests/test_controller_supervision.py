@@ -38,7 +38,7 @@ part = sys.argv[1]
 set_up_logs()
 config = ControllerConfig(listen="127.0.0.1:0", db=Path(sys.argv[2]), metrics_listen="127.0.0.1:0", commit_interval_s=0.05)
 if part == "learning":
-    server.Fleet.learn_for_ever = soon_broken
+    server.LearningService.learn_for_ever = soon_broken
 elif part == "journal":
     server.Journal.run = soon_broken
 elif part == "sweep":
@@ -117,12 +117,12 @@ def test_health_and_streams_tell_of_a_failure(tmp_path):
 def test_health_is_not_serving_while_the_failed_controller_is_still_there(tmp_path):
     async def story():
         async with served(tmp_path) as at:
-            at.fleet.journal.store._ended = RuntimeError("gone")  # as the writer's thread says it
+            at.service.journal.store._ended = RuntimeError("gone")  # as the writer's thread says it
             health = health_pb2_grpc.HealthStub(at.channel)
             assert "gone" in await asyncio.wait_for(at.controller.supervisor.failure, 1.0)
             answer = await health.Check(health_pb2.HealthCheckRequest(service="speclen.store"))
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-            at.fleet.journal.store._ended = None
+            at.service.journal.store._ended = None
 
     run(story)
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from cli.explain import explain as explain_verb
 from cli.replay import replay as replay_verb
-from controller.controller import Controller
+from controller.estimation import Estimator
 from controller.explain import Change, explain, in_words
 from controller.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
 from store.connection import connect_reader
@@ -23,7 +23,7 @@ def history(seed: int = 1, rounds: int = 40):
     steps, controller = Steps(seed), controller_for()
     profile = profile_of(steps, factor=1.3)
     events = [ContextAdded(KEY, STEP_LIMITS), ProfileImported(KEY, profile)]
-    decisions = Controller().add_context(KEY, STEP_LIMITS).decisions
+    decisions = Estimator().add_context(KEY, STEP_LIMITS).decisions
     decisions += controller.seed_profile(KEY, profile).decisions
     for number in range(rounds):
         batch = (1, 4, 12, 30)[number // 3 % 4]

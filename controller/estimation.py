@@ -30,8 +30,8 @@ from controller.policies import make_policy
 from controller.policies.policy import Policy
 
 
-class _Context:
-    """One context: its model, its policy and the table it last gave out."""
+class _Chooser:
+    """What chooses for one context: its model, its policy and the table it last gave out."""
 
     def __init__(self, model: ContextModel, policy: Policy) -> None:
         self.model = model
@@ -44,7 +44,7 @@ class _Context:
         self.last_decision: dict[int, Decision] = {}
 
 
-class Controller:
+class Estimator:
     """Contexts by key. One thread calls it."""
 
     def __init__(self, policy: str = "adaptive", seed: int = 0, buckets: str = DOUBLING) -> None:
@@ -52,7 +52,7 @@ class Controller:
         self.policy_name = policy
         self.seed = seed
         self.bucket_spec = buckets
-        self._contexts: dict[ContextKey, _Context] = {}
+        self._contexts: dict[ContextKey, _Chooser] = {}
         self._acceptance: dict[tuple[str, str], AcceptanceModel] = {}
         make_policy(policy, self._model(ContextKey("", "", "", ""), Limits(1, 1), AcceptanceModel(1, 1)), seed)
         buckets_for(buckets, 1)
@@ -99,11 +99,11 @@ class Controller:
         if nearest is not None:
             model.latency.seed_from(nearest.latency)
             model.refresh()
-        context = _Context(model, make_policy(self.policy_name, model, self._policy_seed(key)))
+        context = _Chooser(model, make_policy(self.policy_name, model, self._policy_seed(key)))
         self._contexts[key] = context
         return ObserveOutcome(self._redecide(context))
 
-    def _widen(self, context: _Context, limits: Limits) -> ObserveOutcome:
+    def _widen(self, context: _Chooser, limits: Limits) -> ObserveOutcome:
         def widen() -> ObserveOutcome:
             self._acceptance_for(context.model.key.pair, limits)
             context.model.extend(limits, buckets_for(self.bucket_spec, limits.max_batch_size))
@@ -198,7 +198,7 @@ class Controller:
 
         return self._within_bounds(context, learn)
 
-    def _within_bounds(self, context: _Context, change: Callable[[], ObserveOutcome]) -> ObserveOutcome:
+    def _within_bounds(self, context: _Chooser, change: Callable[[], ObserveOutcome]) -> ObserveOutcome:
         """Make a change; where it takes the context's numbers out of what can be represented, the context starts anew."""
         try:
             with np.errstate(all="ignore"):  # what comes of it is looked at as a whole
@@ -214,20 +214,20 @@ class Controller:
         """Forget what is believed of a context. KeyError if it is unknown."""
         return self._start_anew(self._contexts[key], reason)
 
-    def _start_anew(self, context: _Context, reason: str) -> ObserveOutcome:
+    def _start_anew(self, context: _Chooser, reason: str) -> ObserveOutcome:
         """Forget what one context believes of step times, and of acceptance where that is the cause, and nothing else."""
         key, limits, acceptance = context.model.key, context.model.limits, context.model.acceptance
         if not acceptance_is_sound(acceptance):
             acceptance.restore(AcceptanceModel(acceptance.max_length, len(acceptance.band_reached)).export_state())
         model = self._model(key, limits, acceptance)
-        fresh = _Context(model, make_policy(self.policy_name, model, self._policy_seed(key)))
+        fresh = _Chooser(model, make_policy(self.policy_name, model, self._policy_seed(key)))
         fresh.version, fresh.lengths, fresh.next_probe_id = context.version, context.lengths, context.next_probe_id
         event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
         fresh.last_drift = event
         self._contexts[key] = fresh
         return ObserveOutcome(self._redecide(fresh, "the context started anew"), [event])
 
-    def _redecide(self, context: _Context, cause: str = "") -> list[Decision]:
+    def _redecide(self, context: _Chooser, cause: str = "") -> list[Decision]:
         """Ask the policy for every bucket; returns what changed, and why."""
         chosen = context.policy.pull_all()
         if chosen == context.lengths:
@@ -244,7 +244,7 @@ class Controller:
             decisions.append(decision)
         return decisions
 
-    def _explain_change(self, context: _Context, index: int, old: int | None, new: int, cause: str) -> Decision:
+    def _explain_change(self, context: _Chooser, index: int, old: int | None, new: int, cause: str) -> Decision:
         model = context.model
         bucket = model.buckets[index]
         if not model.latency.known:
@@ -370,7 +370,7 @@ class Controller:
             with np.errstate(all="ignore"):
                 acceptance = self._restored_acceptance(key.pair, limits, pair_state)
                 model = self._model(key, limits, acceptance)
-                context = _Context(model, make_policy(self.policy_name, model, self._policy_seed(key)))
+                context = _Chooser(model, make_policy(self.policy_name, model, self._policy_seed(key)))
                 if state is not None and state["buckets"] == [bucket.batch_max for bucket in model.buckets]:
                     self._restore_context(context, state)
                 else:
@@ -396,7 +396,7 @@ class Controller:
         acceptance.extend(limits.max_speculation_length, num_bands)
         return acceptance
 
-    def _restore_context(self, context: _Context, state: dict[str, Any]) -> None:
+    def _restore_context(self, context: _Chooser, state: dict[str, Any]) -> None:
         context.model.restore(state["model"])
         context.version = int(state["version"])
         context.lengths = [int(length) for length in state["lengths"]]
@@ -411,7 +411,7 @@ class Controller:
             self._redecide(context, f"the policy changed from {state['policy']} to {self.policy_name}")
 
 
-def check_restored(context: _Context) -> None:
+def check_restored(context: _Chooser) -> None:
     """Raise ValueError where a restored context could not go on."""
     lengths, longest = context.lengths, context.model.limits.max_speculation_length
     if len(lengths) != len(context.model.buckets) or not all(0 <= length <= longest for length in lengths):

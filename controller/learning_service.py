@@ -17,7 +17,6 @@ from itertools import compress, groupby
 import structlog
 from speclen.v1 import control_pb2 as pb
 
-from controller.controller import Controller
 from controller.core import (
     ContextKey,
     LearnedRow,
@@ -28,11 +27,12 @@ from controller.core import (
     StepObservation,
     Table,
 )
+from controller.estimation import Estimator
 from controller.ingest import Group, Origin, read_reports
 from controller.journal import Journal
 from controller.news import News
 from controller.prediction import PredictionError
-from controller.registry import Context, Registration, Registry, Worker
+from controller.registry import RegisteredContext, Registration, Registry, Worker
 from controller.validation import InvalidMessageError
 
 log = structlog.get_logger()
@@ -65,7 +65,7 @@ class Totals:
     drift: Counter[str] = field(default_factory=Counter)
 
 
-class Fleet:
+class LearningService:
     """Estimator, registry and journal, kept in step. Everything happens on one thread.
 
     news: gets the workers of a context when a length in its table has changed.
@@ -73,7 +73,7 @@ class Fleet:
 
     def __init__(
         self,
-        estimator: Controller,
+        estimator: Estimator,
         registry: Registry,
         journal: Journal,
         clock: Callable[[], float],
@@ -103,7 +103,7 @@ class Fleet:
         self.journal.note_worker(worker)
         return worker
 
-    def _prepare(self, context: Context) -> None:
+    def _prepare(self, context: RegisteredContext) -> None:
         key = context.key
         before = self.estimator.limits(key) if self.estimator.knows(key) else None
         outcome = self.estimator.add_context(key, context.limits)
@@ -214,13 +214,13 @@ class Fleet:
         self.totals.num_repeated += window.num_repeated - repeated
         return list(compress(reports, new))
 
-    def _compare(self, context: Context, step: StepObservation) -> None:
+    def _compare(self, context: RegisteredContext, step: StepObservation) -> None:
         prediction = self.prediction.get(context.key)
         if prediction is None:
             prediction = self.prediction[context.key] = PredictionError()
         prediction.add(self.table(context), step)
 
-    def _note(self, context: Context, outcome: ObserveOutcome) -> None:
+    def _note(self, context: RegisteredContext, outcome: ObserveOutcome) -> None:
         if outcome.decisions or outcome.drift_events:
             self.totals.num_decisions += len(outcome.decisions)
             self.totals.drift.update(event.factor for event in outcome.drift_events)
@@ -232,7 +232,7 @@ class Fleet:
             if outcome.decisions:
                 self.news.note(context.workers)
 
-    def table(self, context: Context) -> Table:
+    def table(self, context: RegisteredContext) -> Table:
         """The table in use. Its lengths are of this moment, its expected times at most as old as `refresh` allows."""
         table = self._tables.get(context.key)
         if table is None:
