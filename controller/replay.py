@@ -143,7 +143,9 @@ def cost_of(
                     shadow.policy.seed(event.profile)
             case GroupObserved():
                 estimator.observe(event.key, event.observations, event.workers)
+                model = estimator.model(event.key)
                 for shadow in shadows[event.key]:
+                    shadow.model = shadow.policy.model = model  # another one after a context started anew
                     shadow.follow(event.observations)
     return [shadow.cost for some in shadows.values() for shadow in some]
 

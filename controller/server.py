@@ -195,7 +195,7 @@ async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
 
 async def watch_store(store: Store | None, health_servicer: health.aio.HealthServicer) -> None:
     """Keep the store's health, and the log, up to date for ever. Raises EndedError when the store has ended."""
-    was_ok = None
+    was_ok, num_lost = None, 0
     while True:
         state = store.health() if store is not None else None
         ok = state is None or state.ok
@@ -209,6 +209,9 @@ async def watch_store(store: Store | None, health_servicer: health.aio.HealthSer
             elif was_ok is not None:
                 log.info("the database takes commits again")
         was_ok = ok
+        if state is not None and (lost := state.num_rows_refused + state.num_reports_dropped) > num_lost:
+            log.error("the database gave rows up, its table store_events says why", num=lost - num_lost)
+            num_lost = lost
         await asyncio.sleep(LOOK_INTERVAL_S)
 
 
@@ -220,6 +223,7 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
     check_free("--listen", config.listen)
     stopping = stop_event()
     quiet_interpreter()
+    page = None
     async with running(config) as controller:
         page = serve_page(controller, config)
         host = config.listen.rpartition(":")[0]
@@ -238,8 +242,8 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
         if controller.supervisor.failure.done():
             await give_up(controller)
         log.info("stopping")
-        if page is not None:
-            page.server.shutdown()
+    if page is not None:  # after the end of supervision, which would take it for a failure
+        page.server.shutdown()
 
 
 def serve_page(controller: Running, config: ControllerConfig) -> Any:

@@ -71,6 +71,7 @@ class Stream:
     def __init__(self, call: StreamContext, hub: Streams) -> None:
         self.call = call
         self.hub = hub
+        self.service = hub.service
         self.worker: Worker | None = None
         self.epoch = 0
         self.heard_at = time.monotonic()
@@ -122,7 +123,7 @@ class Stream:
             async with self.hub.turn():
                 probes = self._take(request)
             await self._send(probes)
-            await self.hub.service.wait_for_room()
+            await self.service.wait_for_room()
         await self._wait_until_durable()
 
     def _introduce(self, request: pb.StreamReportsRequest) -> None:
@@ -140,14 +141,14 @@ class Stream:
             check_epoch(worker, self.epoch)
         if len(reports) > MAX_REPORTS:
             raise InvalidMessageError("reports", f"a message has {len(reports)} reports; it may have {MAX_REPORTS}")
-        refusals = self.hub.service.take(worker, reports)
+        refusals = self.service.take(worker, reports)
         if refusals:
             self._num_refused += len(refusals)
             self._last_refusal = str(refusals[-1])
         if not reports:
             return []
-        self.hub.service.learn_if_many(worker)
-        probes = self.hub.service.take_probes(worker, reports[-1].batch_size)
+        self.service.learn_if_many(worker)
+        probes = self.service.take_probes(worker, reports[-1].batch_size)
         return [probe_message(probe, self.hub.settings.probe_valid_s) for probe in probes]
 
     async def _push(self) -> None:
@@ -165,7 +166,7 @@ class Stream:
             return False
         return (
             worker.durable_seq != self._sent_durable_seq
-            or self.hub.service.table(worker.context).version != self._sent_version
+            or self.service.table(worker.context).version != self._sent_version
         )
 
     @property
@@ -198,7 +199,7 @@ class Stream:
             num_refused=self._num_refused,
             last_refusal=self._last_refusal,
         )
-        version = self.hub.service.table(worker.context).version
+        version = self.service.table(worker.context).version
         if version != self._sent_version:
             response.table.CopyFrom(self.hub.table(worker))
             self._sent_version = version

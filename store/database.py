@@ -311,7 +311,8 @@ def _note_missing(connection: Connection, num_commits: int) -> None:
     """Leave a trace of commits that were told durable and are gone: a WAL cut short, or a backup put back."""
     detail = "commits were told durable under this name and are not in the file"
     row = StoreEventRow("commits_missing", num_commits, detail, time.time())
-    statements.STORE_EVENTS.run(connection, [statements.STORE_EVENTS.as_values(row)])
+    with contextlib.suppress(sqlite3.Error):  # a full disk: whoever opens the store tells of it all the same
+        statements.STORE_EVENTS.run(connection, [statements.STORE_EVENTS.as_values(row)])
 
 
 def _check_content(path: Path, connection: Connection, checked_bytes: int) -> None:

@@ -98,9 +98,13 @@ def try_lock(descriptor: int, kind: int, patience_s: float) -> bool:
 
 
 def is_locked(database: Path) -> bool:
-    """True while some process may write to the database. Looks by sharing the lock for an instant."""
+    """True while some process may write to the database. Looks by sharing its locks for an instant."""
+    return _is_held(lock_path(database)) or _is_held(database)
+
+
+def _is_held(path: Path) -> bool:
     try:
-        descriptor = os.open(lock_path(database), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

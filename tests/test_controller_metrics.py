@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -76,6 +77,27 @@ def test_the_page_is_served_over_http():
             assert "speclen_controller_reports_total 0.0" in await asyncio.to_thread(fetched, served_page.address)
             served_page.server.shutdown()
             served_page.server.server_close()
+
+    run(story)
+
+
+def test_numbers_are_read_where_they_change():
+    """Reading them from the page's thread would meet collections that grow under its hands."""
+
+    async def story():
+        async with served(None) as at:
+            running = at.controller
+            collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
+            read, threads = collector.read, []
+
+            def noted():
+                threads.append(threading.get_ident())
+                return read()
+
+            collector.read = noted
+            found = await asyncio.to_thread(lambda: list(collector.collect()))
+            assert threads == [threading.get_ident()]
+            assert found
 
     run(story)
 

@@ -13,7 +13,7 @@ from store_rows import context, moment, report, rows, store_now, worker
 
 from store.connection import StoreError
 from store.database import Store
-from store.locking import lock_path
+from store.locking import is_locked, lock_path
 from store.presence import StoreGoneError
 from store.records import Commit, StateRow
 
@@ -43,6 +43,7 @@ def test_another_name_of_the_file_does_not_let_a_second_writer_in(tmp_path, kind
     try:
         with pytest.raises(StoreError, match=r"is in use by another controller .*--db"):
             Store.open(second)
+        assert is_locked(second)
         assert store_now(store, moment([1])) is None
     finally:
         store.close()
