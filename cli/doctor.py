@@ -17,7 +17,7 @@ from rich.text import Text
 from cli.database import DB_OPTION, reading
 from cli.errors import UserError
 from store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, sqlite3
-from store.locking import is_locked
+from store.files import is_locked
 from store.migration_steps import STEPS
 from store.migrations import applied_steps, refuse_newer
 from store.queries import view_rows

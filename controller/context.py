@@ -230,13 +230,14 @@ class StepColumns:
 
 def within(values: FloatArray, least: float, most: float) -> bool:
     """Whether all values lie in [least, most]; NaN lies nowhere."""
-    return bool(((values >= least) & (values <= most)).all())
+    return values.size == 0 or bool(least <= values.min() and values.max() <= most)
 
 
 def latency_is_sound(model: LatencyModel) -> bool:
     """Whether weights, variances and deviations are numbers of a believable size."""
     return (
-        bool(np.isfinite(model.mean).all() and np.isfinite(model.covariance).all())
+        math.isfinite(model.mean.sum())
+        and math.isfinite(model.covariance.sum())
         and within(model.variance, 0.0, MOST_LOG**2)
         and within(model.rho, -MOST_LOG, MOST_LOG)
         and abs(model.speed) <= MOST_LOG

@@ -165,7 +165,7 @@ class LearningService:
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", workers=sorted(set(senders)))
             self._give_up(workers)
-            self._note(context, self.estimator.start_anew(context.key, "the estimator failed"))
+            self._start_anew(context)
             return
         self.last_group_id += 1
         self.totals.num_reports += len(observations)
@@ -176,6 +176,13 @@ class LearningService:
             self.journal.note_reports(worker, [(self.last_group_id, *row) for row in rows])
         self._no_probe.pop(context.key, None)
         self._note(context, outcome)
+
+    def _start_anew(self, context: RegisteredContext) -> None:
+        """Forget what is believed of a context after a mistake of ours, which could repeat itself otherwise."""
+        try:
+            self._note(context, self.estimator.start_anew(context.key, "the estimator failed"))
+        except Exception:
+            log.exception("a context cannot start anew", context=str(context.key))
 
     def _give_up(self, workers: Iterable[Worker]) -> None:
         """Forget the reports that wait, and count them."""
@@ -262,7 +269,12 @@ class LearningService:
         bucket = self.estimator.bucket_index(key, batch_size)
         if bucket in asked:
             return None
-        probe = self.estimator.take_probe(key, batch_size, worker.limits.max_speculation_length)
+        try:
+            probe = self.estimator.take_probe(key, batch_size, worker.limits.max_speculation_length)
+        except Exception:
+            log.exception("the estimator failed to give a probe", context=str(key))
+            self._start_anew(worker.context)
+            return None
         if probe is None:
             asked.add(bucket)
             return None

@@ -44,7 +44,8 @@ class SeqWindow:
 
     def close_gaps(self, now: float) -> bool:
         """Give up what has been missing for long enough; True if that settles anything. now: in seconds."""
-        if not self.missing or now < self._closing_at:
+        waiting_s = self._closing_at - now
+        if not self.missing or 0.0 < waiting_s <= GAP_PATIENCE_S:  # more: the clock was set back
             return False
         before = self.settled_seq
         while self.missing and self.missing[0][1] <= self._closing_seq:

@@ -28,9 +28,8 @@ from store.connection import (
     sqlite3,
 )
 from store.failpoints import Failpoints
-from store.locking import WriterLock
+from store.files import Presence, WriterLock, move_aside, size_of
 from store.migrations import migrate
-from store.presence import Presence, files_of
 from store.records import Commit, StoredState, StoreEventRow, StoreHealth
 from store.retention import Retention, give_back_space
 from store.transaction import Outcome, write
@@ -162,7 +161,7 @@ class Store:
                 num_rows_refused=self._num_refused,
                 last_commit_at=self._last_commit_at,
                 last_commit_s=self._last_commit_s,
-                database_bytes=_size(self.path),
+                database_bytes=size_of(self.path),
                 alive=self._ended is None,
             )
 
@@ -325,15 +324,6 @@ def _check_content(path: Path, connection: Connection, checked_bytes: int) -> No
             raise refusal(path, sqlite3.DatabaseError(found.splitlines()[-1]), damaged=True)
 
 
-def move_aside(path: Path) -> Path:
-    """Rename a damaged database with its WAL to NAME.damaged-TIME; returns the new name."""
-    target = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
-    for source, renamed in zip(files_of(path), files_of(target), strict=True):
-        if source.exists():
-            source.rename(renamed)
-    return target
-
-
 def give_way() -> None:
     """Let the other threads of this process go first where cores are scarce: they answer, this one is waited for by none.
 
@@ -351,14 +341,3 @@ def _tell(callbacks: list[OnDone], error: Exception | None) -> None:
             on_done(error)
         except Exception:
             log.exception("a callback of a commit failed")
-
-
-def _size(path: Path) -> int:
-    """Bytes of the database and its WAL."""
-    total = 0
-    for name in (path, path.with_name(path.name + "-wal")):
-        try:
-            total += name.stat().st_size
-        except OSError:
-            continue
-    return total

@@ -148,6 +148,53 @@ def test_a_poisoned_context_is_served_and_stored_with_an_event(tmp_path):
     run(story)
 
 
+def test_two_plausible_workers_neither_stop_the_controller_nor_the_next_one(tmp_path):
+    """Over real gRPC and a real database, with a restart in between: all is durable, and told in finite numbers."""
+
+    async def life(first: int) -> None:
+        dice = np.random.default_rng(first)
+        async with served(tmp_path, commit_interval_s=0.02) as at:
+            for worker_id in ("w", "v"):
+                await at.stub.RegisterWorker(registration(worker_id))
+            for seq in range(first, first + 150):
+                for worker_id in ("w", "v"):
+                    batch, length = int(dice.choice([1, 4, 32])), int(dice.integers(0, 5))
+                    extreme = report(
+                        seq,
+                        batch_size=batch,
+                        speculation_length=length,
+                        latency_s=float(dice.choice([1e-6, 3600.0])),
+                        accepted_histogram=[0] * length + [batch],
+                    )
+                    await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(worker_id), report=extreme))
+            rows = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0].rows
+            assert all(math.isfinite(row.ms_per_token_high) for row in rows)
+
+    run(lambda: life(1))
+    run(lambda: life(151))
+    connection = connect_reader(tmp_path / "test.db")
+    assert [tuple(row) for row in connection.execute("SELECT applied_seq, num_reports FROM workers")] == [
+        (300, 300)
+    ] * 2
+    assert connection.execute("SELECT count(*) FROM store_events").fetchone()[0] == 0
+    connection.close()
+
+
+def test_a_probe_that_cannot_be_given_costs_the_context_and_not_the_call(tmp_path):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            await at.stub.RegisterWorker(registration())
+            for seq in range(1, 21):
+                await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
+            chooser = next(iter(at.service.estimator._contexts.values()))
+            chooser.policy.probe = lambda bucket, max_length: 1 / 0
+            for seq in range(21, 31):
+                await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
+            assert at.service.totals.drift["reset"] == 1
+
+    run(story)
+
+
 STATES = [
     ("context", "{}"),
     ("context", "[]"),

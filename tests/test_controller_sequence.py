@@ -70,6 +70,14 @@ def test_a_gap_is_given_up_after_a_while_and_then_nothing_counts_for_it():
     assert (window.settled_seq, window.missing_json()) == (9, "[]")
 
 
+def test_a_clock_that_is_set_back_does_not_keep_gaps_open():
+    window = SeqWindow()
+    window.admit([1, 5])
+    window.close_gaps(1e9)
+    assert window.close_gaps(100.0)
+    assert window.settled_seq == 5
+
+
 def test_counts_stay_within_what_the_database_holds():
     window = SeqWindow(num_missing=2**63 - 5)
     assert window.admit([2**63 - 2]) == [True]

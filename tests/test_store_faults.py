@@ -13,8 +13,7 @@ from store_rows import context, moment, report, rows, store_now, worker
 
 from store.connection import StoreError
 from store.database import Store
-from store.locking import is_locked, lock_path
-from store.presence import StoreGoneError
+from store.files import StoreGoneError, is_locked, lock_path
 from store.records import Commit, StateRow
 
 

@@ -1,4 +1,7 @@
-"""One writer per database, whatever name it was given, and a note beside it of how far it got."""
+"""The files of a database: who may write them, how far the last writer got, and whether they are still there.
+
+What is written into a file that no name leads to any more is lost at the end.
+"""
 
 from __future__ import annotations
 
@@ -111,3 +114,60 @@ def _is_held(path: Path) -> bool:
         return not try_lock(descriptor, fcntl.LOCK_SH, 0.0)
     finally:
         os.close(descriptor)
+
+
+class StoreGoneError(StoreError):
+    """The files of the database were deleted or replaced while it was open. Nothing more can be promised."""
+
+
+class Presence:
+    """The files of an open database (the database, its WAL and the WAL's index), by device and inode."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identities = {name: identity for name in files_of(path) if (identity := identity_of(name)) is not None}
+
+    def check(self) -> None:
+        """Raises StoreGoneError where a name no longer leads to the file that is written to."""
+        for name, identity in self._identities.items():
+            now = identity_of(name)
+            if now != identity:
+                raise StoreGoneError(
+                    f"{name} was {'deleted' if now is None else 'replaced'} while the controller was writing to it: "
+                    "what has been acknowledged may be gone, nothing more is acknowledged; put the file back or restore "
+                    "a backup, and start the controller again."
+                )
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """A database and what SQLite keeps beside it while it is open."""
+    return tuple(path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm"))
+
+
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None if there is no such file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a damaged database with its WAL to NAME.damaged-TIME; returns the new name."""
+    target = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
+    for source, renamed in zip(files_of(path), files_of(target), strict=True):
+        if source.exists():
+            source.rename(renamed)
+    return target
+
+
+def size_of(path: Path) -> int:
+    """Bytes of the database and its WAL."""
+    total = 0
+    for name in (path, path.with_name(path.name + "-wal")):
+        try:
+            total += name.stat().st_size
+        except OSError:
+            continue
+    return total
