@@ -8,8 +8,8 @@ from bench.simulator import World
 from controller.acceptance import AcceptanceModel, band_of
 from controller.buckets import buckets_for
 from controller.context import ContextModel
-from controller.controller import Controller
 from controller.core import ContextKey, StepObservation
+from controller.estimation import Estimator
 from controller.policies import make_policy
 from controller.policies.fixed import FixedPolicy
 from controller.policies.profile import ProfilePolicy
@@ -21,7 +21,7 @@ class ControllerPlayer:
     """The controller as workers see it: a table, probes, groups of reports."""
 
     def __init__(self, world: World, policy: str = "adaptive", seed: int = 0) -> None:
-        self.controller = Controller(policy, seed, world.scenario.buckets)
+        self.controller = Estimator(policy, seed, world.scenario.buckets)
         self.controller.add_context(KEY, world.limits)
         if world.profile is not None:
             self.controller.seed_profile(KEY, world.profile)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, Profile, StepObservation
+from controller.estimation import Estimator
 
 NOISE = 0.05  # log-normal deviation of the step times that the adaptive policy sees and that pass
 KEY = ContextKey("target", "draft", "profile", "any")
@@ -108,7 +108,7 @@ def from_table(table: Sequence[int]) -> Policy:
 
 def adaptive(machine: Machine, seed: int = 0, seeded: bool = False) -> Policy:
     """Our controller with the probes that it asks for. It knows nothing at the start, or, seeded, the profile."""
-    controller = Controller(seed=seed)
+    controller = Estimator(seed=seed)
     controller.add_context(KEY, Limits(machine.max_batch_size, machine.max_length))
     if seeded:
         controller.seed_profile(KEY, machine.profile)

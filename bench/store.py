@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, StepObservation
+from controller.estimation import Estimator
 from store.connection import sqlite3
 from store.database import Store, StoreConfig
 from store.records import Commit, ContextRow, LatencyCellRow, ReportRow, StateRow, WorkerRow
@@ -129,7 +129,7 @@ def make_rows(count: int) -> list[ReportRow]:
 
 def estimates_of_one_context() -> tuple[list[LatencyCellRow], list[StateRow]]:
     """Cells and state as the controller writes them with every commit."""
-    controller = Controller()
+    controller = Estimator()
     controller.add_context(KEY, Limits(32, 8))
     controller.observe(KEY, [StepObservation(4, 2, 0.02 + 0.0001 * (n % 7), (1, 2, 1)) for n in range(200)], "w")
     now = time.time()

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from cli.database import DB_OPTION, reading
 from cli.errors import UserError
-from store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, is_locked, sqlite3
+from store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, sqlite3
+from store.files import is_locked
 from store.migration_steps import STEPS
 from store.migrations import applied_steps, refuse_newer
 from store.queries import view_rows

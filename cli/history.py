@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
 from cli.errors import UserError
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from controller.estimation import Estimator
 from controller.explain import Change
 from controller.flags import named_flags
 from controller.replay import ContextAdded, Event, GroupObserved, ProfileImported
 from store.connection import Connection
 from store.profiles import StoredProfile, stored_profiles
-from store.queries import contexts, stored_reports, view_rows, workers
+from store.queries import context_limits, contexts, stored_reports, view_rows, workers
 from store.records import ContextRow, ReportRow, StoredState
 
 
@@ -62,16 +63,16 @@ def bucket_spec(state: dict[str, Any]) -> str:
     return ",".join(str(end) for end in state["buckets"])
 
 
-def restored(stored: StoredState, row: ContextRow) -> Controller:
+def restored(stored: StoredState, row: ContextRow) -> Estimator:
     """A controller that believes what the database says about one context."""
     state, key = stored_state(stored, row), key_of(row)
-    controller = Controller(state["policy"], buckets=bucket_spec(state))
+    estimator = Estimator(state["policy"], buckets=bucket_spec(state))
     pair = stored.states.get(("pair", json.dumps(key.pair)))
     try:
-        controller.restore(key, limits_of(row), state, None if pair is None else json.loads(pair))
+        estimator.restore(key, limits_of(row), state, None if pair is None else json.loads(pair))
     except ValueError as error:
         raise UserError(f"the stored {error}: use the version of speclen that wrote it") from error
-    return controller
+    return estimator
 
 
 def last_change(connection: Connection, context_id: int, batch_min: int) -> Change | None:
@@ -84,28 +85,41 @@ def last_change(connection: Connection, context_id: int, batch_min: int) -> Chan
 
 
 def events(connection: Connection) -> Iterator[Event]:
-    """Everything that the controller met, in order: contexts when they were made, profiles, groups of reports."""
-    rows = contexts(connection)
-    keys = {row.context_id: key_of(row) for row in rows}
+    """Everything that the controller met, in order: contexts made and widened, profiles, groups of reports."""
+    keys = {row.context_id: key_of(row) for row in contexts(connection)}
     names = {worker.worker_key: worker.worker_id for worker in workers(connection)}
-    profiles = stored_profiles(connection)
-    added: set[int] = set()
     reports = sorted(stored_reports(connection), key=lambda report: report.group_id)
-    for group_id, members in groupby(reports, key=lambda report: report.group_id):
-        group = list(members)
-        for row in rows:
-            if row.context_id not in added and (row.created_at <= group[0].received_at):
-                added.add(row.context_id)
-                yield ContextAdded(key_of(row), limits_of(row))
-        while profiles and profiles[0].profile.after_group_id < group_id and profiles[0].context.context_id in added:
-            yield _imported(profiles.pop(0))
+    groups = [(group_id, list(members)) for group_id, members in groupby(reports, key=lambda report: report.group_id)]
+    beside = deque(_beside(connection, [(group_id, group[0].received_at) for group_id, group in groups]))
+    for group_id, group in groups:
+        while beside and beside[0][0] < group_id:
+            yield beside.popleft()[2]
         senders = [names[report.worker_key] for report in group]
         yield GroupObserved(group_id, keys[group[0].context_id], senders, [observation_of(report) for report in group])
-    for row in rows:
-        if row.context_id not in added:
-            yield ContextAdded(key_of(row), limits_of(row))
-    for stored in profiles:
-        yield _imported(stored)
+    for *_, event in beside:
+        yield event
+
+
+def _beside(connection: Connection, groups: list[tuple[int, float]]) -> list[tuple[int, float, Event]]:
+    """Contexts made and widened, and profiles: each with the last group before it and its time, in order.
+
+    groups: id and time of each group of reports.
+    """
+    rows = {row.context_id: row for row in contexts(connection)}
+    found: list[tuple[int, float, Event]] = []
+    limits = context_limits(connection)
+    for made in limits:
+        wanted = Limits(made.max_batch_size, made.max_speculation_length)
+        found.append((made.after_group_id, made.added_at, ContextAdded(key_of(rows[made.context_id]), wanted)))
+    for context_id in rows.keys() - {
+        made.context_id for made in limits
+    }:  # of an older version, which kept the last ones
+        row = rows[context_id]
+        before = max((group_id for group_id, at in groups if at < row.created_at), default=0)
+        found.append((before, row.created_at, ContextAdded(key_of(row), limits_of(row))))
+    for stored in stored_profiles(connection):
+        found.append((stored.profile.after_group_id, stored.profile.imported_at, _imported(stored)))
+    return sorted(found, key=lambda each: each[:2])
 
 
 def _imported(stored: StoredProfile) -> ProfileImported:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.profile_document import ProfileDocument
-from controller.controller import Controller
 from controller.core import Limits, Profile, ProfileCell
+from controller.estimation import Estimator
 from controller.paper_model import PaperModel, fit
 
 
@@ -100,7 +100,7 @@ def estimator_lengths(document: ProfileDocument) -> dict[int, int]:
     profile, key = document.profile, document.context
     sizes = {cell.batch_size for cell in profile.cells}
     longest = max(cell.speculation_length for cell in profile.cells)
-    estimator = Controller()
+    estimator = Estimator()
     estimator.add_context(key, Limits(max(sizes), max(longest, len(profile.survival))))
     estimator.seed_profile(key, profile)
     table = estimator.table(key)

@@ -123,5 +123,5 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
     for cost in costs:
         table.add_row(cost.policy, f"{cost.policy_s:.1f}", f"{100 * cost.ratio:.1f}%")
     console.print(table)
-    contexts = ", ".join(name_of(key) for key in result.controller.contexts)
+    contexts = ", ".join(name_of(key) for key in result.estimator.contexts)
     console.print(f"Contexts: {contexts}.")

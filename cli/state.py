@@ -134,12 +134,12 @@ def read_document(file: Path) -> dict[str, Any]:
 
 def check_usable(file: Path, document: dict[str, Any]) -> None:
     """Raises UserError unless a controller could go on from the document, so that no controller fails at its start."""
-    from controller.controller import Controller
     from controller.core import ContextKey, Limits
+    from controller.estimation import Estimator
 
     try:
         pairs = {(pair["target"], pair["draft"]): pair["state"] for pair in document["pairs"]}
-        estimator = Controller()
+        estimator = Estimator()
         for context in document["contexts"]:
             key = ContextKey(*(context[name] for name in KEY))
             limits = Limits(context["max_batch_size"], context["max_speculation_length"])

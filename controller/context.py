@@ -10,10 +10,19 @@ from typing import Any
 import numpy as np
 
 from controller.acceptance import AcceptanceModel, band_of
+from controller.agreement import LARGEST_FLEET, Agreement
 from controller.arrays import FloatArray, distinct
 from controller.core import Bucket, ContextKey, DriftEvent, LengthEstimate, Limits, Profile, StepObservation
 from controller.latency import LatencyModel
-from controller.workers import LARGEST_FLEET, FleetAgreement
+
+# What can be believed of a step, in seconds: beyond it the numbers have lost their meaning, not the device its speed.
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
+# Log of anything relative that can be believed: a factor of 1e13.
+MOST_LOG = 30.0
+# Rows that can be behind a count.
+MOST_COUNT = 1e15
+# The widest interval told, as a factor around the estimate: it says that nothing is known, and stays a number.
+MOST_SPREAD = 500.0
 
 # Resumptions over which their cost is averaged, and the most that one may count, in usual steps.
 RESUMES_REMEMBERED = 20
@@ -34,7 +43,7 @@ class ContextModel:
         self.buckets = buckets
         self.acceptance = acceptance
         self.latency = LatencyModel(buckets, limits.max_speculation_length)
-        self.fleet = FleetAgreement(limits.max_speculation_length + 1)
+        self.agreement = Agreement(limits.max_speculation_length + 1)
         # What resuming after length 0 costs on top of an ordinary step (the draft catches up), in seconds.
         self.resume_s = 0.0
         self.num_resumes = 0
@@ -50,7 +59,7 @@ class ContextModel:
         """Make room for larger limits, keeping what was learned."""
         self.limits, self.buckets = limits, buckets
         self.latency.extend(buckets, limits.max_speculation_length)
-        self.fleet.extend(limits.max_speculation_length + 1)
+        self.agreement.extend(limits.max_speculation_length + 1)
         self._band_batches()
         self.refresh()
 
@@ -64,7 +73,6 @@ class ContextModel:
         """Bring tokens and seconds up to date with both models."""
         count = self.limits.max_speculation_length + 1
         self.tokens: FloatArray = self.acceptance.expected_tokens[self.bands, :count]
-        self.acceptance_version = self.acceptance.version
         self.seconds: FloatArray = self.latency.predict()
 
     def learn(self, observations: Sequence[StepObservation], workers: Sequence[str]) -> list[DriftEvent]:
@@ -109,14 +117,14 @@ class ContextModel:
         context, seconds = steps.context[teaches], steps.seconds[teaches]
         senders = list(compress(workers, teaches.tolist()))
         names, sender = distinct(senders)
-        offsets, trusted = self.fleet.judge(names)
+        offsets, trusted = self.agreement.judge(names)
         offset, use = offsets[sender], trusted[sender]
         deviation = np.zeros(len(size))
         if not trusted.all():
             self._leave_out(list(compress(names, ~trusted)), senders, size)
             odd = ~use
             deviation[odd] = self.latency.residuals(size[odd], length[odd], context[odd], seconds[odd])
-        self.fleet.readmit(list(compress(names, trusted)))
+        self.agreement.readmit(list(compress(names, trusted)))
         fired = 0.0
         if use.any():
             fired, residual = self.latency.update(
@@ -124,15 +132,15 @@ class ContextModel:
             )
             deviation[use] = residual + offset[use]
             if fired:
-                self.fleet.forget()
-        self.fleet.record(names, sender, length, deviation)
+                self.agreement.forget()
+        self.agreement.record(names, sender, length, deviation)
         return fired
 
     def _leave_out(self, excluded: list[str], senders: list[str], size: FloatArray) -> None:
         """Reports of these workers are not learned from; what was, a moment ago, is doubted."""
         for worker_id in excluded:
             mine = [index for index, sender in enumerate(senders) if sender == worker_id]
-            if self.fleet.exclude(worker_id, len(mine)):
+            if self.agreement.exclude(worker_id, len(mine)):
                 self.latency.doubt(size[mine])
 
     def _learn_resuming(self, observations: Sequence[StepObservation], worker_id: str) -> None:
@@ -161,18 +169,18 @@ class ContextModel:
             detail = f"step times {direction} against prediction; the latency surface may move again, cells were kept"
         return DriftEvent(self.key, factor, statistic, detail)
 
-    def estimate(self, bucket: int, length: int) -> LengthEstimate:
-        """What is believed about one length in one bucket, with a 95% interval."""
-        tokens, seconds = float(self.tokens[bucket, length]), float(self.seconds[bucket, length])
-        band = int(self.bands[bucket])
-        variance = float(self.latency.log_variance(bucket)[length]) + float(
-            self.acceptance.log_tokens_variance(band)[length]
+    def sound(self) -> bool:
+        """Whether every number can still be worked with; where not, the context has to start anew."""
+        return (
+            within(self.seconds, LEAST_SECONDS, MOST_SECONDS)
+            and within(self.tokens, 1.0, self.tokens.shape[1] + 1e-6)
+            and math.isfinite(self.resume_s)
+            and latency_is_sound(self.latency)
+            and acceptance_is_sound(self.acceptance)
         )
-        ms, spread = 1e3 * seconds / tokens, math.exp(1.96 * math.sqrt(variance))
-        return LengthEstimate(length, tokens, seconds, ms, ms / spread, ms * spread)
 
     def estimates(self, bucket: int) -> list[LengthEstimate]:
-        """Estimates of every length in one bucket."""
+        """What is believed about every length in one bucket, with 95% intervals."""
         latency, tokens = (
             self.latency.log_variance(bucket),
             self.acceptance.log_tokens_variance(int(self.bands[bucket])),
@@ -180,7 +188,9 @@ class ContextModel:
         out = []
         for length in range(self.limits.max_speculation_length + 1):
             expected, seconds = float(self.tokens[bucket, length]), float(self.seconds[bucket, length])
-            spread = math.exp(1.96 * math.sqrt(float(latency[length] + tokens[length])))
+            spread = min(
+                math.exp(min(1.96 * math.sqrt(float(latency[length] + tokens[length])), MOST_LOG)), MOST_SPREAD
+            )
             ms = 1e3 * seconds / expected
             out.append(LengthEstimate(length, expected, seconds, ms, ms / spread, ms * spread))
         return out
@@ -189,7 +199,7 @@ class ContextModel:
         """JSON-able values from which to go on, the pair's acceptance not included."""
         return {
             "latency": self.latency.export_state(),
-            "fleet": self.fleet.export_state(),
+            "fleet": self.agreement.export_state(),
             "resume_s": self.resume_s,
             "num_resumes": self.num_resumes,
             "last_length": list(self.last_length.items()),
@@ -198,7 +208,7 @@ class ContextModel:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from an exported state."""
         self.latency.restore(state["latency"])
-        self.fleet.restore(state["fleet"])
+        self.agreement.restore(state["fleet"])
         self.resume_s, self.num_resumes = float(state["resume_s"]), int(state["num_resumes"])
         self.last_length = {worker_id: int(length) for worker_id, length in state["last_length"]}
         self.refresh()
@@ -216,6 +226,29 @@ class StepColumns:
         self.batch, self.length = np.array(batch), np.array(length)
         self.seconds, self.context = np.array(seconds), np.array(context)
         self.teaches_latency, self.teaches_acceptance = np.array(teaches_latency), np.array(teaches_acceptance)
+
+
+def within(values: FloatArray, least: float, most: float) -> bool:
+    """Whether all values lie in [least, most]; NaN lies nowhere."""
+    return values.size == 0 or bool(least <= values.min() and values.max() <= most)
+
+
+def latency_is_sound(model: LatencyModel) -> bool:
+    """Whether weights, variances and deviations are numbers of a believable size."""
+    return (
+        math.isfinite(model.mean.sum())
+        and math.isfinite(model.covariance.sum())
+        and within(model.variance, 0.0, MOST_LOG**2)
+        and within(model.rho, -MOST_LOG, MOST_LOG)
+        and abs(model.speed) <= MOST_LOG
+        and math.isfinite(model.sigma)
+    )
+
+
+def acceptance_is_sound(model: AcceptanceModel) -> bool:
+    """Whether the counts are counts and the shares are shares."""
+    counts = (model.reached, model.accepted, model.band_reached, model.band_accepted)
+    return all(within(values, 0.0, MOST_COUNT) for values in counts) and within(model.band_acceptance, 0.0, 1.0)
 
 
 def spans_of(workers: Sequence[str]) -> list[tuple[str, slice]]:

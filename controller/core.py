@@ -134,7 +134,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class DriftEvent:
-    """A detector fired: what drifted ("latency" or "acceptance"), how strongly, and what was forgotten."""
+    """What was forgotten, and why. factor: "latency" or "acceptance" where a detector fired, statistic says how strongly;
+    "reset" where the context's numbers had left what can be represented and it started anew.
+    """
 
     context: ContextKey
     factor: str

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from controller.controller import Controller
 from controller.core import Bucket, ContextKey, LearnedRow
+from controller.estimation import Estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +50,27 @@ class Explanation:
         return self.rows[self.speculation_length]
 
 
-def explain(controller: Controller, key: ContextKey, batch_size: int, last_change: Change | None = None) -> Explanation:
+def explain(estimator: Estimator, key: ContextKey, batch_size: int, last_change: Change | None = None) -> Explanation:
     """Why a batch of that size gets its length.
 
     last_change: from the store; without it, what the controller itself remembers since its start. Raises KeyError for
     an unknown context, ValueError for a batch size beyond its limit or while nothing is known.
     """
-    limit = controller.limits(key).max_batch_size
+    limit = estimator.limits(key).max_batch_size
     if not 1 <= batch_size <= limit:
         raise ValueError(f"batch size {batch_size} is outside what this context was registered with: use 1 to {limit}")
-    model = controller.model(key)
+    model = estimator.model(key)
     if not model.latency.known:
         raise ValueError(
             "nothing is known about this context yet: let a worker decode a few steps, or import a profile"
         )
     index = int(model.latency.bucket_of[batch_size])
-    rows = tuple(row for row in controller.learned_rows(key) if row.bucket.index == index)
-    length = controller.length_for(key, batch_size)
+    rows = tuple(row for row in estimator.learned_rows(key) if row.bucket.index == index)
+    length = estimator.length_for(key, batch_size)
     others = [row for row in rows if row.estimate.speculation_length != length]
     rival = min(others, key=lambda row: row.estimate.ms_per_token, default=None)
     chosen_ms = rows[length].estimate.ms_per_token
-    decision = controller.last_decision(key, index)
+    decision = estimator.last_decision(key, index)
     if last_change is None and decision is not None:
         last_change = Change(decision.previous_length, decision.speculation_length, decision.reason)
     slow = model.latency.slow
@@ -79,7 +79,7 @@ def explain(controller: Controller, key: ContextKey, batch_size: int, last_chang
         bucket=model.buckets[index],
         batch_size=batch_size,
         speculation_length=length,
-        survival=tuple(controller.survival(key, index)),
+        survival=tuple(estimator.survival(key, index)),
         rows=rows,
         runner_up=None if rival is None else rival.estimate.speculation_length,
         advantage=None if rival is None else rival.estimate.ms_per_token / chosen_ms - 1.0,

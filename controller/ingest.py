@@ -20,6 +20,7 @@ from controller.validation import (
     MAX_INTEGER,
     MAX_LATENCY_S,
     MAX_LENGTH,
+    MIN_LATENCY_S,
     InvalidMessageError,
     explain_report,
     read_flags,
@@ -84,7 +85,7 @@ def read_reports(
             0 < batch_size <= max_batch_size
             and facts[0] == length <= max_length
             and facts[1] == batch_size
-            and 0.0 < latency_s <= MAX_LATENCY_S
+            and MIN_LATENCY_S <= latency_s <= MAX_LATENCY_S
             and 0.0 <= context_length <= MAX_CONTEXT_LENGTH
             and 0 < seq <= MAX_INTEGER
             and version <= MAX_INTEGER

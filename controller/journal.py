@@ -10,14 +10,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import structlog
+
 from controller.core import ObserveOutcome, Profile
-from controller.registry import Context, Worker
+from controller.news import News
+from controller.registry import RegisteredContext, Worker
 from controller.snapshots import Snapshots, profile_row, worker_row
-from store.records import Commit, DecisionRow, DriftEventRow, ProfileRow, StoreHealth, WorkerRow
+from store.records import (
+    Commit,
+    ContextLimitsRow,
+    DecisionRow,
+    DriftEventRow,
+    ProfileRow,
+    StoreEventRow,
+    StoreHealth,
+    WorkerRow,
+)
+
+log = structlog.get_logger()
 
 Pair = tuple[str, str]
 OnDone = Callable[[Exception | None], None]
@@ -45,12 +59,11 @@ class JournalSettings:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far one life of a worker is contained in a commit."""
+    """How far one life of a worker is contained in a commit: up to seq nothing is missing from it."""
 
     worker: Worker
     epoch: int
     seq: int
-    late: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -60,10 +73,11 @@ class Unsaved:
     reports: list[tuple[object, ...]] = field(default_factory=list)
     workers: dict[str, WorkerRow] = field(default_factory=dict)
     marks: dict[str, Mark] = field(default_factory=dict)
-    contexts: dict[int, Context] = field(default_factory=dict)
+    contexts: dict[int, RegisteredContext] = field(default_factory=dict)
     decisions: list[DecisionRow] = field(default_factory=list)
     drift_events: list[DriftEventRow] = field(default_factory=list)
     profiles: list[ProfileRow] = field(default_factory=list)
+    limits: list[ContextLimitsRow] = field(default_factory=list)
     since: float = 0.0
 
 
@@ -79,8 +93,7 @@ class Flight:
 class Journal:
     """Collects on the event loop, hands over to the store, and moves high-water marks when the disk has answered.
 
-    on_durable is called on the event loop with the workers whose marks moved. Without a store nothing is kept, and
-    everything counts as saved at once.
+    news: gets the workers whose marks moved. Without a store nothing is kept, and everything counts as saved at once.
     """
 
     def __init__(
@@ -88,18 +101,17 @@ class Journal:
         store: CommitStore | None,
         snapshots: Snapshots,
         clock: Callable[[], float],
-        on_durable: Callable[[Iterable[Worker]], None],
+        news: News,
         settings: JournalSettings | None = None,
         last_profile_id: int = 0,
     ) -> None:
         self.store = store
         self.snapshots = snapshots
         self.clock = clock
-        self.on_durable = on_durable
+        self.news = news
         self.settings = settings or JournalSettings()
         self.num_commits = 0
         self.num_failed_commits = 0
-        self.last_error = ""
         self._profile_ids = itertools.count(last_profile_id + 1)
         self._unsaved: dict[Pair, Unsaved] = {}
         self._flights: dict[int, Flight] = {}
@@ -111,7 +123,7 @@ class Journal:
 
     # What happened.
 
-    def _of(self, context: Context) -> Unsaved:
+    def _of(self, context: RegisteredContext) -> Unsaved:
         unsaved = self._unsaved.get(context.key.pair)
         if unsaved is None:
             unsaved = self._unsaved[context.key.pair] = Unsaved(since=self.clock())
@@ -135,14 +147,24 @@ class Journal:
     def _mark(self, unsaved: Unsaved, worker: Worker) -> None:
         worker.noted_at = worker.last_seen_at
         unsaved.workers[worker.worker_id] = worker_row(worker)
-        unsaved.marks[worker.worker_id] = Mark(
-            worker, worker.epoch, worker.window.applied_seq, frozenset(worker.window.late)
+        unsaved.marks[worker.worker_id] = Mark(worker, worker.epoch, worker.window.settled_seq)
+
+    def note_limits(self, context: RegisteredContext, after_group_id: int) -> None:
+        """The context was made or widened."""
+        limits = context.limits
+        self._of(context).limits.append(
+            ContextLimitsRow(
+                *(context.context_id, limits.max_batch_size, limits.max_speculation_length),
+                *(after_group_id, self.clock()),
+            )
         )
 
-    def note_context(self, context: Context) -> None:
-        self._of(context)
+    def note_events(self, events: Sequence[StoreEventRow]) -> None:
+        """What concerns the store as a whole; handed over at once."""
+        if self.store is not None and events:
+            self.store.submit(Commit(store_events=events, scope="store"), lambda error: None)
 
-    def note_outcome(self, context: Context, outcome: ObserveOutcome, after_group_id: int) -> None:
+    def note_outcome(self, context: RegisteredContext, outcome: ObserveOutcome, after_group_id: int) -> None:
         """Choices that changed and drift that was detected, which may concern other contexts of the same pair."""
         if outcome.decisions or outcome.drift_events:
             decisions, events = self.snapshots.event_rows(outcome, after_group_id, self.clock())
@@ -150,7 +172,7 @@ class Journal:
             unsaved.decisions += decisions
             unsaved.drift_events += events
 
-    def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
+    def note_profile(self, context: RegisteredContext, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""
         profile_id = next(self._profile_ids)
         row = profile_row(profile_id, context, profile, after_group_id, self.clock())
@@ -180,25 +202,19 @@ class Journal:
     def _launch(self, pair: Pair) -> None:
         """Make a commit of what is unsaved of a pair and hand it to the store."""
         changes = self._unsaved.pop(pair)
-        now = self.clock()
-        marks = tuple(changes.marks.values())
+        flight = Flight(tuple(changes.marks.values()), len(changes.reports), changes.since)
         if self.store is None:
-            self.on_durable([mark.worker for mark in marks if advance(mark)])
+            self._acknowledge(flight)
             return
-        estimates = self.snapshots.of_pair(pair, changes.contexts.values(), now)
-        commit = Commit(
-            contexts=estimates.contexts,
-            workers=list(changes.workers.values()),
-            reports=changes.reports,
-            acceptance=estimates.acceptance,
-            latency_cells=estimates.latency_cells,
-            states=estimates.states,
-            decisions=changes.decisions,
-            drift_events=changes.drift_events,
-            profiles=changes.profiles,
-        )
+        try:
+            commit = self._commit_of(pair, changes)
+        except Exception as error:  # a mistake of ours about one pair is no reason not to save the others
+            log.exception("what was learned of a pair cannot be saved", target=pair[0], draft=pair[1])
+            self._num_collected -= flight.num_reports
+            self._try_again(flight, error)
+            return
         flight_id = next(self._flight_ids)
-        self._flights[flight_id] = Flight(marks, len(changes.reports), changes.since)
+        self._flights[flight_id] = flight
         loop = asyncio.get_running_loop()
 
         def on_done(error: Exception | None) -> None:  # on the store's thread
@@ -208,21 +224,41 @@ class Journal:
 
         self.store.submit(commit, on_done)
 
+    def _commit_of(self, pair: Pair, changes: Unsaved) -> Commit:
+        """What happened to a pair, with what is believed at this moment."""
+        estimates = self.snapshots.of_pair(pair, changes.contexts.values(), self.clock())
+        return Commit(
+            contexts=estimates.contexts,
+            workers=list(changes.workers.values()),
+            reports=changes.reports,
+            acceptance=estimates.acceptance,
+            latency_cells=estimates.latency_cells,
+            states=estimates.states,
+            decisions=changes.decisions,
+            drift_events=changes.drift_events,
+            profiles=changes.profiles,
+            context_limits=changes.limits,
+            scope=" + ".join(pair),
+        )
+
     def _land(self, flight_id: int, error: Exception | None) -> None:
         flight = self._flights.pop(flight_id)
         self._num_collected -= flight.num_reports
         if error is None:
             self.num_commits += 1
-            self.on_durable([mark.worker for mark in flight.marks if advance(mark)])
+            self._acknowledge(flight)
         else:
             self._try_again(flight, error)
         self._landed.set()
         self._look_for_room()
 
+    def _acknowledge(self, flight: Flight) -> None:
+        self.news.note([mark.worker.worker_id for mark in flight.marks if advance(mark)])
+
     def _try_again(self, flight: Flight, error: Exception) -> None:
         """The raw rows of a commit that was given up are lost; what was learned from them goes into the next."""
         self.num_failed_commits += 1
-        self.last_error = str(error)
+        log.error("a commit was given up, what was learned goes into the next", reason=str(error))
         for mark in flight.marks:
             self.note_worker(mark.worker)
 
@@ -271,7 +307,5 @@ def advance(mark: Mark) -> bool:
     worker = mark.worker
     if worker.epoch != mark.epoch:
         return False  # another life has registered meanwhile
-    before = worker.durable_seq
-    worker.committed_seq = max(worker.committed_seq, mark.seq)
-    worker.window.late -= mark.late
+    before, worker.durable_seq = worker.durable_seq, max(worker.durable_seq, mark.seq)
     return worker.durable_seq != before

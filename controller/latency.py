@@ -379,7 +379,7 @@ class LatencyModel:
 
     def _uncertainty(self, gain: FloatArray, cell: np.ndarray) -> list[float]:
         """Variance of each report's predicted log time, without the noise of the step itself."""
-        known = ((gain @ self.covariance) * gain).sum(axis=1) + self.variance.reshape(-1)[cell]
+        known = np.maximum(((gain @ self.covariance) * gain).sum(axis=1), 0.0) + self.variance.reshape(-1)[cell]
         uncertainty: list[float] = known.tolist()
         return uncertainty
 
@@ -459,7 +459,7 @@ class LatencyModel:
         self.covariance = 0.5 * (covariance + covariance.T)
         self._respect_signs()
         self.rho.reshape(-1)[cells] += before * weighted
-        variance[cells] = before - before**2 * inverse.diagonal()
+        variance[cells] = np.maximum(before - before**2 * inverse.diagonal(), 0.0)
         self.num_steps.reshape(-1)[cells] += count
 
     def _respect_signs(self) -> None:

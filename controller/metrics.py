@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -10,29 +13,49 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from controller.config import ControllerConfig
 from controller.core import Bucket, ContextKey
+from controller.journal import Journal
 from controller.servicer import ControlServicer
 from transport.address import split_address
 
 PREFIX = "speclen_controller"
+READ_TIMEOUT_S = 5.0
 
 
 class ControllerCollector:
     """Everything under the prefix `speclen_controller_`; docs/controller.md has the table.
 
-    Runs on the page's own thread while the event loop goes on: it only reads numbers and copies of collections.
+    loop: where the controller runs; the page's own threads have the numbers read there, between two of its steps. None
+    when the reader is on it already.
     """
 
-    def __init__(self, servicer: ControlServicer) -> None:
-        self.servicer = servicer
+    def __init__(
+        self, servicer: ControlServicer, journal: Journal, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.service = servicer.service
+        self.streams = servicer.streams
+        self.num_errors = servicer.num_errors
+        self.journal = journal
+        self.loop = loop
 
     def collect(self) -> Iterator[Metric]:
+        """Raises TimeoutError when the controller does not get to it."""
+        if self.loop is None:
+            yield from self.read()
+        else:
+            yield from asyncio.run_coroutine_threadsafe(self._read_there(), self.loop).result(READ_TIMEOUT_S)
+
+    async def _read_there(self) -> list[Metric]:
+        return list(self.read())
+
+    def read(self) -> Iterator[Metric]:
+        """All metrics, as of this moment."""
         yield from self._reports()
         yield from self._fleet()
         yield from self._disk()
         yield from self._choices()
 
     def _reports(self) -> Iterator[Metric]:
-        totals = self.servicer.fleet.totals
+        totals = self.service.totals
         yield counter("reports", "Reports learned from", totals.num_reports)
         yield counter("groups", "Groups of reports learned from", totals.num_groups)
         yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
@@ -40,28 +63,28 @@ class ControllerCollector:
             "reports_missing", "Reports skipped by gaps in seq, less those that came late", totals.num_missing
         )
         refused = CounterMetricFamily(f"{PREFIX}_reports_refused", "Reports that were not plausible", labels=["reason"])
-        for reason, number in list(totals.refused.items()):
+        for reason, number in totals.refused.items():
             refused.add_metric([reason], number)
         yield refused
         errors = CounterMetricFamily(f"{PREFIX}_call_errors", "Calls that ended badly", labels=["method", "code"])
-        for labels, number in list(self.servicer.num_errors.items()):
+        for labels, number in self.num_errors.items():
             errors.add_metric(list(labels), number)
         yield errors
 
     def _fleet(self) -> Iterator[Metric]:
-        fleet, streams = self.servicer.fleet, self.servicer.streams
-        yield gauge("workers", "Workers known", len(fleet.registry.workers))
-        yield gauge("contexts", "Contexts known", len(fleet.registry.contexts))
+        service, streams = self.service, self.streams
+        yield gauge("workers", "Workers known", service.num_workers)
+        yield gauge("contexts", "Contexts known", len(service.contexts))
         yield gauge("streams", "StreamReports calls open", len(streams.open))
-        yield counter("decisions", "Changes of a bucket's length", fleet.totals.num_decisions)
-        yield counter("probes", "Exploratory lengths handed out", fleet.totals.num_probes)
-        drift = CounterMetricFamily(f"{PREFIX}_drift_events", "Times a drift detector fired", labels=["factor"])
-        for factor in ("latency", "acceptance"):
-            drift.add_metric([factor], fleet.totals.drift[factor])
+        yield counter("decisions", "Changes of a bucket's length", service.totals.num_decisions)
+        yield counter("probes", "Exploratory lengths handed out", service.totals.num_probes)
+        drift = CounterMetricFamily(f"{PREFIX}_drift_events", "Times something was forgotten", labels=["factor"])
+        for factor in ("latency", "acceptance", "reset"):
+            drift.add_metric([factor], service.totals.drift[factor])
         yield drift
 
     def _disk(self) -> Iterator[Metric]:
-        journal = self.servicer.fleet.journal
+        journal = self.journal
         yield gauge("queue_depth", "Reports learned from that are not on disk yet", journal.num_waiting_reports)
         yield gauge("durable_lag_seconds", "Age of the oldest thing that is not on disk yet", journal.lag_s())
         yield counter("commits", "Commits on disk", journal.num_commits)
@@ -76,19 +99,19 @@ class ControllerCollector:
         yield counter("reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped)
 
     def _choices(self) -> Iterator[Metric]:
-        fleet = self.servicer.fleet
+        service = self.service
         length = per_bucket("speculation_length", "Length in use, by bucket of batch sizes")
         time_per_token = per_bucket("predicted_ms_per_token", "Expected time per token and row at that length")
         error = per_bucket("prediction_error_ratio", "Observed over predicted time of recent steps, minus 1")
-        for key in list(fleet.registry.contexts):
+        for key in service.contexts:
             name = context_label(key)
-            for choice in fleet.estimator.table(key).choices:
+            for choice in service.estimator.table(key).choices:
                 labels = [name, bucket_label(choice.bucket)]
                 length.add_metric(labels, choice.speculation_length)
                 if choice.ms_per_token is not None:
                     time_per_token.add_metric(labels, choice.ms_per_token)
-            if key in fleet.prediction:
-                for bucket, ratio in fleet.prediction[key].by_bucket().items():
+            if key in service.prediction:
+                for bucket, ratio in service.prediction[key].by_bucket().items():
                     error.add_metric([name, bucket_label(bucket)], ratio)
         yield from (length, time_per_token, error)
 
@@ -116,24 +139,31 @@ def bucket_label(bucket: Bucket) -> str:
     return str(bucket.batch_min) if bucket.batch_min == bucket.batch_max else f"{bucket.batch_min}-{bucket.batch_max}"
 
 
-def serve_metrics(servicer: ControlServicer, config: ControllerConfig) -> tuple[str, Any]:
-    """Serve the page from a thread; returns its address, with the real port, and the server.
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """A page that is served. address: with the real port."""
 
-    Raises OSError when the address cannot be used.
-    """
+    address: str
+    server: Any
+    thread: Thread
+
+
+def serve_metrics(collector: ControllerCollector, config: ControllerConfig) -> MetricsPage:
+    """Serve the page from threads of its own. Raises OSError when the address cannot be used."""
     host, port = split_address("--metrics-listen", config.metrics_listen)
     registry = CollectorRegistry()
-    registry.register(ControllerCollector(servicer))
+    registry.register(collector)
     tls = {}
     if config.tls_cert is not None and config.tls_key is not None:
         tls = {"certfile": str(config.tls_cert), "keyfile": str(config.tls_key)}
     if config.tls_client_ca is not None:
         tls |= {"client_cafile": str(config.tls_client_ca), "client_auth_required": True}  # type: ignore[dict-item]
     try:
-        server, _ = start_http_server(port, addr=host, registry=registry, **tls)  # type: ignore[arg-type]
+        server, thread = start_http_server(port, addr=host, registry=registry, **tls)  # type: ignore[arg-type]
     except OSError as error:
         raise OSError(
             f"cannot listen on {config.metrics_listen}: {error.strerror}; choose another with --metrics-listen"
         ) from error
     scheme = "https" if tls else "http"
-    return f"{scheme}://{host}:{server.server_port}/metrics", server
+    thread.name = "the metrics page"
+    return MetricsPage(f"{scheme}://{host}:{server.server_port}/metrics", server, thread)

@@ -31,7 +31,7 @@ class FullError(Exception):
 
 
 @dataclass(slots=True)
-class Context:
+class RegisteredContext:
     """A kind of hardware and engine with its pair of models. limits: the largest of any worker's."""
 
     context_id: int
@@ -45,14 +45,14 @@ class Context:
 class Worker:
     """The newest life of a worker. Times in seconds since 1970.
 
-    group: reports that wait to be learned from. committed_seq: every report up to it is on disk, or never arrived.
+    group: reports that wait to be learned from. durable_seq: every report up to it is on disk, or given up as missing.
     noted_at: when last_seen_at last went into a commit. num_*: over all epochs.
     """
 
     worker_key: int
     worker_id: str
     epoch: int
-    context: Context
+    context: RegisteredContext
     limits: Limits
     address: str
     policy: str
@@ -60,16 +60,10 @@ class Worker:
     last_seen_at: float
     window: SeqWindow = field(default_factory=SeqWindow)
     group: Group = field(default_factory=Group)
-    committed_seq: int = 0
+    durable_seq: int = 0
     noted_at: float = 0.0
     num_reports: int = 0
     num_refused: int = 0
-
-    @property
-    def durable_seq(self) -> int:
-        """What the worker may forget: not beyond a late report that filled a gap and is not on disk yet."""
-        late = self.window.late
-        return min(self.committed_seq, min(late) - 1) if late else self.committed_seq
 
 
 @dataclass(slots=True)
@@ -91,12 +85,12 @@ class Registry:
         self.clock = clock
         self.max_workers = max_workers
         self.max_contexts = max_contexts
-        self.contexts: dict[ContextKey, Context] = {}
+        self.contexts: dict[ContextKey, RegisteredContext] = {}
         self.workers: dict[str, Worker] = {}
         self._last_context_id = 0
         self._last_worker_key = 0
 
-    def context(self, key: ContextKey, limits: Limits) -> Context:
+    def context(self, key: ContextKey, limits: Limits) -> RegisteredContext:
         """The context, made or enlarged where needed. Raises FullError."""
         context = self.contexts.get(key)
         if context is None:
@@ -105,11 +99,11 @@ class Registry:
                     f"{self.max_contexts} contexts are known, which is the limit: "
                     "start the controller with a larger --max-contexts"
                 )
-            return self.add_context(Context(self._last_context_id + 1, key, limits, self.clock()))
+            return self.add_context(RegisteredContext(self._last_context_id + 1, key, limits, self.clock()))
         context.limits = larger(context.limits, limits)
         return context
 
-    def add_context(self, context: Context) -> Context:
+    def add_context(self, context: RegisteredContext) -> RegisteredContext:
         self.contexts[context.key] = context
         self._last_context_id = max(self._last_context_id, context.context_id)
         return context
@@ -141,7 +135,7 @@ class Registry:
         context = self.context(registration.key, registration.limits)
         return self._revive(known, registration, context) if known else self._admit(registration, context)
 
-    def _admit(self, registration: Registration, context: Context) -> Worker:
+    def _admit(self, registration: Registration, context: RegisteredContext) -> Worker:
         now = self.clock()
         return self.add_worker(
             Worker(
@@ -157,11 +151,11 @@ class Registry:
             )
         )
 
-    def _revive(self, worker: Worker, registration: Registration, context: Context) -> Worker:
+    def _revive(self, worker: Worker, registration: Registration, context: RegisteredContext) -> Worker:
         if worker.epoch != registration.epoch:
             old = worker.window
             worker.window = SeqWindow(num_missing=old.num_missing, num_repeated=old.num_repeated)
-            worker.committed_seq = 0
+            worker.durable_seq = 0
             worker.epoch = registration.epoch
             worker.context.workers.discard(worker.worker_id)
             worker.context = context

@@ -14,9 +14,10 @@ from controller.acceptance import band_of
 from controller.arrays import FloatArray
 from controller.buckets import DOUBLING
 from controller.context import ContextModel
-from controller.controller import Controller
 from controller.core import ContextKey, Decision, DriftEvent, Limits, Profile, StepObservation
-from controller.policies import Policy, make_policy
+from controller.estimation import Estimator
+from controller.policies import make_policy
+from controller.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class ReplayedDecision:
 class Replay:
     """What a controller did with the events."""
 
-    controller: Controller
+    estimator: Estimator
     decisions: list[ReplayedDecision] = field(default_factory=list)
     drift_events: list[DriftEvent] = field(default_factory=list)
     num_groups: int = 0
@@ -68,18 +69,18 @@ class Replay:
 
 
 def replay(events: Iterable[Event], policy: str = "adaptive", seed: int = 0, buckets: str = DOUBLING) -> Replay:
-    """Give the events to a fresh controller. Raises KeyError if a context reports before it was added."""
-    result = Replay(Controller(policy, seed, buckets))
+    """Give the events to a fresh estimator. Raises KeyError if a context reports before it was added."""
+    result = Replay(Estimator(policy, seed, buckets))
     last_group_id = 0
     for event in events:
         decisions: list[Decision] = []
         match event:
             case ContextAdded():
-                result.controller.add_context(event.key, event.limits)
+                decisions = result.estimator.add_context(event.key, event.limits).decisions
             case ProfileImported():
-                decisions = result.controller.seed_profile(event.key, event.profile).decisions
+                decisions = result.estimator.seed_profile(event.key, event.profile).decisions
             case GroupObserved():
-                outcome = result.controller.observe(event.key, event.observations, event.workers)
+                outcome = result.estimator.observe(event.key, event.observations, event.workers)
                 decisions = outcome.decisions
                 result.drift_events += outcome.drift_events
                 result.num_groups += 1
@@ -123,13 +124,13 @@ def cost_of(
     policy sees what it would have seen: for the length that it plays, accepted runs are cut from the real ones, or
     continued by chance with the estimated acceptance, and the real step's noise is put on the predicted time.
     """
-    controller = Controller("adaptive", seed, buckets)
+    estimator = Estimator("adaptive", seed, buckets)
     shadows: dict[ContextKey, list[_Shadow]] = {}
     for event in events:
         match event:
             case ContextAdded():
-                controller.add_context(event.key, event.limits)
-                model = controller.model(event.key)
+                estimator.add_context(event.key, event.limits)
+                model = estimator.model(event.key)
                 if event.key not in shadows:
                     shadows[event.key] = [
                         _Shadow(model, make_policy(policy, model, seed), policy, seed) for policy in policies
@@ -137,12 +138,14 @@ def cost_of(
                 for shadow in shadows[event.key]:
                     shadow.policy.extend()
             case ProfileImported():
-                controller.seed_profile(event.key, event.profile)
+                estimator.seed_profile(event.key, event.profile)
                 for shadow in shadows[event.key]:
                     shadow.policy.seed(event.profile)
             case GroupObserved():
-                controller.observe(event.key, event.observations, event.workers)
+                estimator.observe(event.key, event.observations, event.workers)
+                model = estimator.model(event.key)
                 for shadow in shadows[event.key]:
+                    shadow.model = shadow.policy.model = model  # another one after a context started anew
                     shadow.follow(event.observations)
     return [shadow.cost for some in shadows.values() for shadow in some]
 

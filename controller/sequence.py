@@ -1,8 +1,10 @@
 """Which reports of a worker's life have been seen: what makes a repeated report count once.
 
 Reports are numbered 1, 2, 3, ... `applied_seq` is the largest number seen. A number above it is new; what it skips is
-remembered as missing, so that a report that was overtaken on its way still counts, once. Every other number up to
-`applied_seq` is a repetition.
+remembered as missing, so that a report that was overtaken on its way still counts, once. What stays missing for some
+seconds is given up, for a worker that had to drop reports never sends them. Every other number up to `applied_seq` is a
+repetition. `settled_seq` is the largest number below which nothing is missing: it only grows, and the worker may forget
+what lies below once that is on disk.
 """
 
 from __future__ import annotations
@@ -10,25 +12,46 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 MAX_RANGES = 256  # ranges of missing numbers that are remembered; the oldest are given up first
+MAX_COUNT = 2**63 - 1  # what the database can hold; a count stops there
+# Seconds for which a number that was skipped may still come, at least, and at most twice that. Reports overtake each
+# other within a moment; until then the worker keeps all that follows the gap.
+GAP_PATIENCE_S = 5.0
 
 
 class SeqWindow:
     """The numbers of one worker and epoch.
 
     num_missing: numbers that never arrived; num_repeated: reports recognised and ignored, over all epochs.
-    late: numbers that filled a gap and are not on disk yet.
+    missing: JSON [[first, last], ...], as the store keeps it; ValueError for anything else.
     """
 
-    __slots__ = ("applied_seq", "late", "missing", "num_missing", "num_repeated")
+    __slots__ = ("_closing_at", "_closing_seq", "applied_seq", "missing", "num_missing", "num_repeated")
 
     def __init__(self, applied_seq: int = 0, missing: str = "[]", num_missing: int = 0, num_repeated: int = 0) -> None:
         self.applied_seq = applied_seq
-        self.missing: list[list[int]] = json.loads(missing)
+        self.missing = read_ranges(missing, applied_seq)
         self.num_missing = num_missing
         self.num_repeated = num_repeated
-        self.late: set[int] = set()
+        self._closing_at, self._closing_seq = 0.0, 0
+
+    @property
+    def settled_seq(self) -> int:
+        """Every number up to it was seen or given up; never less than before."""
+        return self.missing[0][0] - 1 if self.missing else self.applied_seq
+
+    def close_gaps(self, now: float) -> bool:
+        """Give up what has been missing for long enough; True if that settles anything. now: in seconds."""
+        waiting_s = self._closing_at - now
+        if not self.missing or 0.0 < waiting_s <= GAP_PATIENCE_S:  # more: the clock was set back
+            return False
+        before = self.settled_seq
+        while self.missing and self.missing[0][1] <= self._closing_seq:
+            del self.missing[0]
+        self._closing_at, self._closing_seq = now + GAP_PATIENCE_S, self.applied_seq
+        return self.settled_seq != before
 
     def admit(self, seqs: Sequence[int]) -> list[bool] | None:
         """Note the numbers as seen; say which are new. None, the usual answer: all are, and none is skipped."""
@@ -40,7 +63,7 @@ class SeqWindow:
         return [self._admit_one(seq) for seq in seqs]
 
     def _admit_one(self, seq: int) -> bool:
-        if not 0 < seq < 2**63:
+        if not 0 < seq <= MAX_COUNT:
             return True  # not a number of ours: left to be refused, and noted nowhere
         if seq > self.applied_seq:
             self._skip(self.applied_seq + 1, seq - 1)
@@ -54,7 +77,7 @@ class SeqWindow:
     def _skip(self, first: int, last: int) -> None:
         if first > last:
             return
-        self.num_missing += last - first + 1
+        self.num_missing = min(self.num_missing + last - first + 1, MAX_COUNT)
         self.missing.append([first, last])
         del self.missing[:-MAX_RANGES]
 
@@ -68,10 +91,22 @@ class SeqWindow:
             bounds for bounds in ([first, seq - 1], [seq + 1, last]) if bounds[0] <= bounds[1]
         ]
         del self.missing[:-MAX_RANGES]
-        self.num_missing -= 1
-        self.late.add(seq)
+        self.num_missing = max(self.num_missing - 1, 0)
         return True
 
     def missing_json(self) -> str:
         """Missing ranges as the store keeps them: [[first, last], ...]."""
         return json.dumps(self.missing) if self.missing else "[]"
+
+
+def read_ranges(text: str, applied_seq: int) -> list[list[int]]:
+    """Ranges of missing numbers, ascending and below applied_seq. Raises ValueError for anything else."""
+    ranges = json.loads(text)
+    if not isinstance(ranges, list) or not all(
+        isinstance(bounds, list) and len(bounds) == 2 and all(type(seq) is int for seq in bounds) for bounds in ranges
+    ):
+        raise ValueError(f"{text!r} are not ranges of numbers")
+    flat = [0, *(seq + side for bounds in ranges for side, seq in enumerate(bounds)), applied_seq + 1]
+    if any(later <= earlier for earlier, later in pairwise(flat)):
+        raise ValueError(f"{text!r} are not ascending ranges below {applied_seq}")
+    return ranges

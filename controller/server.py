@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import structlog
 from grpc import aio
@@ -18,13 +19,15 @@ from grpc_reflection.v1alpha import reflection
 from speclen.v1 import control_pb2, control_pb2_grpc
 
 from controller.config import ControllerConfig
-from controller.controller import Controller
-from controller.fleet import Fleet
+from controller.estimation import Estimator
 from controller.journal import Journal, JournalSettings
+from controller.learning_service import LearningService
+from controller.news import News
 from controller.registry import Registry
 from controller.servicer import ControlServicer
 from controller.snapshots import Snapshots
 from controller.streams import StreamSettings
+from controller.supervision import LOOK_INTERVAL_S, EndedError, Supervisor
 from store.connection import StoreError
 from store.database import Store, StoreConfig
 from store.records import StoredState
@@ -67,13 +70,15 @@ SERVER_OPTIONS = [
 
 @dataclass(slots=True)
 class Running:
-    """A controller that serves."""
+    """A controller that serves. supervisor: knows when it should not any more."""
 
     servicer: ControlServicer
+    journal: Journal
     server: aio.Server
     port: int
     health: health.aio.HealthServicer
     stored: StoredState
+    supervisor: Supervisor
 
 
 def open_store(config: ControllerConfig) -> Store | None:
@@ -87,28 +92,16 @@ def open_store(config: ControllerConfig) -> Store | None:
         raise ValueError(str(error)) from error
 
 
-def create_fleet(config: ControllerConfig, store: Store | None, stored: StoredState) -> Fleet:
+def create_service(config: ControllerConfig, store: Store | None, stored: StoredState, news: News) -> LearningService:
     """Estimator, registry and journal, as they were when the stored state was written. Raises ValueError."""
-    estimator = Controller(policy=config.policy, seed=config.seed)
+    estimator = Estimator(policy=config.policy, seed=config.seed)
     registry = Registry(time.time, config.max_workers, config.max_contexts)
     snapshots = Snapshots(estimator, registry)
-    snapshots.restore(stored)
-    journal = Journal(
-        store,
-        snapshots,
-        time.time,
-        lambda workers: None,
-        JournalSettings(interval_s=config.commit_interval_s),
-        stored.last_profile_id,
-    )
-    return Fleet(estimator, registry, journal, time.time, stored.last_group_id)
-
-
-def create_servicer(fleet: Fleet, config: ControllerConfig) -> ControlServicer:
-    """The service, told by the journal when something became durable."""
-    servicer = ControlServicer(fleet, StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s))
-    fleet.journal.on_durable = servicer.streams.wake
-    return servicer
+    set_aside = snapshots.restore(stored)
+    settings = JournalSettings(interval_s=config.commit_interval_s)
+    journal = Journal(store, snapshots, time.time, news, settings, stored.last_profile_id)
+    journal.note_events(set_aside)
+    return LearningService(estimator, registry, journal, time.time, news, stored.last_group_id)
 
 
 async def create_server(
@@ -138,49 +131,61 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
     store = open_store(config)
     try:
         stored = store.load() if store is not None else StoredState()
-        servicer = create_servicer(create_fleet(config, store, stored), config)
-        server, port, health_servicer = await create_server(servicer, config)
-        await server.start()
-        tasks = [
-            asyncio.create_task(servicer.fleet.learn_for_ever()),
-            asyncio.create_task(servicer.fleet.journal.run(servicer.fleet.learn_all)),
-            asyncio.create_task(servicer.streams.sweep()),
-            asyncio.create_task(servicer.streams.deliver()),
-            asyncio.create_task(watch_store(servicer, health_servicer)),
-        ]
-        for task in tasks:
-            task.add_done_callback(die_with)
-        await set_health(health_servicer, SERVING)
+        if store is not None and store.num_commits_missing:
+            log.error("the database lacks commits that were acknowledged", num=store.num_commits_missing)
+        controller = await create(config, store, stored)
+        start_work(controller, store)
+        await controller.server.start()
+        await set_health(controller.health, SERVING)
         try:
-            yield Running(servicer, server, port, health_servicer, stored)
+            yield controller
         finally:
-            await set_health(health_servicer, NOT_SERVING)
-            for task in tasks:
-                task.cancel()
-            await drain(servicer, server, config.drain_timeout_s)
+            await end(controller, config.drain_timeout_s)
     finally:
         if store is not None:
             await asyncio.to_thread(store.close, config.drain_timeout_s)
 
 
-def die_with(task: asyncio.Task[None]) -> None:
-    """A background task that fails takes the process down: half a controller would lie about what is durable."""
-    if not task.cancelled() and task.exception() is not None:
-        log.critical("a background task failed, ending the process", exc_info=task.exception())
-        os._exit(1)
+async def create(config: ControllerConfig, store: Store | None, stored: StoredState) -> Running:
+    """Everything put together, nothing started. Raises what create_service and create_server raise."""
+    news = News()
+    service = create_service(config, store, stored, news)
+    settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
+    servicer = ControlServicer(service, news, settings)
+    server, port, health_servicer = await create_server(servicer, config)
+    return Running(servicer, service.journal, server, port, health_servicer, stored, Supervisor())
 
 
-async def drain(servicer: ControlServicer, server: aio.Server, timeout_s: float) -> None:
-    """Refuse what is new, save what was learned, tell the workers, end."""
-    servicer.streams.draining = True
+def start_work(controller: Running, store: Store | None) -> None:
+    """What goes on beside the calls."""
+    service, streams, supervisor = controller.servicer.service, controller.servicer.streams, controller.supervisor
+    supervisor.start("learning", service.learn_for_ever())
+    supervisor.start("the journal", controller.journal.run(service.learn_all))
+    supervisor.start("the sweep of streams", streams.sweep())
+    supervisor.start("the delivery of news", streams.deliver())
+    supervisor.start("the database", watch_store(store, controller.health))
 
-    async def save() -> None:
-        await servicer.fleet.learn_all()
-        if not await servicer.fleet.journal.finish(timeout_s):
-            log.error("the disk did not take the last commit in time", timeout_s=timeout_s)
 
-    await servicer.streams.drain(save)
-    await server.stop(grace=1.0)
+async def end(controller: Running, timeout_s: float) -> None:
+    """Drain; where something has failed, only tell: what would be saved could be wrong."""
+    await set_health(controller.health, NOT_SERVING)
+    failure = controller.supervisor.failure
+    failed = failure.result() if failure.done() else ""
+    await controller.supervisor.stop()
+    streams = controller.servicer.streams
+    if failed:
+        streams.end_all(f"the controller has failed: {failed}")
+    else:
+        streams.draining = "the controller is stopping"
+        await streams.drain(lambda: save(controller, timeout_s))
+    await controller.server.stop(grace=0.2 if failed else 1.0)
+
+
+async def save(controller: Running, timeout_s: float) -> None:
+    """Learn what waits and commit it."""
+    await controller.servicer.service.learn_all()
+    if not await controller.journal.finish(timeout_s):
+        log.error("the disk did not take the last commit in time", timeout_s=timeout_s)
 
 
 async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
@@ -188,12 +193,15 @@ async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
         await servicer.set(name, status)
 
 
-async def watch_store(servicer: ControlServicer, health_servicer: health.aio.HealthServicer) -> None:
-    """Keep the store's health, and the log, up to date for ever."""
-    store, was_ok = servicer.fleet.journal.store, None
+async def watch_store(store: Store | None, health_servicer: health.aio.HealthServicer) -> None:
+    """Keep the store's health, and the log, up to date for ever. Raises EndedError when the store has ended."""
+    was_ok, num_lost = None, 0
     while True:
         state = store.health() if store is not None else None
         ok = state is None or state.ok
+        if state is not None and not state.alive:
+            await health_servicer.set(STORE_SERVICE, NOT_SERVING)
+            raise EndedError(state.detail)
         if ok != was_ok:
             await health_servicer.set(STORE_SERVICE, SERVING if ok else NOT_SERVING)
             if state is not None and not ok:
@@ -201,24 +209,28 @@ async def watch_store(servicer: ControlServicer, health_servicer: health.aio.Hea
             elif was_ok is not None:
                 log.info("the database takes commits again")
         was_ok = ok
-        await asyncio.sleep(0.5)
+        if state is not None and (lost := state.num_rows_refused + state.num_reports_dropped) > num_lost:
+            log.error("the database gave rows up, its table store_events says why", num=lost - num_lost)
+            num_lost = lost
+        await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> None:
-    """Run until SIGTERM or SIGINT. announce gets one line when the controller serves. Raises ValueError, OSError."""
+    """Run until SIGTERM or SIGINT. announce gets one line when the controller serves. Raises ValueError, OSError.
+
+    Ends the process with code 1 when a part of the controller has ended that must not.
+    """
     check_free("--listen", config.listen)
     stopping = stop_event()
     quiet_interpreter()
+    page = None
     async with running(config) as controller:
-        page = metrics_server = None
-        if config.metrics_listen:
-            from controller.metrics import serve_metrics  # only then: its library takes time to import
-
-            page, metrics_server = serve_metrics(controller.servicer, config)
+        page = serve_page(controller, config)
         host = config.listen.rpartition(":")[0]
         announce(
             f"speclen controller serving on {host}:{controller.port}, "
-            f"database {'none (in memory)' if config.in_memory else config.database}, metrics {page or 'off'}"
+            f"database {'none (in memory)' if config.in_memory else config.database}, "
+            f"metrics {page.address if page else 'off'}"
         )
         log.info(
             "serving",
@@ -226,10 +238,42 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
             contexts=len(controller.stored.contexts),
             workers=len(controller.stored.workers),
         )
-        await stopping.wait()
+        await first_of(stopping, controller.supervisor.failure)
+        if controller.supervisor.failure.done():
+            await give_up(controller)
         log.info("stopping")
-        if metrics_server is not None:
-            metrics_server.shutdown()
+    if page is not None:  # after the end of supervision, which would take it for a failure
+        page.server.shutdown()
+
+
+def serve_page(controller: Running, config: ControllerConfig) -> Any:
+    """The Prometheus page, if one is wanted. Raises OSError."""
+    if not config.metrics_listen:
+        return None
+    from controller.metrics import ControllerCollector, serve_metrics  # only then: its library takes time to import
+
+    collector = ControllerCollector(controller.servicer, controller.journal, asyncio.get_running_loop())
+    page = serve_metrics(collector, config)
+    controller.supervisor.watch(page.thread)
+    return page
+
+
+async def first_of(stopping: asyncio.Event, failure: asyncio.Future[str]) -> None:
+    """Return when it is time to stop, for whichever reason."""
+    told = asyncio.ensure_future(stopping.wait())
+    ends: set[asyncio.Future[Any]] = {told, failure}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+
+
+async def give_up(controller: Running) -> NoReturn:
+    """Say once why, tell the workers, and end the process: there is nothing left that could be relied on."""
+    log.critical("the controller ends: a part of it has failed", reason=controller.supervisor.failure.result())
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(end(controller, 0.0), 0.6)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def quiet_interpreter() -> None:

@@ -15,8 +15,9 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 from controller.core import ContextKey
-from controller.fleet import Fleet
+from controller.learning_service import LearningService
 from controller.messages import learned_table_message
+from controller.news import News
 from controller.registry import (
     ContextChangedError,
     FullError,
@@ -78,10 +79,9 @@ def answering(method: Method) -> Method:
 class ControlServicer(rpc.ControlServiceServicer):
     """The five calls."""
 
-    def __init__(self, fleet: Fleet, settings: StreamSettings | None = None) -> None:
-        self.fleet = fleet
-        self.streams = Streams(fleet, self._find, settings)
-        fleet.on_change = self.streams.wake_context
+    def __init__(self, service: LearningService, news: News, settings: StreamSettings | None = None) -> None:
+        self.service = service
+        self.streams = Streams(service, self._find, news, settings)
         self.num_errors: Counter[tuple[str, str]] = Counter()  # by method and status
 
     @answering
@@ -89,7 +89,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         self, request: pb.RegisterWorkerRequest, context: Call
     ) -> pb.RegisterWorkerResponse:
         self._admit()
-        worker = self.fleet.register(registration(request))
+        worker = self.service.register(registration(request))
         self.streams.end_old_epoch(worker)
         return pb.RegisterWorkerResponse(table=self.streams.table(worker), durable_seq=worker.durable_seq)
 
@@ -99,8 +99,8 @@ class ControlServicer(rpc.ControlServiceServicer):
         if not request.HasField("report"):
             raise InvalidMessageError("report", "report is missing; it must hold one step")
         worker = self._find(request.worker)
-        refusals = self.fleet.take(worker, [request.report])
-        self.fleet.learn(worker)
+        refusals = self.service.take(worker, [request.report])
+        self.service.learn(worker)
         if refusals:
             raise refusals[0]
         return self._next_length(worker, request.report.batch_size)
@@ -116,11 +116,13 @@ class ControlServicer(rpc.ControlServiceServicer):
     async def GetLearnedTable(  # noqa: N802
         self, request: pb.GetLearnedTableRequest, context: Call
     ) -> pb.GetLearnedTableResponse:
-        keys = list(self.fleet.registry.contexts)
+        keys = list(self.service.contexts)
         if request.HasField("context"):
             keys = [self._known(read_context(request.context))]
-        await self.fleet.learn_all()
-        return pb.GetLearnedTableResponse(tables=[learned_table_message(key, *self.fleet.learned(key)) for key in keys])
+        await self.service.learn_all()
+        return pb.GetLearnedTableResponse(
+            tables=[learned_table_message(key, *self.service.learned(key)) for key in keys]
+        )
 
     @answering
     async def ImportProfile(  # noqa: N802
@@ -128,19 +130,19 @@ class ControlServicer(rpc.ControlServiceServicer):
     ) -> pb.ImportProfileResponse:
         self._admit()
         profile = read_profile(request)
-        profile_id = self.fleet.import_profile(read_context(request.context), profile)
+        profile_id = self.service.import_profile(read_context(request.context), profile)
         return pb.ImportProfileResponse(profile_id=profile_id, num_cells=len(profile.cells))
 
     def _admit(self) -> None:
         if self.streams.draining:
-            raise DrainingError("the controller is stopping")
+            raise DrainingError(self.streams.draining)
 
     def _find(self, identity: pb.WorkerIdentity) -> Worker:
         check_identity(identity)
-        return self.fleet.registry.find(identity.worker_id, identity.epoch)
+        return self.service.find(identity.worker_id, identity.epoch)
 
     def _known(self, key: ContextKey) -> ContextKey:
-        if key not in self.fleet.registry.contexts:
+        if key not in self.service.contexts:
             raise UnknownContextError(
                 f"context {key.target} + {key.draft} on {key.device} is unknown: no worker has registered with it"
             )
@@ -148,14 +150,14 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def _next_length(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
         """The length for the next step of this batch size: a probe if it is this worker's turn, else the table's."""
-        table = self.fleet.table(worker.context)
+        table = self.service.table(worker.context)
         response = pb.ReportStepResponse(
             speculation_length=min(table.length_for(batch_size), worker.limits.max_speculation_length),
             decision_version=table.version,
             applied_seq=worker.window.applied_seq,
             durable_seq=worker.durable_seq,
         )
-        probe = self.fleet.take_probe(worker, batch_size)
+        probe = self.service.take_probe(worker, batch_size)
         if probe is not None:
             response.speculation_length, response.probe_id = probe.speculation_length, probe.probe_id
         return response

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 
 from controller.acceptance import AcceptanceModel
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, ObserveOutcome, Profile
-from controller.registry import Context, Registry, Worker
+from controller.estimation import Estimator
+from controller.registry import RegisteredContext, Registry, Worker
 from controller.sequence import SeqWindow
 from store.records import (
     AcceptanceRow,
@@ -23,6 +25,7 @@ from store.records import (
     ProfileRow,
     StateRow,
     StoredState,
+    StoreEventRow,
     WorkerRow,
 )
 
@@ -42,11 +45,11 @@ class Estimates:
 class Snapshots:
     """Reads the estimator; writes to it only in `restore`."""
 
-    def __init__(self, estimator: Controller, registry: Registry) -> None:
+    def __init__(self, estimator: Estimator, registry: Registry) -> None:
         self.estimator = estimator
         self.registry = registry
 
-    def of_pair(self, pair: tuple[str, str], contexts: Collection[Context], now: float) -> Estimates:
+    def of_pair(self, pair: tuple[str, str], contexts: Collection[RegisteredContext], now: float) -> Estimates:
         """contexts: at least one of the pair's."""
         estimates = Estimates()
         for context in contexts:
@@ -54,15 +57,15 @@ class Snapshots:
             acceptance = self.estimator.model(context.key).acceptance  # one for all contexts of the pair
         estimates.acceptance = acceptance_rows(pair, acceptance, now)
         state = self.estimator.export_pair_state(pair)
-        estimates.states.append(StateRow("pair", json.dumps(pair), json.dumps(state), now))
+        estimates.states.append(StateRow("pair", json.dumps(pair), state_text(state), now))
         return estimates
 
-    def _add_context(self, estimates: Estimates, context: Context, now: float) -> None:
+    def _add_context(self, estimates: Estimates, context: RegisteredContext, now: float) -> None:
         key = context.key
         version = self.estimator.table(key).version
         estimates.contexts.append(context_row(context, version, now))
         estimates.states.append(
-            StateRow("context", str(context.context_id), json.dumps(self.estimator.export_state(key)), now)
+            StateRow("context", str(context.context_id), state_text(self.estimator.export_state(key)), now)
         )
         for row in self.estimator.learned_rows(key):
             estimate = row.estimate
@@ -111,29 +114,58 @@ class Snapshots:
         ]
         return decisions, events
 
-    def restore(self, stored: StoredState) -> None:
-        """Go on where the stored state stopped."""
-        contexts = {}
+    def restore(self, stored: StoredState) -> list[StoreEventRow]:
+        """Go on where the stored state stopped; returns what of it could not be used."""
+        contexts, aside = {}, []
         for row in stored.contexts:
             key = ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
             limits = Limits(row.max_batch_size, row.max_speculation_length)
-            contexts[row.context_id] = self.registry.add_context(Context(row.context_id, key, limits, row.created_at))
-            state = stored.states.get(("context", str(row.context_id)))
-            pair_state = stored.states.get(("pair", json.dumps(key.pair)))
-            self._restore_context(key, limits, state, pair_state)
+            contexts[row.context_id] = self.registry.add_context(
+                RegisteredContext(row.context_id, key, limits, row.created_at)
+            )
+            aside += self._restore_context(key, limits, stored.states, ("context", str(row.context_id)))
         for worker in stored.workers:
-            self.registry.add_worker(restored_worker(worker, contexts[worker.context_id]))
+            try:
+                self.registry.add_worker(restored_worker(worker, contexts[worker.context_id]))
+            except ValueError as error:
+                aside.append(set_aside(f"numbers of worker {worker.worker_id!r}", str(error), worker.missing_ranges))
+                intact = replace(worker, missing_ranges="[]")
+                self.registry.add_worker(restored_worker(intact, contexts[worker.context_id]))
+        return aside
 
-    def _restore_context(self, key: ContextKey, limits: Limits, state: str | None, pair_state: str | None) -> None:
-        if state is None or pair_state is None:
-            self.estimator.add_context(key, limits)
-            return
-        try:
-            self.estimator.restore(key, limits, json.loads(state), json.loads(pair_state))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            # Written by another version. What it knew is learned again within seconds; not serving would cost more.
-            log.warning("a stored state cannot be used, the context starts anew", context=str(key), reason=str(error))
-            self.estimator.restore(key, limits, None, None)
+    def _restore_context(
+        self, key: ContextKey, limits: Limits, states: dict[tuple[str, str], str], scope: tuple[str, str]
+    ) -> list[StoreEventRow]:
+        """As much as can be used of a context's state and of its pair's; what is left out comes back.
+
+        Written by another version, or by a mistake: what it knew is learned again within seconds, not serving would cost
+        more.
+        """
+        texts = {name: states[name] for name in (scope, ("pair", json.dumps(key.pair))) if name in states}
+        aside: list[StoreEventRow] = []
+        reason = ""
+        for left_out in ((), tuple(texts)[:1], tuple(texts)[1:], tuple(texts)):
+            used = {name: text for name, text in texts.items() if name not in left_out}
+            try:
+                parsed = {name[0]: json.loads(text) for name, text in used.items()}
+                self.estimator.restore(key, limits, parsed.get("context"), parsed.get("pair"))
+            except (ValueError, RecursionError) as error:
+                reason = str(error)
+            else:
+                aside += [set_aside(f"state of {kind} {name}", reason, texts[kind, name]) for kind, name in left_out]
+                return aside
+        raise AssertionError("a context can start from nothing")
+
+
+def set_aside(what: str, reason: str, content: str) -> StoreEventRow:
+    """Note that something stored is not used, and keep it."""
+    log.error("something stored cannot be used and is set aside", what=what, reason=reason)
+    return StoreEventRow("state_set_aside", 1, f"{what}: {reason}", time.time(), content)
+
+
+def state_text(state: dict[str, Any]) -> str:
+    """A state as the database keeps it. Raises ValueError where a number in it is none."""
+    return json.dumps(state, allow_nan=False)
 
 
 def acceptance_rows(pair: tuple[str, str], model: AcceptanceModel, now: float) -> list[AcceptanceRow]:
@@ -154,7 +186,7 @@ def survival_rows(
     ]
 
 
-def context_row(context: Context, version: int, now: float) -> ContextRow:
+def context_row(context: RegisteredContext, version: int, now: float) -> ContextRow:
     key, limits = context.key, context.limits
     return ContextRow(
         context_id=context.context_id,
@@ -193,8 +225,9 @@ def worker_row(worker: Worker) -> WorkerRow:
     )
 
 
-def restored_worker(row: WorkerRow, context: Context) -> Worker:
-    """A worker as of its last commit: what was applied then is durable."""
+def restored_worker(row: WorkerRow, context: RegisteredContext) -> Worker:
+    """A worker as of its last commit: what was settled then is durable. Raises ValueError for numbers that are none."""
+    window = SeqWindow(row.applied_seq, row.missing_ranges, row.num_missing, row.num_repeated)
     return Worker(
         worker_key=row.worker_key,
         worker_id=row.worker_id,
@@ -205,14 +238,16 @@ def restored_worker(row: WorkerRow, context: Context) -> Worker:
         policy=row.policy,
         registered_at=row.registered_at,
         last_seen_at=row.last_seen_at,
-        window=SeqWindow(row.applied_seq, row.missing_ranges, row.num_missing, row.num_repeated),
-        committed_seq=row.applied_seq,
+        window=window,
+        durable_seq=window.settled_seq,
         num_reports=row.num_reports,
         num_refused=row.num_refused,
     )
 
 
-def profile_row(profile_id: int, context: Context, profile: Profile, after_group_id: int, now: float) -> ProfileRow:
+def profile_row(
+    profile_id: int, context: RegisteredContext, profile: Profile, after_group_id: int, now: float
+) -> ProfileRow:
     return ProfileRow(
         profile_id=profile_id,
         context_id=context.context_id,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,10 @@ import grpc
 from grpc import aio
 from speclen.v1 import control_pb2 as pb
 
-from controller.fleet import Fleet
+from controller.learning_service import LearningService
 from controller.messages import probe_message, table_message
-from controller.registry import Context, FullError, Worker, check_epoch
+from controller.news import News
+from controller.registry import FullError, Worker, check_epoch
 from controller.validation import MAX_REPORTS, InvalidMessageError
 
 # A stream that spoke within this time will speak again, and its next answer carries what is new: a message saved. With
@@ -70,6 +71,7 @@ class Stream:
     def __init__(self, call: StreamContext, hub: Streams) -> None:
         self.call = call
         self.hub = hub
+        self.service = hub.service
         self.worker: Worker | None = None
         self.epoch = 0
         self.heard_at = time.monotonic()
@@ -121,7 +123,7 @@ class Stream:
             async with self.hub.turn():
                 probes = self._take(request)
             await self._send(probes)
-            await self.hub.fleet.journal.wait_for_room()
+            await self.service.wait_for_room()
         await self._wait_until_durable()
 
     def _introduce(self, request: pb.StreamReportsRequest) -> None:
@@ -139,14 +141,14 @@ class Stream:
             check_epoch(worker, self.epoch)
         if len(reports) > MAX_REPORTS:
             raise InvalidMessageError("reports", f"a message has {len(reports)} reports; it may have {MAX_REPORTS}")
-        refusals = self.hub.fleet.take(worker, reports)
+        refusals = self.service.take(worker, reports)
         if refusals:
             self._num_refused += len(refusals)
             self._last_refusal = str(refusals[-1])
         if not reports:
             return []
-        self.hub.fleet.learn_if_many(worker)
-        probes = self.hub.fleet.take_probes(worker, reports[-1].batch_size)
+        self.service.learn_if_many(worker)
+        probes = self.service.take_probes(worker, reports[-1].batch_size)
         return [probe_message(probe, self.hub.settings.probe_valid_s) for probe in probes]
 
     async def _push(self) -> None:
@@ -164,7 +166,7 @@ class Stream:
             return False
         return (
             worker.durable_seq != self._sent_durable_seq
-            or self.hub.fleet.table(worker.context).version != self._sent_version
+            or self.service.table(worker.context).version != self._sent_version
         )
 
     @property
@@ -197,7 +199,7 @@ class Stream:
             num_refused=self._num_refused,
             last_refusal=self._last_refusal,
         )
-        version = self.hub.fleet.table(worker.context).version
+        version = self.service.table(worker.context).version
         if version != self._sent_version:
             response.table.CopyFrom(self.hub.table(worker))
             self._sent_version = version
@@ -209,7 +211,7 @@ class Stream:
         if worker is None:
             return
         give_up_at = time.monotonic() + self.hub.settings.last_answer_s
-        while worker.durable_seq < worker.window.applied_seq and time.monotonic() < give_up_at:
+        while worker.durable_seq < worker.window.settled_seq and time.monotonic() < give_up_at:
             await asyncio.sleep(0.02)
         await self.tell()
 
@@ -218,14 +220,19 @@ class Streams:
     """All open streams: admission, news, and the sweep."""
 
     def __init__(
-        self, fleet: Fleet, find: Callable[[pb.WorkerIdentity], Worker], settings: StreamSettings | None = None
+        self,
+        service: LearningService,
+        find: Callable[[pb.WorkerIdentity], Worker],
+        news: News,
+        settings: StreamSettings | None = None,
     ) -> None:
-        self.fleet = fleet
+        self.service = service
         self.find = find
+        self.news = news
         self.settings = settings or StreamSettings()
         self.open: set[Stream] = set()
         self.by_worker: dict[str, Stream] = {}
-        self.draining = False
+        self.draining = ""  # why nothing is taken any more
         self._with_news: set[Stream] = set()
         self._turn = asyncio.Lock()
         self._num_waiting = 0
@@ -250,7 +257,7 @@ class Streams:
         """One message at a time, in order of arrival, and in between what gRPC has to tell.
 
         gRPC hands one event to the event loop per round. If thousands of streams worked on their messages as these
-        arrive, a new call would wait for all of them, round after round: after a restart the fleet would need minutes to
+        arrive, a new call would wait for all of them, round after round: after a restart the service would need minutes to
         come back.
         """
         self._num_waiting += 1
@@ -281,7 +288,7 @@ class Streams:
 
     def table(self, worker: Worker) -> pb.LengthTable:
         """The table, with lengths that this worker can use; built once per version."""
-        table = self.fleet.table(worker.context)
+        table = self.service.table(worker.context)
         most = worker.limits.max_speculation_length
         kept = self._tables.get((worker.context.key, most))
         if kept is None or kept[0] != table.version:
@@ -291,24 +298,11 @@ class Streams:
             kept = self._tables[worker.context.key, most] = (table.version, message)
         return kept[1]
 
-    def wake(self, workers: Iterable[Worker]) -> None:
-        """There is news for these workers: `deliver` sends what answers do not."""
-        self._note_news(worker.worker_id for worker in workers)
-
-    def wake_context(self, context: Context) -> None:
-        """The context's table has changed."""
-        self._note_news(context.workers)
-
-    def _note_news(self, worker_ids: Iterable[str]) -> None:
-        for worker_id in worker_ids:
-            stream = self.by_worker.get(worker_id)
-            if stream is not None:
-                self._with_news.add(stream)
-
     async def deliver(self) -> None:
         """For ever: have news sent that no answer has carried."""
         while True:
             await asyncio.sleep(NEWS_INTERVAL_S)
+            self._with_news |= {self.by_worker[worker_id] for worker_id in self.news.take() & self.by_worker.keys()}
             for stream in list(self._with_news):
                 if not stream.has_news():
                     self._with_news.discard(stream)
@@ -324,7 +318,7 @@ class Streams:
         expected = time.monotonic() + interval_s
         while True:
             await asyncio.sleep(interval_s)
-            self.fleet.refresh()
+            self.service.refresh()
             now = time.monotonic()
             asleep_s = max(0.0, now - expected)
             for stream in list(self.open):
@@ -346,14 +340,18 @@ class Streams:
             )
 
     async def drain(self, save: Callable[[], Any]) -> None:
-        """Stop reading, save, tell every worker how far it is saved, and end the streams."""
-        self.draining = True
+        """Save, tell every worker how far it is saved, and end the streams. draining has been set before."""
         await save()
         last_words = [asyncio.create_task(stream.tell()) for stream in self.open]
         if last_words:
             await asyncio.wait(last_words, timeout=self.settings.last_answer_s)
-        for stream in list(self.open):
-            stream.finish(grpc.StatusCode.UNAVAILABLE, "the controller is stopping")
+        self.end_all(self.draining)
         for task in last_words:
             task.cancel()
         await asyncio.gather(*last_words, return_exceptions=True)
+
+    def end_all(self, reason: str) -> None:
+        """End every stream and let no other begin."""
+        self.draining = reason
+        for stream in list(self.open):
+            stream.finish(grpc.StatusCode.UNAVAILABLE, reason)

@@ -15,6 +15,8 @@ from controller.core import ContextKey, Limits, Profile, ProfileCell
 from controller.flags import Flags, named_flags
 
 MAX_INTEGER = 2**63 - 1  # what SQLite can hold
+# Of a step, in seconds: no device takes less, and no step more.
+MIN_LATENCY_S = 1e-6
 MAX_LATENCY_S = 3600.0
 MAX_CONTEXT_LENGTH = 999_999_999.0  # tokens
 MAX_BATCH_SIZE = 4096
@@ -61,9 +63,9 @@ def check_range(name: str, value: float, minimum: float, maximum: float) -> None
 
 
 def check_duration(name: str, value: float) -> None:
-    if not 0.0 < value <= MAX_LATENCY_S:
+    if not MIN_LATENCY_S <= value <= MAX_LATENCY_S:
         raise InvalidMessageError(
-            name, f"{name} is {value:g}; it must be positive and at most {MAX_LATENCY_S:g} seconds"
+            name, f"{name} is {value:g}; it must be {MIN_LATENCY_S:g} to {MAX_LATENCY_S:g} seconds"
         )
 
 

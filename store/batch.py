@@ -15,12 +15,14 @@ from typing import Any
 from store.records import (
     AcceptanceRow,
     Commit,
+    ContextLimitsRow,
     ContextRow,
     DecisionRow,
     DriftEventRow,
     LatencyCellRow,
     ProfileRow,
     StateRow,
+    StoreEventRow,
     WorkerRow,
 )
 
@@ -31,7 +33,7 @@ MAX_WAITING_EVENTS = 10_000
 
 
 class Batch:
-    """The content of one transaction, in the making. Not thread-safe.
+    """What one transaction writes for one scope, in the making. Not thread-safe.
 
     max_reports: raw rows held at most; num_reports_dropped: oldest ones given up so far.
     """
@@ -50,6 +52,8 @@ class Batch:
         self.decisions: deque[DecisionRow] = deque(maxlen=MAX_WAITING_EVENTS)
         self.drift_events: deque[DriftEventRow] = deque(maxlen=MAX_WAITING_EVENTS)
         self.profiles: list[ProfileRow] = []
+        self.context_limits: deque[ContextLimitsRow] = deque(maxlen=MAX_WAITING_EVENTS)
+        self.store_events: deque[StoreEventRow] = deque(maxlen=MAX_WAITING_EVENTS)
 
     @property
     def num_commits(self) -> int:
@@ -72,6 +76,8 @@ class Batch:
         self.decisions.extend(commit.decisions)
         self.drift_events.extend(commit.drift_events)
         self.profiles.extend(commit.profiles)
+        self.context_limits.extend(commit.context_limits)
+        self.store_events.extend(commit.store_events)
         self.reports.extend(commit.reports)
         self._drop_excess()
 
@@ -93,10 +99,59 @@ class Batch:
             drift_events=list(self.drift_events),
             profiles=self.profiles,
             replaced_contexts=tuple(self.replaced_contexts),
+            context_limits=list(self.context_limits),
+            store_events=list(self.store_events),
         )
 
     def _drop_excess(self) -> None:
         excess = len(self.reports) - self.max_reports
         if excess > 0:
-            self.num_reports_dropped += excess
-            self.reports = deque(islice(self.reports, excess, None))
+            self.drop_oldest(excess)
+
+    def drop_oldest(self, count: int) -> None:
+        """Give up this many raw rows."""
+        self.num_reports_dropped += count
+        self.reports = deque(islice(self.reports, count, None))
+
+
+class Batches:
+    """The content of one transaction: a batch per scope, bounded together. Not thread-safe."""
+
+    def __init__(self, max_reports: int) -> None:
+        self.max_reports = max_reports
+        self.by_scope: dict[str, Batch] = {}
+
+    @property
+    def num_commits(self) -> int:
+        return sum(batch.num_commits for batch in self.by_scope.values())
+
+    @property
+    def num_reports(self) -> int:
+        return sum(len(batch.reports) for batch in self.by_scope.values())
+
+    @property
+    def num_reports_dropped(self) -> int:
+        return sum(batch.num_reports_dropped for batch in self.by_scope.values())
+
+    def absorb(self, commit: Commit, on_done: OnDone) -> None:
+        """Add what comes after everything absorbed so far."""
+        self._of(commit.scope).absorb(commit, on_done)
+        self._drop_excess()
+
+    def absorb_all(self, newer: Batches) -> None:
+        """Add what has gathered after this."""
+        for scope, batch in newer.by_scope.items():
+            self._of(scope).absorb_batch(batch)
+        self._drop_excess()
+
+    def _of(self, scope: str) -> Batch:
+        batch = self.by_scope.get(scope)
+        if batch is None:
+            batch = self.by_scope[scope] = Batch(self.max_reports)
+        return batch
+
+    def _drop_excess(self) -> None:
+        """The scope with the most rows gives up its oldest."""
+        while (excess := self.num_reports - self.max_reports) > 0:
+            largest = max(self.by_scope.values(), key=lambda batch: len(batch.reports))
+            largest.drop_oldest(min(excess, len(largest.reports)))

@@ -1,13 +1,11 @@
-"""Connections to the database file: one writer, guarded by a lock file, and any number of readers.
+"""Connections to the database file: one writer and any number of readers.
 
 Importing this module is cheap; a controller that was killed comes back in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ __all__ = [
     "Connection",
     "CorruptStoreError",
     "StoreError",
-    "WriterLock",
     "connect_reader",
     "connect_writer",
     "sqlite3",
@@ -36,9 +33,6 @@ OLDEST_SAFE_SQLITE = (3, 51, 3)
 # STRICT tables, upserts and -> operators; below this nothing here works.
 OLDEST_USABLE_SQLITE = (3, 38, 0)
 
-# Seconds that a new writer waits for the lock: a killed process may take a moment to go, a look takes an instant.
-LOCK_PATIENCE_S = 0.3
-
 # sqlite3.Connection of whichever module was found above.
 Connection = Any
 
@@ -49,64 +43,6 @@ class StoreError(Exception):
 
 class CorruptStoreError(StoreError):
     """The file is damaged, or is no database at all."""
-
-
-class WriterLock:
-    """Held by the one process that may write; the kernel releases it when the process dies, however it dies.
-
-    A file of its own beside the database: locking the database through SQLite (locking_mode=EXCLUSIVE) would shut out
-    readers, and a lock taken on the database file itself would be lost whenever SQLite closes a descriptor of it.
-    Only meaningful on a local disk, like WAL itself.
-    """
-
-    def __init__(self, database: Path) -> None:
-        self.path = lock_path(database)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not try_lock(self._descriptor, fcntl.LOCK_EX, LOCK_PATIENCE_S):
-            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._descriptor)
-            raise StoreError(
-                f"{database} is in use by another controller (process {holder}): stop that one, or give this one "
-                "another file with --db."
-            )
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        except OSError:
-            pass  # a full disk: the lock holds all the same, only its holder stays unnamed
-
-    def release(self) -> None:
-        """Let another process write. The lock file stays: removing it would race with a process that just opened it."""
-        os.close(self._descriptor)
-
-
-def lock_path(database: Path) -> Path:
-    return database.with_name(database.name + ".lock")
-
-
-def try_lock(descriptor: int, kind: int, patience_s: float) -> bool:
-    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if somebody else keeps it."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
-
-
-def is_locked(database: Path) -> bool:
-    """True while some process may write to the database. Looks by sharing the lock for an instant."""
-    try:
-        descriptor = os.open(lock_path(database), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not try_lock(descriptor, fcntl.LOCK_SH, 0.0)
-    finally:
-        os.close(descriptor)
 
 
 def connect_writer(path: Path) -> Connection:

@@ -15,13 +15,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store import queries
-from store.batch import Batch, OnDone
+from store import queries, statements
+from store.batch import Batches, OnDone
 from store.connection import (
     Connection,
     CorruptStoreError,
     StoreError,
-    WriterLock,
     connect_reader,
     connect_writer,
     is_corruption,
@@ -29,13 +28,17 @@ from store.connection import (
     sqlite3,
 )
 from store.failpoints import Failpoints
+from store.files import Presence, WriterLock, move_aside, size_of
 from store.migrations import migrate
-from store.records import Commit, StoredState, StoreHealth
+from store.records import Commit, StoredState, StoreEventRow, StoreHealth
 from store.retention import Retention, give_back_space
-from store.transaction import write
+from store.transaction import Outcome, write
 
 # Tables that grow with the number of reports.
 LARGE_TABLES = ("step_reports", "prediction_windows")
+
+# Seconds after which it is looked whether the file is still there when nothing is written.
+LOOK_INTERVAL_S = 0.5
 
 # Niceness of the writer's thread.
 WRITER_NICE = 10
@@ -69,7 +72,16 @@ class Store:
         self._lock_file = lock
         self._failpoints = Failpoints()
         self._changed = threading.Condition()
-        self._waiting = Batch(config.max_pending_reports)
+        self._waiting = Batches(config.max_pending_reports)
+        self._in_flight = Batches(0)
+        self._ended: StoreError | None = None
+        self._presence = Presence(path)
+        self._commit_number = connection.execute("PRAGMA user_version").fetchone()[0]
+        # Commits that were told durable by the last writer and are not in the file: see `WriterLock`.
+        self.num_commits_missing = max(0, lock.num_commits - self._commit_number)
+        if self.num_commits_missing:
+            _note_missing(connection, self.num_commits_missing)
+        lock.note(self._commit_number)
         self._closing_at: float | None = None
         self._failure = ""
         self._num_commits = self._num_failures = self._num_dropped = self._num_refused = 0
@@ -84,10 +96,10 @@ class Store:
     ) -> Store:
         """Open or create a database, bring it to the newest schema and become its only writer.
 
-        Raises StoreError if another process writes to it, it is newer than this program, or cannot be read;
-        CorruptStoreError if it is damaged. move_corrupt_aside: rename a damaged file and start anew instead.
+        Raises StoreError if another process writes to it, under this or another name, it is newer than this program, or
+        cannot be read; CorruptStoreError if it is damaged. move_corrupt_aside: rename a damaged file and start anew.
         """
-        path, config = Path(path), config or StoreConfig()
+        path, config = Path(os.path.realpath(path)), config or StoreConfig()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = WriterLock(path)
@@ -100,11 +112,12 @@ class Store:
                 if not move_corrupt_aside:
                     raise
                 move_aside(path)
+                lock.take_file()
                 connection = _open_checked(path, config)
+            return cls(path, connection, lock, config)
         except BaseException:
             lock.release()
             raise
-        return cls(path, connection, lock, config)
 
     def load(self) -> StoredState:
         """Everything the controller needs to go on, without reading raw reports."""
@@ -123,18 +136,22 @@ class Store:
         with self._changed:
             if self._closing_at is not None:
                 raise StoreError("The store is closed: nothing can be stored any more.")
+            if self._ended is not None:
+                raise self._ended
             self._waiting.absorb(commit, on_done)
             self._changed.notify()
 
     def health(self) -> StoreHealth:
         """How the writer is doing at this moment."""
         with self._changed:
-            num_reports = len(self._waiting.reports) + self._num_in_flight_reports
+            num_reports = self._waiting.num_reports + self._num_in_flight_reports
             detail = "every commit is on the disk"
             if self._failure:
                 detail = f"commits fail ({self._failure}); {num_reports} reports wait in memory and are tried again"
+            if self._ended is not None:
+                detail = str(self._ended)
             return StoreHealth(
-                ok=not self._failure,
+                ok=not self._failure and self._ended is None,
                 detail=detail,
                 num_pending_commits=self._waiting.num_commits + self._num_in_flight_commits,
                 num_pending_reports=num_reports,
@@ -144,7 +161,8 @@ class Store:
                 num_rows_refused=self._num_refused,
                 last_commit_at=self._last_commit_at,
                 last_commit_s=self._last_commit_s,
-                database_bytes=_size(self.path),
+                database_bytes=size_of(self.path),
+                alive=self._ended is None,
             )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -156,56 +174,88 @@ class Store:
         self._thread.join()
 
     def _run(self) -> None:
-        """The writer's loop: take all that waits, store it in one transaction, tell those who wait for it."""
-        give_way()
-        while (batch := self._take()) is not None:
-            error = self._store(batch)
-            _tell(batch.callbacks, error)
-            if error is None:
-                self._failpoints.reach("after_done")
-                self._give_back_space()
+        """The writer's life; however it ends, whoever waits is told, and `health` says so."""
         try:
+            self._write_for_ever()
             self._connection.close()
+        except Exception as error:
+            # The connection stays open: closing it would delete a WAL by its name, which may be another file's by now.
+            self._end(error)
         finally:
             self._lock_file.release()
 
-    def _take(self) -> Batch | None:
-        """Everything submitted since, as soon as there is something; None once closing and nothing is left."""
+    def _write_for_ever(self) -> None:
+        """Take all that waits, store it in one transaction, tell those who wait for it."""
+        give_way()
+        while (batches := self._take()) is not None:
+            self._in_flight = batches
+            outcome = self._store(batches)
+            self._in_flight = Batches(0)
+            for scope, batch in batches.by_scope.items():
+                _tell(batch.callbacks, outcome.failed.get(scope))
+            self._failpoints.reach("after_done")
+            self._give_back_space()
+
+    def _end(self, error: Exception) -> None:
+        """Nothing can be stored any more: tell everybody who waits."""
         with self._changed:
-            while not self._waiting.callbacks and self._closing_at is None:
-                self._changed.wait()
-            if not self._waiting.callbacks:
+            self._ended = (
+                error if isinstance(error, StoreError) else StoreError(f"the store's writer failed: {error!r}")
+            )
+            waiting = [*self._in_flight.by_scope.values(), *self._waiting.by_scope.values()]
+            self._waiting = Batches(self.config.max_pending_reports)
+        for batch in waiting:
+            _tell(batch.callbacks, self._ended)
+
+    def _take(self) -> Batches | None:
+        """Everything submitted since, as soon as there is something; None once closing and nothing is left.
+
+        Raises StoreGoneError when the file goes in the meantime.
+        """
+        with self._changed:
+            while not self._waiting.by_scope and self._closing_at is None:
+                self._changed.wait(LOOK_INTERVAL_S)
+                self._presence.check()
+            if not self._waiting.by_scope:
                 return None
             return self._swap()
 
-    def _swap(self) -> Batch:
-        batch, self._waiting = self._waiting, Batch(self.config.max_pending_reports)
-        self._num_in_flight_commits, self._num_in_flight_reports = batch.num_commits, len(batch.reports)
-        return batch
+    def _swap(self) -> Batches:
+        batches, self._waiting = self._waiting, Batches(self.config.max_pending_reports)
+        self._note_in_flight(batches)
+        return batches
 
-    def _store(self, batch: Batch) -> Exception | None:
-        """Try until it is stored; what is submitted in between joins. An error only if closed before."""
+    def _note_in_flight(self, batches: Batches) -> None:
+        self._num_in_flight_commits, self._num_in_flight_reports = batches.num_commits, batches.num_reports
+
+    def _store(self, batches: Batches) -> Outcome:
+        """Try until it is stored; what is submitted in between joins. All scopes have failed if closed before."""
         delay = self.config.first_retry_s
         while True:
             started = time.perf_counter()
             try:
-                refusals = write(self._connection, batch, self.config.retention, self._failpoints)
+                outcome = self._commit(batches)
             except sqlite3.Error as error:
-                if not self._wait_to_retry(batch, error, delay):
-                    return StoreError(f"The store was closed before this could be stored ({error}).")
+                if not self._wait_to_retry(batches, error, delay):
+                    closed = StoreError(f"The store was closed before this could be stored ({error}).")
+                    return Outcome(dict.fromkeys(batches.by_scope, closed))
                 delay = min(2 * delay, self.config.longest_retry_s)
-            except Exception as error:
-                log.exception("a commit cannot be stored and is given up")
-                with self._changed:
-                    self._num_failures += 1
-                    self._failure = f"a commit was given up: {error}"
-                return error
             else:
-                self._succeeded(batch, len(refusals), time.perf_counter() - started)
+                self._succeeded(batches, outcome, time.perf_counter() - started)
                 self._failpoints.reach("before_done")
-                return None
+                return outcome
 
-    def _wait_to_retry(self, batch: Batch, error: Exception, delay: float) -> bool:
+    def _commit(self, batches: Batches) -> Outcome:
+        """One transaction, in a file that was there before and after it."""
+        self._presence.check()
+        number = self._commit_number + 1
+        outcome = write(self._connection, batches, self.config.retention, self._failpoints, number)
+        self._commit_number = number
+        self._presence.check()
+        self._lock_file.note(number)
+        return outcome
+
+    def _wait_to_retry(self, batches: Batches, error: Exception, delay: float) -> bool:
         """Note the failure, wait, and add what came meanwhile; False when it is time to give up."""
         with self._changed:
             self._num_failures += 1
@@ -214,19 +264,19 @@ class Store:
                 if time.monotonic() > self._closing_at:
                     return False
                 delay = min(delay, 0.1)
-            # Not woken by submissions: they come every 100 ms and would defeat the delay.
+            # Not woken by submissions: they come with every commit interval and would defeat the delay.
             self._changed.wait_for(lambda: self._closing_at is not None, delay)
-            newer = self._swap()
-            batch.absorb_batch(newer)
-            self._num_in_flight_commits, self._num_in_flight_reports = batch.num_commits, len(batch.reports)
+            batches.absorb_all(self._swap())
+            self._note_in_flight(batches)
         return True
 
-    def _succeeded(self, batch: Batch, num_refused: int, took_s: float) -> None:
+    def _succeeded(self, batches: Batches, outcome: Outcome, took_s: float) -> None:
         with self._changed:
-            self._failure = ""
+            self._failure = "".join(f"a commit was given up: {error}" for error in list(outcome.failed.values())[:1])
+            self._num_failures += len(outcome.failed)
             self._num_commits += 1
-            self._num_dropped += batch.num_reports_dropped
-            self._num_refused += num_refused
+            self._num_dropped += batches.num_reports_dropped
+            self._num_refused += outcome.num_refused
             self._num_in_flight_commits = self._num_in_flight_reports = 0
             self._last_commit_at, self._last_commit_s = time.time(), took_s
 
@@ -256,6 +306,14 @@ def _open_checked(path: Path, config: StoreConfig) -> Connection:
     return connection
 
 
+def _note_missing(connection: Connection, num_commits: int) -> None:
+    """Leave a trace of commits that were told durable and are gone: a WAL cut short, or a backup put back."""
+    detail = "commits were told durable under this name and are not in the file"
+    row = StoreEventRow("commits_missing", num_commits, detail, time.time())
+    with contextlib.suppress(sqlite3.Error):  # a full disk: whoever opens the store tells of it all the same
+        statements.STORE_EVENTS.run(connection, [statements.STORE_EVENTS.as_values(row)])
+
+
 def _check_content(path: Path, connection: Connection, checked_bytes: int) -> None:
     """Look at every table, in a large file at all but those that make it large. Raises CorruptStoreError."""
     small = path.stat().st_size <= checked_bytes
@@ -264,16 +322,6 @@ def _check_content(path: Path, connection: Connection, checked_bytes: int) -> No
         found = connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0]
         if found != "ok":
             raise refusal(path, sqlite3.DatabaseError(found.splitlines()[-1]), damaged=True)
-
-
-def move_aside(path: Path) -> Path:
-    """Rename a damaged database with its WAL to NAME.damaged-TIME; returns the new name."""
-    target = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
-    for suffix in ("", "-wal", "-shm"):
-        source = path.with_name(path.name + suffix)
-        if source.exists():
-            source.rename(target.with_name(target.name + suffix))
-    return target
 
 
 def give_way() -> None:
@@ -293,14 +341,3 @@ def _tell(callbacks: list[OnDone], error: Exception | None) -> None:
             on_done(error)
         except Exception:
             log.exception("a callback of a commit failed")
-
-
-def _size(path: Path) -> int:
-    """Bytes of the database and its WAL."""
-    total = 0
-    for name in (path, path.with_name(path.name + "-wal")):
-        try:
-            total += name.stat().st_size
-        except OSError:
-            continue
-    return total

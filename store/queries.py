@@ -7,9 +7,9 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from store.connection import Connection
-from store.records import AcceptanceRow, ContextRow, LatencyCellRow, ReportRow, StoredState, WorkerRow
+from store.records import AcceptanceRow, ContextLimitsRow, ContextRow, LatencyCellRow, ReportRow, StoredState, WorkerRow
 
-Row = TypeVar("Row", AcceptanceRow, ContextRow, LatencyCellRow, WorkerRow)
+Row = TypeVar("Row", AcceptanceRow, ContextLimitsRow, ContextRow, LatencyCellRow, WorkerRow)
 
 
 def load_state(connection: Connection) -> StoredState:
@@ -47,6 +47,13 @@ def stored_reports(connection: Connection) -> Iterator[ReportRow]:
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:
     """Every context known, in order of context_id."""
     return tuple(_rows(connection, "contexts ORDER BY context_id", ContextRow))
+
+
+def context_limits(connection: Connection) -> tuple[ContextLimitsRow, ...]:
+    """When contexts were made and widened, in order; nothing in a file that no newer controller has opened yet."""
+    if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'context_limits'").fetchone():
+        return ()
+    return tuple(_rows(connection, "context_limits ORDER BY context_limits_id", ContextLimitsRow))
 
 
 def workers(connection: Connection) -> tuple[WorkerRow, ...]:

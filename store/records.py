@@ -155,7 +155,7 @@ class DecisionRow:
 
 @dataclass(frozen=True, slots=True)
 class DriftEventRow:
-    """A detector fired. factor: "latency" or "acceptance"."""
+    """Something was forgotten. factor: "latency" or "acceptance" (a detector fired), or "reset" (a context started anew)."""
 
     context_id: int
     factor: str
@@ -163,6 +163,28 @@ class DriftEventRow:
     detail: str
     after_group_id: int
     detected_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLimitsRow:
+    """A context was made or widened. after_group_id: last group of reports that was learned from before."""
+
+    context_id: int
+    max_batch_size: int
+    max_speculation_length: int
+    after_group_id: int
+    added_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEventRow:
+    """Something was given up. kind: see the schema; content: what was set aside, as it was found."""
+
+    kind: str
+    num_rows: int
+    detail: str
+    happened_at: float
+    content: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +222,7 @@ class Commit:
     """What belongs together: reports, the estimates that contain them and the high-water marks that say so.
 
     All of one moment, stored in one transaction or not at all. Later commits supersede earlier ones row by row.
+    scope: commits of other scopes are stored with it, but what the database refuses of them is no reason to refuse this.
     replaced_contexts: contexts whose stored latency cells vanish, for when buckets changed; those of this commit stay.
     """
 
@@ -213,6 +236,9 @@ class Commit:
     drift_events: Sequence[DriftEventRow] = ()
     profiles: Sequence[ProfileRow] = ()
     replaced_contexts: Sequence[int] = ()
+    context_limits: Sequence[ContextLimitsRow] = ()
+    store_events: Sequence[StoreEventRow] = ()
+    scope: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +259,7 @@ class StoredState:
 class StoreHealth:
     """How the writer is doing. ok is False while commits fail; detail then says why and what happens to them.
 
+    alive: False once the writer has ended for good, with the reason in detail: then the controller has to end, too.
     num_reports_dropped: raw rows given up since the start because commits failed for longer than memory allows.
     num_rows_refused: rows that broke a rule of the schema, left out of their commits; both are noted in store_events.
     """
@@ -248,3 +275,4 @@ class StoreHealth:
     last_commit_at: float
     last_commit_s: float
     database_bytes: int
+    alive: bool = True

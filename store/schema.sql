@@ -118,17 +118,6 @@ CREATE TABLE decisions (
 
 CREATE INDEX decisions_by_bucket ON decisions (context_id, batch_min, decision_id);
 
-CREATE TABLE drift_events (
-  -- A detector fired and part of what was learned was forgotten.
-  drift_event_id INTEGER PRIMARY KEY,
-  context_id INTEGER NOT NULL REFERENCES contexts,
-  factor TEXT NOT NULL CHECK (factor IN ('latency', 'acceptance')),
-  statistic REAL NOT NULL CHECK (abs(statistic) < 1e300),
-  detail TEXT NOT NULL,
-  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),
-  detected_at REAL NOT NULL CHECK (detected_at >= 0)
-) STRICT;
-
 CREATE TABLE step_reports (
   -- Raw reports in the order in which they were learned from; only the newest are kept. No index but this key: the
   -- high-water mark in workers keeps repetitions out, and every further index would slow each report down.
@@ -215,31 +204,6 @@ SELECT
 FROM decisions AS d JOIN contexts AS x USING (context_id)
 ORDER BY d.decision_id DESC;
 
-CREATE VIEW worker_health AS
--- One row per worker: when it was last heard, how far its reports are on disk, and what went wrong on the way.
-SELECT
-  w.worker_id,
-  CASE
-    WHEN (julianday('now') - 2440587.5) * 86400.0 - w.last_seen_at <= 60 THEN 'live'
-    WHEN (julianday('now') - 2440587.5) * 86400.0 - w.last_seen_at <= 3600 THEN 'quiet'
-    ELSE 'stale'
-  END AS status,  -- heard within a minute, within an hour, or longer ago
-  round((julianday('now') - 2440587.5) * 86400.0 - w.last_seen_at, 1) AS seconds_since_seen,
-  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
-    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
-  w.address,
-  w.policy,
-  w.epoch,
-  w.applied_seq AS durable_seq,
-  w.num_reports,
-  w.num_repeated,
-  w.num_missing,
-  w.num_refused,
-  strftime('%Y-%m-%d %H:%M:%f', w.registered_at, 'unixepoch') AS registered_at,
-  strftime('%Y-%m-%d %H:%M:%f', w.last_seen_at, 'unixepoch') AS last_seen_at
-FROM workers AS w JOIN contexts AS x USING (context_id)
-ORDER BY w.last_seen_at DESC;
-
 CREATE TABLE prediction_windows (
   -- Predicted against observed, by minute: what the estimates stored before each commit said of the commit's reports.
   context_id INTEGER NOT NULL REFERENCES contexts,
@@ -274,11 +238,60 @@ FROM prediction_windows AS w JOIN contexts AS x USING (context_id)
 GROUP BY w.window_start, w.context_id, w.batch_min
 ORDER BY w.window_start, w.context_id, w.batch_min;
 
+CREATE TABLE drift_events (
+  -- Part of what was learned was forgotten: a detector fired, or a context's numbers had left the representable.
+  drift_event_id INTEGER PRIMARY KEY,
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  factor TEXT NOT NULL CHECK (factor IN ('latency', 'acceptance', 'reset')),
+  statistic REAL NOT NULL CHECK (abs(statistic) < 1e300),
+  detail TEXT NOT NULL,
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),
+  detected_at REAL NOT NULL CHECK (detected_at >= 0)
+) STRICT;
+
 CREATE TABLE store_events (
-  -- What the store gave up: raw rows dropped while the disk was full, rows that broke a rule above.
+  -- What was given up: raw rows dropped while the disk was full (reports_dropped), rows that broke a rule above
+  -- (rows_refused), stored states that could not be used (state_set_aside), commits that the file no longer has
+  -- although they were told durable (commits_missing).
   store_event_id INTEGER PRIMARY KEY,
-  kind TEXT NOT NULL CHECK (kind IN ('reports_dropped', 'rows_refused')),
+  kind TEXT NOT NULL CHECK (kind IN ('reports_dropped', 'rows_refused', 'state_set_aside', 'commits_missing')),
   num_rows INTEGER NOT NULL CHECK (num_rows >= 1),
   detail TEXT NOT NULL,
+  content TEXT,  -- of a state that was set aside, as it was found
   happened_at REAL NOT NULL CHECK (happened_at >= 0)
 ) STRICT;
+
+CREATE TABLE context_limits (
+  -- The limits of every context, from when it was made and each time it was widened: a replay widens it there, too.
+  context_limits_id INTEGER PRIMARY KEY,
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
+  max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
+  added_at REAL NOT NULL CHECK (added_at >= 0)
+) STRICT;
+
+CREATE VIEW worker_health AS
+-- One row per worker: when it was last heard, how far its reports are on disk, and what went wrong on the way.
+SELECT
+  w.worker_id,
+  CASE
+    WHEN (julianday('now') - 2440587.5) * 86400.0 - w.last_seen_at <= 60 THEN 'live'
+    WHEN (julianday('now') - 2440587.5) * 86400.0 - w.last_seen_at <= 3600 THEN 'quiet'
+    ELSE 'stale'
+  END AS status,  -- heard within a minute, within an hour, or longer ago
+  round((julianday('now') - 2440587.5) * 86400.0 - w.last_seen_at, 1) AS seconds_since_seen,
+  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
+    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
+  w.address,
+  w.policy,
+  w.epoch,
+  coalesce(json_extract(w.missing_ranges, '$[0][0]') - 1, w.applied_seq) AS durable_seq,
+  w.num_reports,
+  w.num_repeated,
+  w.num_missing,
+  w.num_refused,
+  strftime('%Y-%m-%d %H:%M:%f', w.registered_at, 'unixepoch') AS registered_at,
+  strftime('%Y-%m-%d %H:%M:%f', w.last_seen_at, 'unixepoch') AS last_seen_at
+FROM workers AS w JOIN contexts AS x USING (context_id)
+ORDER BY w.last_seen_at DESC;

@@ -17,6 +17,7 @@ from typing import Any
 from store.connection import Connection, sqlite3
 from store.records import (
     AcceptanceRow,
+    ContextLimitsRow,
     ContextRow,
     DecisionRow,
     DriftEventRow,
@@ -25,6 +26,7 @@ from store.records import (
     ProfileRow,
     ReportRow,
     StateRow,
+    StoreEventRow,
     WorkerRow,
 )
 
@@ -97,4 +99,5 @@ PROFILES = _of("profiles", ProfileRow, without=("cells",))
 PROFILE_CELLS = Insert("profile_cells", ["profile_id", *(field.name for field in fields(ProfileCellRow))])
 PROFILE_CELL_VALUES = attrgetter(*PROFILE_CELLS.columns[1:])
 REPORTS = Insert("step_reports", ReportRow._fields)
-STORE_EVENTS = Insert("store_events", ["kind", "num_rows", "detail", "happened_at"])
+CONTEXT_LIMITS = _of("context_limits", ContextLimitsRow)
+STORE_EVENTS = _of("store_events", StoreEventRow)

@@ -1,32 +1,48 @@
-"""One commit: everything of a batch in one transaction, in an order that keeps references whole."""
+"""One commit: everything that waits, in one transaction, in an order that keeps references whole."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from store import statements
-from store.batch import Batch
-from store.connection import Connection
+from store.batch import Batch, Batches
+from store.connection import Connection, sqlite3
 from store.failpoints import Failpoints
 from store.prediction import add_predictions
-from store.records import ProfileRow
+from store.records import ProfileRow, StoreEventRow
 from store.retention import Retention, enforce_retention
 
 
-def write(connection: Connection, batch: Batch, retention: Retention, failpoints: Failpoints) -> list[str]:
-    """Store a batch in one transaction; returns why single rows were refused.
+class RefusedError(Exception):
+    """The database refuses a row without which the others of its scope would say what is not so."""
 
-    Raises what SQLite raises (disk full, damaged file, ...) after rolling everything back.
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a transaction. failed: scopes of which nothing was written, and why; num_refused: rows left out."""
+
+    failed: dict[str, Exception] = field(default_factory=dict)
+    num_refused: int = 0
+
+
+def write(
+    connection: Connection, batches: Batches, retention: Retention, failpoints: Failpoints, number: int
+) -> Outcome:
+    """Store batches in one transaction, commit `number` of the file.
+
+    What belongs to one scope is written whole or not at all, and one that cannot be written is no reason not to write
+    the others. Raises what SQLite raises (disk full, damaged file, ...) after rolling everything back.
     """
     failpoints.reach("before_begin")
     connection.execute("BEGIN IMMEDIATE")
     try:
-        refusals = _write_rows(connection, batch, failpoints)
-        enforce_retention(connection, retention, len(batch.reports), time.time())
+        outcome = _write_scopes(connection, batches, failpoints)
+        enforce_retention(connection, retention, batches.num_reports, time.time())
         failpoints.reach("after_retention")
-        _write_store_events(connection, batch, refusals)
+        connection.execute(f"PRAGMA user_version = {number}")
         failpoints.reach("before_commit")
         connection.execute("COMMIT")
     except BaseException:
@@ -35,14 +51,35 @@ def write(connection: Connection, batch: Batch, retention: Retention, failpoints
             connection.execute("ROLLBACK")
         raise
     failpoints.reach("after_commit")
-    return refusals
+    return outcome
+
+
+def _write_scopes(connection: Connection, batches: Batches, failpoints: Failpoints) -> Outcome:
+    outcome, events = Outcome(), []
+    for scope, batch in batches.by_scope.items():
+        connection.execute("SAVEPOINT one_scope")
+        try:
+            refusals = _write_rows(connection, batch, failpoints)
+        except sqlite3.Error:
+            raise
+        except Exception as error:  # a row that cannot be written, or one that is no row
+            connection.execute("ROLLBACK TO one_scope")
+            outcome.failed[scope] = error
+            refusals = [str(error)]
+        connection.execute("RELEASE one_scope")
+        outcome.num_refused += len(refusals)
+        events += _events_of(batch, refusals)
+    statements.STORE_EVENTS.run(connection, map(statements.STORE_EVENTS.as_values, events))
+    return outcome
 
 
 def _write_rows(connection: Connection, batch: Batch, failpoints: Failpoints) -> list[str]:
+    """Raises RefusedError for a context, a worker's mark or a state that the database does not take."""
     failpoints.reach("after_begin")
-    refusals = _insert(statements.CONTEXTS, connection, batch.contexts.values())
-    refusals += _insert(statements.WORKERS, connection, batch.workers.values())
+    _insert_all(statements.CONTEXTS, connection, batch.contexts.values())
+    _insert_all(statements.WORKERS, connection, batch.workers.values())
     failpoints.reach("after_workers")
+    refusals = _insert(statements.CONTEXT_LIMITS, connection, batch.context_limits)
     refusals += _insert_profiles(connection, batch.profiles)
     bad_reports = statements.REPORTS.run(connection, batch.reports)
     failpoints.reach("after_reports")
@@ -54,11 +91,18 @@ def _write_rows(connection: Connection, batch: Batch, failpoints: Failpoints) ->
         connection.execute("DELETE FROM latency_cells WHERE context_id = ?", (context_id,))
     refusals += _insert(statements.LATENCY_CELLS, connection, batch.latency_cells.values())
     refusals += _insert(statements.ACCEPTANCE, connection, batch.acceptance.values())
-    refusals += _insert(statements.STATES, connection, batch.states.values())
+    _insert_all(statements.STATES, connection, batch.states.values())
     refusals += _insert(statements.DECISIONS, connection, batch.decisions)
     refusals += _insert(statements.DRIFT_EVENTS, connection, batch.drift_events)
+    refusals += _insert(statements.STORE_EVENTS, connection, batch.store_events)
     failpoints.reach("after_estimates")
     return refusals
+
+
+def _insert_all(insert: statements.Insert, connection: Connection, rows: Iterable[object]) -> None:
+    refusals = _insert(insert, connection, rows)
+    if refusals:
+        raise RefusedError(f"the database refuses a row of {refusals[0]}")
 
 
 def _insert(insert: statements.Insert, connection: Connection, rows: Iterable[object]) -> list[str]:
@@ -77,12 +121,12 @@ def _insert_profiles(connection: Connection, profiles: list[ProfileRow]) -> list
     return refusals
 
 
-def _write_store_events(connection: Connection, batch: Batch, refusals: list[str]) -> None:
-    """Leave a trace of what this commit had to give up."""
+def _events_of(batch: Batch, refusals: list[str]) -> list[StoreEventRow]:
+    """The trace of what a batch had to give up."""
     events = []
     if batch.num_reports_dropped:
         detail = "commits failed for longer than memory allows; the estimates contain these reports"
-        events.append(("reports_dropped", batch.num_reports_dropped, detail, time.time()))
+        events.append(StoreEventRow("reports_dropped", batch.num_reports_dropped, detail, time.time()))
     if refusals:
-        events.append(("rows_refused", len(refusals), refusals[0], time.time()))
-    statements.STORE_EVENTS.run(connection, events)
+        events.append(StoreEventRow("rows_refused", len(refusals), refusals[0], time.time()))
+    return events

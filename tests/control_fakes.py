@@ -30,8 +30,8 @@ class Served:
     address: str
 
     @property
-    def fleet(self) -> Any:
-        return self.controller.servicer.fleet
+    def service(self) -> Any:
+        return self.controller.servicer.service
 
 
 @contextlib.asynccontextmanager

@@ -7,24 +7,24 @@ from pathlib import Path
 
 from store_rows import NOW, cell, context, decision, report, store_now, worker
 
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, StepObservation
+from controller.estimation import Estimator
 from store.database import Store
 from store.records import AcceptanceRow, Commit, StateRow
 
 KEY = ContextKey("t", "d", "cpu:test", "float32")
 
 
-def estimator(num_steps: int = 200) -> Controller:
+def estimator(num_steps: int = 200) -> Estimator:
     """One that has learned from steps of 4 rows at length 2."""
-    controller = Controller()
+    controller = Estimator()
     controller.add_context(KEY, Limits(32, 4))
     steps = [StepObservation(4, 2, 0.02 + 0.0001 * (n % 7), (1, 2, 1)) for n in range(num_steps)]
     controller.observe(KEY, steps, "worker-1")
     return controller
 
 
-def states(controller: Controller) -> list[StateRow]:
+def states(controller: Estimator) -> list[StateRow]:
     return [
         StateRow("context", "1", json.dumps(controller.export_state(KEY)), NOW),
         StateRow("pair", json.dumps(KEY.pair), json.dumps(controller.export_pair_state(KEY.pair)), NOW),

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from controller.estimation import Estimator
 
 KEY = ContextKey("target", "draft", "device", "float32")
 LIMITS = Limits(32, 8)
@@ -54,9 +54,9 @@ def profile_of(steps: Steps, factor: float = 1.0) -> Profile:
     return Profile(cells, tuple(steps.acceptance**i for i in range(1, 9)), (4000,) * 8, source="test")
 
 
-def controller_for(steps: Steps | None = None, policy: str = "adaptive", factor: float = 1.0) -> Controller:
+def controller_for(steps: Steps | None = None, policy: str = "adaptive", factor: float = 1.0) -> Estimator:
     """A controller with one context, seeded from a profile of the steps if there are any."""
-    controller = Controller(policy)
+    controller = Estimator(policy)
     controller.add_context(KEY, LIMITS)
     if steps is not None:
         controller.seed_profile(KEY, profile_of(steps, factor))
@@ -64,7 +64,7 @@ def controller_for(steps: Steps | None = None, policy: str = "adaptive", factor:
 
 
 def serve(
-    controller: Controller, steps: Steps, batch: int, count: int, worker: str = "w", probes: bool = True
+    controller: Estimator, steps: Steps, batch: int, count: int, worker: str = "w", probes: bool = True
 ) -> list[int]:
     """Let a worker decode with the controller's table, four steps to a report group; returns the lengths played."""
     played = []

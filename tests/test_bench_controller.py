@@ -32,8 +32,8 @@ def test_every_report_sent_is_taken_and_durable(tmp_path):
             assert started == [True]
             assert num == 4 * 16 * (1000 // 64)
             assert seconds > 0
-            assert at.fleet.totals.num_reports == num
-            assert not at.fleet.totals.refused
+            assert at.service.totals.num_reports == num
+            assert not at.service.totals.refused
 
     run(story)
 

@@ -10,8 +10,8 @@ from store_rows import context, rows, store_now
 
 from cli.errors import UserError
 from cli.state import export_state, import_state
-from controller.controller import Controller
 from controller.core import Limits, StepObservation
+from controller.estimation import Estimator
 from store.database import Store
 from store.records import Commit, StateRow, StoredState
 
@@ -30,9 +30,9 @@ def exported(tmp_path):
     return tmp_path / "learned.json"
 
 
-def restored(path) -> Controller:
+def restored(path) -> Estimator:
     states = load(path).states
-    controller = Controller()
+    controller = Estimator()
     pair = json.loads(states["pair", json.dumps(KEY.pair)])
     controller.restore(KEY, Limits(32, 4), json.loads(states["context", "1"]), pair)
     return controller

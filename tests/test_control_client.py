@@ -7,6 +7,7 @@ import pytest
 from grpc import aio
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from structlog.testing import capture_logs
 
 from worker.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
 from worker.length_chooser import LengthChoice, StepFlag, StepResult
@@ -118,6 +119,21 @@ def test_table_comes_from_the_controller_and_reports_go_to_it():
     assert (last.batch_size, last.speculation_length, last.decision_version) == (2, 3, 1)
     assert list(last.flags) == [pb.STEP_FLAG_PREFILL]
     assert control.buffer.num_dropped == 0
+
+
+def test_a_stream_that_the_controller_closed_is_not_taken_for_silence():
+    controller = FakeController()
+    controller.hang_up_after = 1
+
+    async def scenario(control):
+        await until(lambda: control.connected)
+        control.report(control.choice_for(1), step())
+        await until(lambda: controller.num_streams > 1)
+
+    with capture_logs() as logs:
+        with_controller(controller, scenario)
+    reasons = {entry["reason"] for entry in logs if entry["event"].startswith("controller lost")}
+    assert reasons == {"closed by the controller"}
 
 
 def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from controller.estimation import Estimator
 from controller.policies import POLICIES
 from tests.steps_of import KEY, LIMITS, Steps, controller_for, profile_of, serve, step_time
 
@@ -102,7 +102,7 @@ def test_going_on_from_a_stored_state_is_going_on(policy):
     state, pair_state = json.loads(
         json.dumps([controller.export_state(KEY), controller.export_pair_state(KEY.pair)], allow_nan=False)
     )
-    other = Controller(policy)
+    other = Estimator(policy)
     other.restore(KEY, LIMITS, state, pair_state)
     for batch in (5, 1, 32, 7):
         group = [steps.step(batch, controller.length_for(KEY, batch)) for _ in range(8)]
@@ -115,7 +115,7 @@ def test_going_on_from_a_stored_state_is_going_on(policy):
 def test_a_change_of_policy_keeps_what_was_learned():
     steps, controller = Steps(7), controller_for(Steps(7))
     serve(controller, steps, 6, 80)
-    other = Controller("fixed:5")
+    other = Estimator("fixed:5")
     other.restore(KEY, LIMITS, controller.export_state(KEY), controller.export_pair_state(KEY.pair))
     assert other.length_for(KEY, 6) == 5
     assert other.survival(KEY) == controller.survival(KEY)
@@ -123,7 +123,7 @@ def test_a_change_of_policy_keeps_what_was_learned():
 
 def test_a_state_that_is_none_is_refused():
     with pytest.raises(ValueError, match="not usable"):
-        Controller().restore(KEY, LIMITS, {"buckets": [1, 2, 4, 8, 16, 32]}, None)
+        Estimator().restore(KEY, LIMITS, {"buckets": [1, 2, 4, 8, 16, 32]}, None)
 
 
 def test_a_new_device_starts_with_the_acceptance_of_its_pair():
@@ -159,7 +159,7 @@ def test_larger_limits_extend_a_context():
 
 
 def test_a_worker_that_cannot_draft_is_served_too():
-    controller = Controller()
+    controller = Estimator()
     controller.add_context(KEY, Limits(4, 0))
     controller.observe(KEY, [StepObservation(2, 0, 0.01, (2,)) for _ in range(8)])
     assert controller.length_for(KEY, 2) == 0
@@ -180,11 +180,11 @@ def test_steps_beyond_the_limits_are_refused_by_name(observation, named):
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="policy 'best'"):
-        Controller("best")
+        Estimator("best")
     with pytest.raises(ValueError, match="buckets '4,2'"):
-        Controller(buckets="4,2")
+        Estimator(buckets="4,2")
     with pytest.raises(KeyError):
-        Controller().observe(KEY, [StepObservation(1, 0, 0.01, (1,))])
+        Estimator().observe(KEY, [StepObservation(1, 0, 0.01, (1,))])
     controller = controller_for()
     with pytest.raises(ValueError, match="batch_size 64"):
         controller.seed_profile(KEY, Profile((ProfileCell(64, 1, 0.1),), (), ()))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from speclen.v1 import control_pb2 as pb
 
 from controller.config import ControllerConfig
-from controller.server import create_fleet
+from controller.news import News
+from controller.server import create_service
 from controller.servicer import registration as read_registration
 from controller.validation import InvalidMessageError, read_profile
 from store.records import StoredState
@@ -151,16 +152,16 @@ def test_any_profile_is_taken_or_refused(profile):
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(step_reports, max_size=20))
 def test_nonsense_teaches_nothing_and_never_raises(reports):
-    fleet = create_fleet(ControllerConfig(in_memory=True), None, StoredState())
-    worker = fleet.register(read_registration(registration()))
-    before = fleet.table(worker.context)
-    refusals = fleet.take(worker, reports)
-    fleet.learn(worker)
-    accepted = fleet.totals.num_reports
-    assert accepted + len(refusals) + fleet.totals.num_repeated == len(reports)
+    service = create_service(ControllerConfig(in_memory=True), None, StoredState(), News())
+    worker = service.register(read_registration(registration()))
+    before = service.table(worker.context)
+    refusals = service.take(worker, reports)
+    service.learn(worker)
+    accepted = service.totals.num_reports
+    assert accepted + len(refusals) + service.totals.num_repeated == len(reports)
     if not accepted:
-        assert fleet.table(worker.context) == before
-    for key in fleet.registry.contexts:
-        for row in fleet.learned(key)[1]:
+        assert service.table(worker.context) == before
+    for key in service.registry.contexts:
+        for row in service.learned(key)[1]:
             assert row.estimate.step_s > 0
             assert row.estimate.ms_per_token_low <= row.estimate.ms_per_token_high

@@ -47,7 +47,7 @@ def test_a_step_at_length_zero_is_ordinary():
         ("seq", [0, MAX_INTEGER + 1]),
         ("batch_size", [0, 33, 2**32 - 1]),
         ("speculation_length", [1, 3, 5, 64, 2**32 - 1]),
-        ("latency_s", [math.nan, math.inf, -math.inf, 0.0, -1e-9, 3600.1, 86400.0]),
+        ("latency_s", [math.nan, math.inf, -math.inf, 0.0, 9.9e-7, -1e-9, 3600.1, 86400.0]),
         ("accepted_histogram", [[], [4], [1, 2], [1, 2, 2], [1, 2, 1, 0], [0] * 1000, [2**32 - 1, 5, 0]]),
         ("mean_context_length", [math.nan, math.inf, -1.0, 1e9]),
         ("decision_version", [MAX_INTEGER + 1]),
@@ -69,7 +69,7 @@ def test_what_is_not_plausible_is_refused_by_name_and_alone(field, values):
     "changes",
     [
         {"latency_s": 3600.0},
-        {"latency_s": 5e-324},
+        {"latency_s": 1e-6},
         {"batch_size": 32, "accepted_histogram": [32, 0, 0]},
         {"mean_context_length": 0.0},
         {"seq": MAX_INTEGER, "decision_version": MAX_INTEGER, "probe_id": MAX_INTEGER},

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -20,7 +21,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "controller.md"
 
 def page(servicer) -> str:
     registry = CollectorRegistry()
-    registry.register(ControllerCollector(servicer))
+    registry.register(ControllerCollector(servicer, servicer.service.journal))
     return generate_latest(registry).decode()
 
 
@@ -54,7 +55,7 @@ def test_counts_follow_what_happened(tmp_path):
             labels = '{batch_bucket="3-4",context="t + d on cpu:test, float32"}'
             length = value(text, f"speculation_length{labels}")
             assert length == next(
-                c.speculation_length for c in at.fleet.estimator.table(key(at)).choices if c.bucket == BUCKET
+                c.speculation_length for c in at.service.estimator.table(key(at)).choices if c.bucket == BUCKET
             )
             assert value(text, f"predicted_ms_per_token{labels}") > 0
             assert page(at.controller.servicer).count("\n") == text.count("\n")
@@ -63,17 +64,40 @@ def test_counts_follow_what_happened(tmp_path):
 
 
 def key(at):
-    return next(iter(at.fleet.registry.contexts))
+    return next(iter(at.service.registry.contexts))
 
 
 def test_the_page_is_served_over_http():
     async def story():
         async with served(None) as at:
             config = ControllerConfig(in_memory=True, metrics_listen="127.0.0.1:0")
-            address, server = serve_metrics(at.controller.servicer, config)
-            assert "speclen_controller_reports_total 0.0" in await asyncio.to_thread(fetched, address)
-            server.shutdown()
-            server.server_close()
+            running = at.controller
+            collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
+            served_page = serve_metrics(collector, config)
+            assert "speclen_controller_reports_total 0.0" in await asyncio.to_thread(fetched, served_page.address)
+            served_page.server.shutdown()
+            served_page.server.server_close()
+
+    run(story)
+
+
+def test_numbers_are_read_where_they_change():
+    """Reading them from the page's thread would meet collections that grow under its hands."""
+
+    async def story():
+        async with served(None) as at:
+            running = at.controller
+            collector = ControllerCollector(running.servicer, running.journal, asyncio.get_running_loop())
+            read, threads = collector.read, []
+
+            def noted():
+                threads.append(threading.get_ident())
+                return read()
+
+            collector.read = noted
+            found = await asyncio.to_thread(lambda: list(collector.collect()))
+            assert threads == [threading.get_ident()]
+            assert found
 
     run(story)
 

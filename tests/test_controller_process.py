@@ -1,5 +1,6 @@
 """A controller as its operator meets it: one line when it serves, one sentence when it cannot, nothing lost either way."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -99,6 +100,47 @@ def test_two_controllers_do_not_share_a_database(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+def test_two_controllers_do_not_share_a_database_under_two_names(tmp_path, kind):
+    first, second = tmp_path / "one.db", tmp_path / "two.db"
+    process = start("--db", str(first))
+    address = address_of(process)
+    try:
+        os.symlink(first, second) if kind == "symlink" else os.link(first, second)
+        assert "is in use by another controller" in refused("--db", str(second))
+        report_some(address, 20)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_deleted_database_ends_the_controller_and_acknowledges_nothing_more(tmp_path, replaced):
+    database = tmp_path / "gone.db"
+    process = start("--db", str(database))
+    address = address_of(process)
+    try:
+        report_some(address, 20)
+        database.unlink()
+        if replaced:
+            database.write_bytes(b"")
+        deleted = time.monotonic()
+        last = 20
+        with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+            stub = rpc.ControlServiceStub(channel)
+            for answer in stub.StreamReports(iter([group(21, 40)]), timeout=30):
+                last = max(last, answer.durable_seq)
+        assert last == 20
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert time.monotonic() - deleted < 3.0
+        assert process.returncode == 1
+        told = [line for line in errors.splitlines() if "critical" in line]
+        assert len(told) == 1
+        assert ("replaced" if replaced else "deleted") in told[0]
+    finally:
+        process.kill()
 
 
 def test_a_database_that_cannot_be_written_is_refused(tmp_path):

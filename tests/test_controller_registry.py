@@ -4,10 +4,10 @@ import pytest
 
 from controller.core import ContextKey, Limits
 from controller.registry import (
-    Context,
     ContextChangedError,
     FullError,
     OldEpochError,
+    RegisteredContext,
     Registration,
     Registry,
     UnknownWorkerError,
@@ -37,7 +37,7 @@ def test_the_same_life_goes_on_where_it_was():
     known = registry()
     worker = known.register(registration())
     worker.window.admit([1, 2, 3])
-    worker.committed_seq = 2
+    worker.durable_seq = 2
     again = known.register(registration())
     assert again is worker
     assert (again.window.applied_seq, again.durable_seq) == (3, 2)
@@ -47,7 +47,7 @@ def test_a_new_life_starts_over_but_keeps_its_key_and_its_counts():
     known = registry()
     worker = known.register(registration())
     worker.window.admit([1, 5, 5])
-    worker.committed_seq, worker.num_reports = 5, 2
+    worker.durable_seq, worker.num_reports = 5, 2
     key = worker.worker_key
     again = known.register(registration(epoch=8, key=OTHER))
     assert (again.worker_key, again.epoch, again.context.key) == (key, 8, OTHER)
@@ -103,15 +103,5 @@ def test_numbers_are_bounded_and_the_flag_is_named():
 
 def test_ids_go_on_from_the_stored_ones():
     known = registry()
-    known.add_context(Context(41, OTHER, Limits(), 1.0))
+    known.add_context(RegisteredContext(41, OTHER, Limits(), 1.0))
     assert known.register(registration()).context.context_id == 42
-
-
-def test_durable_never_covers_a_late_report_that_is_not_on_disk():
-    worker = registry().register(registration())
-    worker.window.admit([1, 5])
-    worker.committed_seq = 5
-    worker.window.admit([3])
-    assert worker.durable_seq == 2
-    worker.window.late.clear()
-    assert worker.durable_seq == 5

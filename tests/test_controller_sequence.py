@@ -1,9 +1,10 @@
 """The law: whatever order reports come in and however often, each number counts once."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.sequence import MAX_RANGES, SeqWindow
+from controller.sequence import GAP_PATIENCE_S, MAX_RANGES, SeqWindow
 
 arrivals = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=20), max_size=20)
 
@@ -44,11 +45,51 @@ def test_a_gap_is_accepted_and_counted_and_can_still_be_filled():
     assert (window.num_missing, window.missing_json()) == (2, "[[3, 3], [5, 5]]")
 
 
-def test_a_report_that_fills_a_gap_is_late_until_it_is_on_disk():
+@given(arrivals)
+def test_settled_only_grows_and_passes_over_no_number_that_may_still_count(groups):
+    window, seen, before = SeqWindow(), set(), 0
+    for seqs in groups:
+        seen.update(seqs)
+        window.admit(seqs)
+        assert before <= window.settled_seq <= window.applied_seq
+        assert set(range(1, window.settled_seq + 1)) <= seen
+        before = window.settled_seq
+
+
+def test_a_gap_is_given_up_after_a_while_and_then_nothing_counts_for_it():
     window = SeqWindow()
     window.admit([1, 5])
-    window.admit([3])
-    assert window.late == {3}
+    assert not window.close_gaps(100.0)
+    assert not window.close_gaps(100.0 + GAP_PATIENCE_S - 0.1)
+    assert window.settled_seq == 1
+    window.admit([9])  # a younger gap
+    assert window.close_gaps(100.0 + GAP_PATIENCE_S)
+    assert window.settled_seq == 5
+    assert window.admit([3, 7]) == [False, True]
+    assert window.close_gaps(100.0 + 2 * GAP_PATIENCE_S)
+    assert (window.settled_seq, window.missing_json()) == (9, "[]")
+
+
+def test_a_clock_that_is_set_back_does_not_keep_gaps_open():
+    window = SeqWindow()
+    window.admit([1, 5])
+    window.close_gaps(1e9)
+    assert window.close_gaps(100.0)
+    assert window.settled_seq == 5
+
+
+def test_counts_stay_within_what_the_database_holds():
+    window = SeqWindow(num_missing=2**63 - 5)
+    assert window.admit([2**63 - 2]) == [True]
+    assert window.num_missing == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[[1]]", "[[3, 2]]", "[[1, 2], [2, 3]]", "[[8, 10]]", '[["1", 2]]', "[[-1, 2]]"]
+)
+def test_ranges_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="ranges"):
+        SeqWindow(10, text)
 
 
 def test_gaps_beyond_the_bound_are_forgotten_oldest_first():

@@ -63,8 +63,8 @@ def test_the_life_of_a_report(tmp_path):
             call = at.stub.StreamReports()
             await call.write(group(60, 70))
             await until_durable(call, 70)
-            assert at.fleet.totals.num_repeated == 5
-            assert at.fleet.totals.num_reports == 6
+            assert at.service.totals.num_repeated == 5
+            assert at.service.totals.num_reports == 6
 
     async def story():
         await second_life(await first_life())
@@ -121,11 +121,11 @@ def test_unary_and_stream_share_one_numbering():
                 answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
                 assert answer.applied_seq == seq
                 assert 0 <= answer.speculation_length <= 4
-            assert at.fleet.totals.num_groups == 5, "learned from before the answer"
+            assert at.service.totals.num_groups == 5, "learned from before the answer"
             call = at.stub.StreamReports()
             await call.write(group(1, 8))
             assert (await call.read()).applied_seq == 8
-            assert at.fleet.totals.num_repeated == 5
+            assert at.service.totals.num_repeated == 5
 
     run(story)
 
@@ -148,8 +148,8 @@ def test_a_bad_report_is_refused_alone_and_counted():
             assert (answer.num_refused, answer.applied_seq) == (2, 5)
             assert "report 4: accepted_histogram sums to 4" in answer.last_refusal
             await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
-            assert at.fleet.totals.num_reports == 2
-            assert at.fleet.totals.refused == {"latency_s": 2, "accepted_histogram": 1}
+            assert at.service.totals.num_reports == 2
+            assert at.service.totals.refused == {"latency_s": 2, "accepted_histogram": 1}
 
     run(story)
 
@@ -182,7 +182,7 @@ def test_a_registration_is_checked_field_by_field(changes, named):
                     getattr(request, field).CopyFrom(value)
             code, details = await status_of(at.stub.RegisterWorker(request))
             assert (code, named in details) == ("INVALID_ARGUMENT", True), details
-            assert not at.fleet.registry.workers
+            assert not at.service.registry.workers
 
     run(story)
 
@@ -206,7 +206,7 @@ def test_old_and_unknown_lives_are_refused():
                 code, details = await status_of(attempt)
                 assert (code, "epoch 7" in details) == ("FAILED_PRECONDITION", True)
             await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
-            assert at.fleet.totals.num_reports == 4
+            assert at.service.totals.num_reports == 4
 
     run(story)
 
@@ -292,9 +292,9 @@ def test_a_probe_goes_to_one_worker_once_and_only_to_one_that_follows_the_table(
                     assert not (worker_id == "c" and answer.probes)
                     assert len(answer.probes) <= 1
                     probes += answer.probes
-                await at.fleet.learn_all()
+                await at.service.learn_all()
             assert probes, "a length that was never tried must be tried"
-            assert len({probe.probe_id for probe in probes}) == len(probes) == at.fleet.totals.num_probes
+            assert len({probe.probe_id for probe in probes}) == len(probes) == at.service.totals.num_probes
             assert all(probe.valid_for_s > 0 and probe.batch_min <= 4 <= probe.batch_max for probe in probes)
 
     run(story)
@@ -342,7 +342,7 @@ def test_a_token_is_needed_on_every_method(tmp_path):
 def test_a_mistake_of_ours_is_logged_and_not_told(monkeypatch):
     async def story():
         async with served(None) as at:
-            monkeypatch.setattr(at.fleet.estimator, "learned_rows", lambda key: 1 / 0)
+            monkeypatch.setattr(at.service.estimator, "learned_rows", lambda key: 1 / 0)
             await at.stub.RegisterWorker(registration())
             code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
             assert (code, "division" in details) == ("INTERNAL", False)
@@ -356,12 +356,12 @@ def test_a_mistake_in_the_estimator_costs_one_group_and_no_more(tmp_path, monkey
             await at.stub.RegisterWorker(registration())
             call = at.stub.StreamReports()
             with monkeypatch.context() as broken:
-                broken.setattr(at.fleet.estimator, "observe", lambda *arguments: 1 / 0)
+                broken.setattr(at.service.estimator, "observe", lambda *arguments: 1 / 0)
                 await call.write(group(1, 10))
                 await until_durable(call, 10)
             await call.write(group(11, 20))
             await until_durable(call, 20)
-            assert at.fleet.totals.refused == {"estimator": 10}
+            assert at.service.totals.refused == {"estimator": 10}
             assert [row.seq for row in stored_reports(connect_reader(tmp_path / "test.db"))] == list(range(11, 21))
 
     run(story)

@@ -210,8 +210,8 @@ def test_one_worker_s_reports_learned_while_another_waits_for_its_answer():
 
             for seq in range(1, 11):
                 await asyncio.gather(*(step(w, c, seq) for w, c in calls.items()))
-            await at.fleet.learn_all()
-            assert at.fleet.totals.num_reports == 640
-            assert at.fleet.totals.num_groups < 640, "reports of a worker wait for each other"
+            await at.service.learn_all()
+            assert at.service.totals.num_reports == 640
+            assert at.service.totals.num_groups < 640, "reports of a worker wait for each other"
 
     run(story)

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from cli.explain import explain as explain_verb
 from cli.replay import replay as replay_verb
+from controller.estimation import Estimator
 from controller.explain import Change, explain, in_words
 from controller.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
+from store.connection import connect_reader
 from tests.steps_of import KEY, Steps, controller_for, profile_of, serve
 from tests.steps_of import LIMITS as STEP_LIMITS
 
@@ -21,7 +23,8 @@ def history(seed: int = 1, rounds: int = 40):
     steps, controller = Steps(seed), controller_for()
     profile = profile_of(steps, factor=1.3)
     events = [ContextAdded(KEY, STEP_LIMITS), ProfileImported(KEY, profile)]
-    decisions = controller.seed_profile(KEY, profile).decisions
+    decisions = Estimator().add_context(KEY, STEP_LIMITS).decisions
+    decisions += controller.seed_profile(KEY, profile).decisions
     for number in range(rounds):
         batch = (1, 4, 12, 30)[number // 3 % 4]
         group = [steps.step(batch, controller.length_for(KEY, batch)) for _ in range(6)]
@@ -91,7 +94,8 @@ def database(tmp_path_factory):
 
     async def serve_some() -> None:
         async with served(folder, commit_interval_s=0.02) as server:
-            await server.stub.RegisterWorker(registration())
+            narrow = pb.WorkerLimits(max_batch_size=4, max_speculation_length=3)
+            await server.stub.RegisterWorker(registration(limits=narrow))
             for seq in range(1, 241):
                 if seq == 120:
                     cells = [
@@ -104,7 +108,9 @@ def database(tmp_path_factory):
                             context=CONTEXT, cells=cells, survival=[0.8, 0.6], num_survival_rows=[99, 99]
                         )
                     )
-                batch = (1, 3, 9)[seq // 10 % 3]
+                if seq == 60:  # the same worker, with room for more: the context is widened
+                    await server.stub.RegisterWorker(registration())
+                batch = (1, 3, 9)[seq // 10 % 3] if seq >= 60 else 1 + 2 * (seq // 10 % 2)
                 seen = steps.step(batch, seq % 4)
                 report = pb.StepReport(
                     seq=seq,
@@ -133,6 +139,13 @@ def test_stored_decisions_come_out_the_same(database):
     document = json.loads(result.stdout[result.stdout.index("{") :])
     assert document["num_reports"] == 240
     assert document["num_stored"] > 2
+    connection = connect_reader(database)
+    first, *_, widened = connection.execute("SELECT max_batch_size FROM context_limits").fetchall()
+    assert (first[0], widened[0]) == (4, 32)
+    reasons = [row[0] for row in connection.execute("SELECT reason FROM decisions ORDER BY decision_id")]
+    connection.close()
+    assert reasons[0].startswith("nothing is known yet"), "the first choice is on record"
+    assert any("widened" in reason for reason in reasons)
     assert document["exact"], document["first_difference"]
     assert document["costs"][0]["policy"] == "none"
 

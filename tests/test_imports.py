@@ -37,7 +37,7 @@ def test_packages_import_only_what_lies_below_them(package):
         assert roots <= ALLOWED[package] | {package}, f"{path.relative_to(ROOT)} imports {roots}"
 
 
-@pytest.mark.parametrize("module", ["controller.controller", "controller.replay", "controller.explain"])
+@pytest.mark.parametrize("module", ["controller.estimation", "controller.replay", "controller.explain"])
 def test_the_estimator_knows_nothing_of_transport_or_storage(module):
     forbidden = {"asyncio", "google", "grpc", "speclen", "sqlite3", "sqlite_utils", "store", "torch"}
     code = f"import sys, {module}; print(*(set({sorted(forbidden)}) & sys.modules.keys()))"

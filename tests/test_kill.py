@@ -24,8 +24,8 @@ import pytest
 from kill_harness import EPOCH, Lane, step_report
 from store_rows import moment, report, rows, store_now
 
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, StepObservation
+from controller.estimation import Estimator
 from store.connection import connect_reader
 from store.database import Store, StoreConfig
 from store.failpoints import FAILPOINTS, Failpoints
@@ -109,7 +109,7 @@ def check_replay(
     known: tuple[ContextRow, ...], names: dict[int, str], stored: list[ReportRow], table: list[dict]
 ) -> None:
     """A fresh estimator that makes the same calls as the controller did must end up with the same table."""
-    estimator = Controller()
+    estimator = Estimator()
     keys = {}
     for row in known:
         keys[row.context_id] = ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)

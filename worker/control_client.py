@@ -60,6 +60,10 @@ class ControlSettings:
     rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
 
 
+class StreamClosedError(Exception):
+    """The controller has ended the stream without an error: another can be opened."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
     """How the worker introduces itself to the controller."""
@@ -226,7 +230,6 @@ class ControlClient:
         pause = self.settings.retry_s
         while True:
             started = self.clock()
-            reason = "closed by the controller"
             channel = (
                 aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
                 if credentials
@@ -237,6 +240,8 @@ class ControlClient:
                     await self._converse(rpc.ControlServiceStub(channel), metadata)
             except grpc.RpcError as error:
                 reason = f"{error.code().name}: {error.details()}" if isinstance(error, aio.AioRpcError) else str(error)
+            except StreamClosedError:
+                reason = "closed by the controller"
             except TimeoutError:
                 reason = f"no answer for {self.settings.silence_s:g} s"
             if self.connected:
@@ -265,7 +270,7 @@ class ControlClient:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._receive(call))
                 group.create_task(self._watch())
-        except* (TimeoutError, grpc.RpcError) as errors:
+        except* (TimeoutError, StreamClosedError, grpc.RpcError) as errors:
             raise errors.exceptions[0] from None
         finally:
             call.cancel()
@@ -295,7 +300,7 @@ class ControlClient:
             if response.num_refused > self.num_refused:
                 log.error("controller refused reports", num=response.num_refused, reason=response.last_refusal)
             self.num_refused = response.num_refused
-        raise TimeoutError  # the stream has ended: open another
+        raise StreamClosedError
 
     async def _watch(self) -> None:
         """Give the stream up when the controller has been silent for too long."""

@@ -13,8 +13,8 @@ from bench.engine_run import EngineBench
 from bench.gpu.passes import busy_times
 from bench.gpu.sizes import Sizes
 from bench.transformers_baseline import TransformersBaseline
-from controller.controller import Controller
 from controller.core import ContextKey, Limits, StepObservation
+from controller.estimation import Estimator
 from controller.flags import named_flags
 from worker.engine import Engine, EngineConfig
 from worker.length_chooser import LengthChoice, StepResult
@@ -96,7 +96,7 @@ class LearningChooser:
 
     def __init__(self, key: ContextKey, limits: Limits) -> None:
         self.key = key
-        self.estimator = Controller()
+        self.estimator = Estimator()
         self.estimator.add_context(key, limits)
         self.num_steps = 0
 

@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from collections.abc import Callable
 
 from controller.context import ContextModel
-from controller.core import Profile, StepObservation
 from controller.policies.adaptive import AdaptivePolicy
 from controller.policies.banditspec import Exp3SpecPolicy, UcbSpecPolicy
 from controller.policies.bin_greedy import BinGreedyPolicy
 from controller.policies.ema import EmaPolicy
 from controller.policies.fixed import FixedPolicy
+from controller.policies.policy import Policy
 from controller.policies.profile import ProfilePolicy
 from controller.policies.thompson import ThompsonPolicy
 from controller.policies.throughput_aware import ThroughputAwarePolicy
 from controller.policies.ucb1 import Ucb1Policy
-
-
-class Policy(Protocol):
-    """Chooses a length per bucket of one context; learns from groups of steps."""
-
-    def pull(self, bucket: int) -> int:
-        """The length to use next in a bucket."""
-        ...
-
-    def pull_all(self) -> list[int]:
-        """The same for every bucket, in order."""
-        ...
-
-    def update(self, buckets: np.ndarray, observations: Sequence[StepObservation]) -> None:
-        """Learn from a group; buckets[i] is that of observations[i]. The context's model has learned from it before."""
-        ...
-
-    def seed(self, profile: Profile) -> None:
-        """A profile was imported; the context's model has been seeded with it before."""
-        ...
-
-    def extend(self) -> None:
-        """The context's model got more buckets or lengths, or was restored."""
-        ...
-
-    def export_state(self) -> dict[str, Any]:
-        """JSON-able values from which to go on."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from an exported state, after the context's model has been restored."""
-        ...
-
 
 # name -> constructor from the context's model and a seed
 POLICIES: dict[str, Callable[[ContextModel, int], Policy]] = {

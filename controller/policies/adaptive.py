@@ -20,6 +20,7 @@ import numpy as np
 from controller.arrays import FloatArray
 from controller.context import ContextModel
 from controller.core import Profile, StepObservation
+from controller.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,11 @@ class AdaptiveConfig:
     cold_length: int = 2
 
 
-class AdaptivePolicy:
+class AdaptivePolicy(Policy):
     """Chooses by a context's estimates."""
 
     def __init__(self, model: ContextModel, config: AdaptiveConfig | None = None) -> None:
-        self.model = model
+        super().__init__(model)
         self.config = config or AdaptiveConfig()
         self.choice = np.full(len(model.buckets), self._cold_length(), dtype=np.int64)
         self.promised = np.zeros(
@@ -185,6 +186,10 @@ class AdaptivePolicy:
         if self.choice[bucket] == 0:
             return self._probe_at_zero(bucket, longest)
         return self._probe_optimist(bucket, longest)
+
+    def probe_goes_on(self, bucket: int) -> bool:
+        """Whether a probe at length 0 awaits its second step."""
+        return bool(self.to_follow[bucket])
 
     def _probe_optimist(self, bucket: int, longest: int) -> int | None:
         """The length that could most plausibly be better than the choice, if its expected loss has been earned."""

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from controller.context import ContextModel
-from controller.core import Profile, StepObservation
+from controller.core import StepObservation
+from controller.policies.policy import Policy
 
 
 def tokens_per_row(observation: StepObservation) -> float:
@@ -17,7 +18,7 @@ def tokens_per_row(observation: StepObservation) -> float:
     return 1.0 + accepted / observation.batch_size
 
 
-class CellPolicy:
+class CellPolicy(Policy):
     """Keeps the arrays named in STATE, with one row per bucket (or without rows, where a subclass shares them).
 
     A subclass implements pull and learn.
@@ -26,17 +27,13 @@ class CellPolicy:
     STATE: ClassVar[tuple[str, ...]] = ("num_steps", "tokens", "seconds")
 
     def __init__(self, model: ContextModel, seed: int) -> None:
-        self.model = model
+        super().__init__(model)
         self.rng = np.random.default_rng(seed)
         self.num_buckets = len(model.buckets)
         self.num_lengths = model.limits.max_speculation_length + 1
         # Steps, tokens per row and seconds by [bucket, length], summed.
         shape = (self.num_buckets, self.num_lengths)
         self.num_steps, self.tokens, self.seconds = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-
-    def pull(self, bucket: int) -> int:
-        """The length to use next in a bucket."""
-        raise NotImplementedError
 
     def learn(self, bucket: int, observation: StepObservation) -> None:
         """Learn from one step: by default add it to its cell."""
@@ -45,17 +42,10 @@ class CellPolicy:
         self.tokens[bucket, length] += tokens_per_row(observation)
         self.seconds[bucket, length] += observation.latency_s
 
-    def pull_all(self) -> list[int]:
-        """The lengths of all buckets."""
-        return [self.pull(bucket) for bucket in range(self.num_buckets)]
-
     def update(self, buckets: np.ndarray, observations: Sequence[StepObservation]) -> None:
         """Learn from a group, step by step."""
         for bucket, observation in zip(np.asarray(buckets).tolist(), observations, strict=True):
             self.learn(bucket, observation)
-
-    def seed(self, profile: Profile) -> None:
-        """Most of these policies know no profile."""
 
     def extend(self) -> None:
         """Make room for more buckets and lengths."""

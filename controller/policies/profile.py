@@ -7,13 +7,13 @@ length is 2, cut at the limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from controller.context import ContextModel
-from controller.core import Bucket, Profile, StepObservation
+from controller.core import Bucket, Profile
+from controller.policies.policy import Policy
 
 DEFAULT_LENGTH = 2
 
@@ -35,11 +35,11 @@ def profile_tokens(profile: Profile, length: int) -> float:
     return 1.0 + sum(profile.survival[:length])
 
 
-class ProfilePolicy:
+class ProfilePolicy(Policy):
     """Best length of the profile in every bucket."""
 
     def __init__(self, model: ContextModel) -> None:
-        self.model = model
+        super().__init__(model)
         self.profile: Profile | None = None
         self.lengths: list[int] = []
         self.extend()
@@ -47,13 +47,6 @@ class ProfilePolicy:
     def pull(self, bucket: int) -> int:
         """The table's length."""
         return self.lengths[bucket]
-
-    def pull_all(self) -> list[int]:
-        """The same for every bucket."""
-        return list(self.lengths)
-
-    def update(self, buckets: np.ndarray, observations: Sequence[StepObservation]) -> None:
-        """A table does not learn."""
 
     def seed(self, profile: Profile) -> None:
         """Compute the table."""

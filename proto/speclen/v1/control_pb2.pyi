@@ -236,7 +236,7 @@ class StepReport(google.protobuf.message.Message):
     speculation_length: builtins.int
     """Length actually used."""
     latency_s: builtins.float
-    """Wall time of the whole step: draft, verify, accept, bookkeeping. Positive, at most 3600."""
+    """Wall time of the whole step: draft, verify, accept, bookkeeping. 1e-6 to 3600."""
     mean_context_length: builtins.float
     """Mean number of tokens held per row before the step."""
     decision_version: builtins.int
@@ -310,7 +310,7 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
     TABLE_FIELD_NUMBER: builtins.int
     DURABLE_SEQ_FIELD_NUMBER: builtins.int
     durable_seq: builtins.int
-    """Highest seq of this worker and epoch that is on disk; 0 for none."""
+    """Every report of this worker and epoch up to this seq is on disk; 0 for none."""
     @property
     def table(self) -> Global___LengthTable: ...
     def __init__(
@@ -410,9 +410,11 @@ class StreamReportsResponse(google.protobuf.message.Message):
     NUM_REFUSED_FIELD_NUMBER: builtins.int
     LAST_REFUSAL_FIELD_NUMBER: builtins.int
     applied_seq: builtins.int
-    """Every report up to this seq has been learned from, refused, or recognised as a repetition."""
+    """Highest seq that arrived. Each report that did has been taken, refused, or recognised as a repetition."""
     durable_seq: builtins.int
-    """Every report up to this seq is on disk: the worker may forget it."""
+    """Every report up to this seq is on disk: the worker may forget it. A seq that did not arrive holds this back for some
+    seconds; then it is given up and nothing that comes for it counts any more. Never goes back within an epoch.
+    """
     num_refused: builtins.int
     """Reports of this stream that were refused so far, and why the last one was."""
     last_refusal: builtins.str

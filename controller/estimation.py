@@ -5,12 +5,14 @@ The same calls in the same order give the same decisions, bit for bit, also afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from controller.acceptance import AcceptanceModel, band_of
 from controller.buckets import DOUBLING, buckets_for
-from controller.context import ContextModel
+from controller.context import ContextModel, acceptance_is_sound
 from controller.core import (
     Choice,
     ContextKey,
@@ -24,26 +26,25 @@ from controller.core import (
     StepObservation,
     Table,
 )
-from controller.policies import Policy, make_policy
-from controller.policies.adaptive import AdaptivePolicy
+from controller.policies import make_policy
+from controller.policies.policy import Policy
 
 
-class _Context:
-    """One context: its model, its policy and the table it last gave out."""
+class _Chooser:
+    """What chooses for one context: its model, its policy and the table it last gave out."""
 
     def __init__(self, model: ContextModel, policy: Policy) -> None:
         self.model = model
         self.policy = policy
         self.version = 0
         self.lengths: list[int] = []
-        self.seen_acceptance = -1
         self.last_drift: DriftEvent | None = None
         self.reports_since_drift = 0
         self.next_probe_id = 1
         self.last_decision: dict[int, Decision] = {}
 
 
-class Controller:
+class Estimator:
     """Contexts by key. One thread calls it."""
 
     def __init__(self, policy: str = "adaptive", seed: int = 0, buckets: str = DOUBLING) -> None:
@@ -51,10 +52,14 @@ class Controller:
         self.policy_name = policy
         self.seed = seed
         self.bucket_spec = buckets
-        self._contexts: dict[ContextKey, _Context] = {}
+        self._contexts: dict[ContextKey, _Chooser] = {}
         self._acceptance: dict[tuple[str, str], AcceptanceModel] = {}
         make_policy(policy, self._model(ContextKey("", "", "", ""), Limits(1, 1), AcceptanceModel(1, 1)), seed)
         buckets_for(buckets, 1)
+
+    def knows(self, key: ContextKey) -> bool:
+        """Whether the context was added."""
+        return key in self._contexts
 
     @property
     def contexts(self) -> tuple[ContextKey, ...]:
@@ -73,34 +78,43 @@ class Controller:
         """The newest change of a bucket's choice since the start of this process."""
         return self._contexts[key].last_decision.get(bucket)
 
-    def add_context(self, key: ContextKey, limits: Limits) -> None:
-        """Make a context known, or extend it to larger limits.
+    def add_context(self, key: ContextKey, limits: Limits) -> ObserveOutcome:
+        """Make a context known, or extend it to larger limits; returns the choices that this brought.
 
         A new one starts with its pair's acceptance, and with the step times of the nearest context on its device.
         """
         context = self._contexts.get(key)
         if context is None:
-            model = self._model(key, limits, self._acceptance_for(key.pair, limits))
-            nearest = self._nearest(key)
-            if nearest is not None:
-                model.latency.seed_from(nearest.latency)
-                model.refresh()
-            self._contexts[key] = context = _Context(
-                model, make_policy(self.policy_name, model, self._policy_seed(key))
-            )
-            self._redecide(context)
-            return
+            return self._begin(key, limits)
         known = context.model.limits
         wider = Limits(
             max(known.max_batch_size, limits.max_batch_size),
             max(known.max_speculation_length, limits.max_speculation_length),
         )
-        if wider != known:
-            self._acceptance_for(key.pair, wider)
-            context.model.extend(wider, buckets_for(self.bucket_spec, wider.max_batch_size))
+        return ObserveOutcome() if wider == known else self._widen(context, wider)
+
+    def _begin(self, key: ContextKey, limits: Limits) -> ObserveOutcome:
+        model = self._model(key, limits, self._acceptance_for(key.pair, limits))
+        nearest = self._nearest(key)
+        if nearest is not None:
+            model.latency.seed_from(nearest.latency)
+            model.refresh()
+        context = _Chooser(model, make_policy(self.policy_name, model, self._policy_seed(key)))
+        self._contexts[key] = context
+        return ObserveOutcome(self._redecide(context))
+
+    def _widen(self, context: _Chooser, limits: Limits) -> ObserveOutcome:
+        def widen() -> ObserveOutcome:
+            self._acceptance_for(context.model.key.pair, limits)
+            context.model.extend(limits, buckets_for(self.bucket_spec, limits.max_batch_size))
             context.policy.extend()
             context.lengths = context.lengths[: len(context.model.buckets) - 1]
-            self._redecide(context)
+            cause = (
+                f"the context was widened to {limits.max_batch_size} rows and length {limits.max_speculation_length}"
+            )
+            return ObserveOutcome(self._redecide(context, cause))
+
+        return self._within_bounds(context, widen)
 
     def _model(self, key: ContextKey, limits: Limits, acceptance: AcceptanceModel) -> ContextModel:
         return ContextModel(key, limits, buckets_for(self.bucket_spec, limits.max_batch_size), acceptance)
@@ -140,15 +154,17 @@ class Controller:
                     f"profile cell has speculation_length {cell.speculation_length}, "
                     f"allowed: 0 to {limits.max_speculation_length}"
                 )
-        if profile.survival:
-            context.model.acceptance.seed(profile.survival, profile.num_survival_rows)
-        if profile.cells:
-            context.model.seed(profile)
-        context.model.refresh()
-        context.policy.seed(profile)
-        return ObserveOutcome(
-            decisions=self._redecide(context, f"a profile was imported ({profile.source or 'unnamed'})")
-        )
+
+        def seed() -> ObserveOutcome:
+            if profile.survival:
+                context.model.acceptance.seed(profile.survival, profile.num_survival_rows)
+            if profile.cells:
+                context.model.seed(profile)
+            context.model.refresh()
+            context.policy.seed(profile)
+            return ObserveOutcome(self._redecide(context, f"a profile was imported ({profile.source or 'unnamed'})"))
+
+        return self._within_bounds(context, seed)
 
     def observe(
         self, key: ContextKey, observations: Sequence[StepObservation], worker_id: str | Sequence[str] = ""
@@ -171,16 +187,48 @@ class Controller:
                 f"speculation_length {longest} is beyond the context's limit of {model.limits.max_speculation_length}"
             )
         workers = [worker_id] * len(observations) if isinstance(worker_id, str) else worker_id
-        events = model.learn(observations, workers)
-        context.reports_since_drift += len(observations)
-        if events:
-            context.last_drift, context.reports_since_drift = events[-1], 0
-        context.policy.update(model.latency.bucket_of[batch], observations)
-        return ObserveOutcome(self._redecide(context), events)
 
-    def _redecide(self, context: _Context, cause: str = "") -> list[Decision]:
+        def learn() -> ObserveOutcome:
+            events = model.learn(observations, workers)
+            context.reports_since_drift += len(observations)
+            if events:
+                context.last_drift, context.reports_since_drift = events[-1], 0
+            context.policy.update(model.latency.bucket_of[batch], observations)
+            return ObserveOutcome(self._redecide(context), events)
+
+        return self._within_bounds(context, learn)
+
+    def _within_bounds(self, context: _Chooser, change: Callable[[], ObserveOutcome]) -> ObserveOutcome:
+        """Make a change; where it takes the context's numbers out of what can be represented, the context starts anew."""
+        try:
+            with np.errstate(all="ignore"):  # what comes of it is looked at as a whole
+                outcome = change()
+                if context.model.sound():
+                    return outcome
+            reason = "its numbers became implausible"
+        except (ArithmeticError, ValueError, IndexError) as error:
+            reason = str(error)
+        return self._start_anew(context, reason)
+
+    def start_anew(self, key: ContextKey, reason: str) -> ObserveOutcome:
+        """Forget what is believed of a context. KeyError if it is unknown."""
+        return self._start_anew(self._contexts[key], reason)
+
+    def _start_anew(self, context: _Chooser, reason: str) -> ObserveOutcome:
+        """Forget what one context believes of step times, and of acceptance where that is the cause, and nothing else."""
+        key, limits, acceptance = context.model.key, context.model.limits, context.model.acceptance
+        if not acceptance_is_sound(acceptance):
+            acceptance.restore(AcceptanceModel(acceptance.max_length, len(acceptance.band_reached)).export_state())
+        model = self._model(key, limits, acceptance)
+        fresh = _Chooser(model, make_policy(self.policy_name, model, self._policy_seed(key)))
+        fresh.version, fresh.lengths, fresh.next_probe_id = context.version, context.lengths, context.next_probe_id
+        event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
+        fresh.last_drift = event
+        self._contexts[key] = fresh
+        return ObserveOutcome(self._redecide(fresh, "the context started anew"), [event])
+
+    def _redecide(self, context: _Chooser, cause: str = "") -> list[Decision]:
         """Ask the policy for every bucket; returns what changed, and why."""
-        context.seen_acceptance = context.model.acceptance.version
         chosen = context.policy.pull_all()
         if chosen == context.lengths:
             return []
@@ -196,7 +244,7 @@ class Controller:
             decisions.append(decision)
         return decisions
 
-    def _explain_change(self, context: _Context, index: int, old: int | None, new: int, cause: str) -> Decision:
+    def _explain_change(self, context: _Chooser, index: int, old: int | None, new: int, cause: str) -> Decision:
         model = context.model
         bucket = model.buckets[index]
         if not model.latency.known:
@@ -212,7 +260,7 @@ class Controller:
         drift = context.last_drift
         if cause:
             reason += f"; {cause}"
-        elif drift is not None and context.reports_since_drift < 1000:
+        elif drift is not None and drift.factor != "reset" and context.reports_since_drift < 1000:
             verb = "rose" if drift.statistic > 0 else "fell"
             reason += f"; {drift.factor} {verb} {context.reports_since_drift} reports ago"
         return Decision(model.key, bucket, context.version, old, new, then, now, reason)
@@ -246,8 +294,6 @@ class Controller:
         context's. A probe is one step of one worker and is never repeated.
         """
         context = self._contexts[key]
-        if not isinstance(context.policy, AdaptivePolicy):
-            return None
         model = context.model
         buckets = model.latency.recent_buckets if batch_size is None else [self.bucket_index(key, batch_size)]
         for bucket in buckets:
@@ -260,8 +306,7 @@ class Controller:
 
     def probe_goes_on(self, key: ContextKey, batch_size: int) -> bool:
         """Whether the last probe of this batch size is only complete with another one right after it."""
-        policy = self._contexts[key].policy
-        return isinstance(policy, AdaptivePolicy) and bool(policy.to_follow[self.bucket_index(key, batch_size)])
+        return self._contexts[key].policy.probe_goes_on(self.bucket_index(key, batch_size))
 
     def learned_rows(self, key: ContextKey) -> list[LearnedRow]:
         """Every bucket and length with what is believed and on how much evidence; empty while nothing is known.
@@ -319,26 +364,39 @@ class Controller:
         """Go on from exported states: of every context before the first observation.
 
         A state of another policy or of other buckets gives up what cannot be used of it, and keeps the acceptance.
-        Raises ValueError if a state is not one.
+        Raises ValueError if a state is not one, and leaves what other contexts use as it was.
         """
-        acceptance = self._acceptance_for(key.pair, limits)
         try:
-            if pair_state is not None:
-                acceptance.restore(pair_state)
-                self._acceptance_for(key.pair, limits)
-            model = self._model(key, limits, acceptance)
-            policy = make_policy(self.policy_name, model, self._policy_seed(key))
-            context = self._contexts[key] = _Context(model, policy)
-            if state is not None and state["buckets"] == [bucket.batch_max for bucket in model.buckets]:
-                self._restore_context(context, state)
-            else:
-                self._redecide(context)
-        except (KeyError, TypeError, IndexError) as error:
+            with np.errstate(all="ignore"):
+                acceptance = self._restored_acceptance(key.pair, limits, pair_state)
+                model = self._model(key, limits, acceptance)
+                context = _Chooser(model, make_policy(self.policy_name, model, self._policy_seed(key)))
+                if state is not None and state["buckets"] == [bucket.batch_max for bucket in model.buckets]:
+                    self._restore_context(context, state)
+                else:
+                    self._redecide(context)
+                check_restored(context)
+        except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
             raise ValueError(
-                f"state of {key.target} with {key.draft} on {key.device} is not usable: {error}"
+                f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"
             ) from error
+        self._contexts[key], self._acceptance[key.pair] = context, acceptance
 
-    def _restore_context(self, context: _Context, state: dict[str, Any]) -> None:
+    def _restored_acceptance(
+        self, pair: tuple[str, str], limits: Limits, state: dict[str, Any] | None
+    ) -> AcceptanceModel:
+        """The pair's acceptance: that of its other contexts, or one of the stored state."""
+        if state is None or pair in self._acceptance:
+            return self._acceptance_for(pair, limits)
+        num_bands = band_of(limits.max_batch_size) + 1
+        acceptance = AcceptanceModel(limits.max_speculation_length, num_bands)
+        acceptance.restore(state)
+        if not acceptance_is_sound(acceptance):
+            raise ValueError("the acceptance counts are no counts")
+        acceptance.extend(limits.max_speculation_length, num_bands)
+        return acceptance
+
+    def _restore_context(self, context: _Chooser, state: dict[str, Any]) -> None:
         context.model.restore(state["model"])
         context.version = int(state["version"])
         context.lengths = [int(length) for length in state["lengths"]]
@@ -351,6 +409,15 @@ class Controller:
         else:
             context.policy.extend()
             self._redecide(context, f"the policy changed from {state['policy']} to {self.policy_name}")
+
+
+def check_restored(context: _Chooser) -> None:
+    """Raise ValueError where a restored context could not go on."""
+    lengths, longest = context.lengths, context.model.limits.max_speculation_length
+    if len(lengths) != len(context.model.buckets) or not all(0 <= length <= longest for length in lengths):
+        raise ValueError(f"{lengths} are not the lengths of {len(context.model.buckets)} buckets")
+    if not context.model.sound():
+        raise ValueError("its numbers are implausible")
 
 
 def source_of(profiled: bool, online: bool) -> str:

@@ -37,7 +37,7 @@ KEPT_AFTER_DRIFT = 0.1
 SILENT_GROUPS = 2048
 
 
-class FleetAgreement:
+class Agreement:
     """Log residuals of each worker by length, and what follows from them."""
 
     def __init__(self, num_lengths: int) -> None:

@@ -17,7 +17,6 @@ from itertools import compress, groupby
 import structlog
 from speclen.v1 import control_pb2 as pb
 
-from controller.controller import Controller
 from controller.core import (
     ContextKey,
     LearnedRow,
@@ -28,10 +27,12 @@ from controller.core import (
     StepObservation,
     Table,
 )
+from controller.estimation import Estimator
 from controller.ingest import Group, Origin, read_reports
 from controller.journal import Journal
+from controller.news import News
 from controller.prediction import PredictionError
-from controller.registry import Context, Registration, Registry, Worker
+from controller.registry import RegisteredContext, Registration, Registry, Worker
 from controller.validation import InvalidMessageError
 
 log = structlog.get_logger()
@@ -64,18 +65,19 @@ class Totals:
     drift: Counter[str] = field(default_factory=Counter)
 
 
-class Fleet:
+class LearningService:
     """Estimator, registry and journal, kept in step. Everything happens on one thread.
 
-    on_change is called when a length in a context's table has changed.
+    news: gets the workers of a context when a length in its table has changed.
     """
 
     def __init__(
         self,
-        estimator: Controller,
+        estimator: Estimator,
         registry: Registry,
         journal: Journal,
         clock: Callable[[], float],
+        news: News,
         last_group_id: int = 0,
     ) -> None:
         self.estimator = estimator
@@ -85,7 +87,7 @@ class Fleet:
         self.last_group_id = last_group_id
         self.totals = Totals()
         self.prediction: dict[ContextKey, PredictionError] = {}
-        self.on_change: Callable[[Context], None] = lambda context: None
+        self.news = news
         self._tables: dict[ContextKey, Table] = {}
         self._waiting: dict[str, Worker] = {}
         # Buckets for which a context has no probe to give until it has learned more.
@@ -101,13 +103,38 @@ class Fleet:
         self.journal.note_worker(worker)
         return worker
 
-    def _prepare(self, context: Context) -> None:
-        self.estimator.add_context(context.key, context.limits)
-        self._tables.pop(context.key, None)
+    def _prepare(self, context: RegisteredContext) -> None:
+        key = context.key
+        before = self.estimator.limits(key) if self.estimator.knows(key) else None
+        outcome = self.estimator.add_context(key, context.limits)
+        if self.estimator.limits(key) != before:
+            self.journal.note_limits(context, self.last_group_id)
+        self._tables.pop(key, None)
+        self._note(context, outcome)
+
+    def find(self, worker_id: str, epoch: int) -> Worker:
+        """The worker of this name and epoch; raises what Registry.find raises."""
+        return self.registry.find(worker_id, epoch)
+
+    @property
+    def contexts(self) -> tuple[ContextKey, ...]:
+        """Every context known."""
+        return tuple(self.registry.contexts)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers known."""
+        return len(self.registry.workers)
+
+    async def wait_for_room(self) -> None:
+        """Return at once, except when a working disk is too far behind."""
+        await self.journal.wait_for_room()
 
     def take(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[InvalidMessageError]:
         """Note reports of one worker, each of them once; says which were refused and why."""
         worker.last_seen_at = now = self.clock()
+        if worker.window.close_gaps(now):
+            self.journal.note_worker(worker)
         if not reports:
             if now - worker.noted_at > QUIET_NOTE_S:
                 self.journal.note_worker(worker)
@@ -132,12 +159,13 @@ class Fleet:
         context = workers[0].context
         observations = [step for worker in workers for step in worker.group.observations]
         senders = [worker.worker_id for worker in workers for _ in worker.group.observations]
-        self._compare(context, observations[-1])
         try:
+            self._compare(context, observations[-1])
             outcome = self.estimator.observe(context.key, observations, senders)
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", workers=sorted(set(senders)))
             self._give_up(workers)
+            self._start_anew(context)
             return
         self.last_group_id += 1
         self.totals.num_reports += len(observations)
@@ -148,6 +176,13 @@ class Fleet:
             self.journal.note_reports(worker, [(self.last_group_id, *row) for row in rows])
         self._no_probe.pop(context.key, None)
         self._note(context, outcome)
+
+    def _start_anew(self, context: RegisteredContext) -> None:
+        """Forget what is believed of a context after a mistake of ours, which could repeat itself otherwise."""
+        try:
+            self._note(context, self.estimator.start_anew(context.key, "the estimator failed"))
+        except Exception:
+            log.exception("a context cannot start anew", context=str(context.key))
 
     def _give_up(self, workers: Iterable[Worker]) -> None:
         """Forget the reports that wait, and count them."""
@@ -186,22 +221,25 @@ class Fleet:
         self.totals.num_repeated += window.num_repeated - repeated
         return list(compress(reports, new))
 
-    def _compare(self, context: Context, step: StepObservation) -> None:
+    def _compare(self, context: RegisteredContext, step: StepObservation) -> None:
         prediction = self.prediction.get(context.key)
         if prediction is None:
             prediction = self.prediction[context.key] = PredictionError()
         prediction.add(self.table(context), step)
 
-    def _note(self, context: Context, outcome: ObserveOutcome) -> None:
+    def _note(self, context: RegisteredContext, outcome: ObserveOutcome) -> None:
         if outcome.decisions or outcome.drift_events:
             self.totals.num_decisions += len(outcome.decisions)
             self.totals.drift.update(event.factor for event in outcome.drift_events)
+            for event in outcome.drift_events:
+                if event.factor == "reset":
+                    log.error("a context starts anew", context=str(context.key), reason=event.detail)
             self.journal.note_outcome(context, outcome, self.last_group_id)
             self._tables.pop(context.key, None)
             if outcome.decisions:
-                self.on_change(context)
+                self.news.note(context.workers)
 
-    def table(self, context: Context) -> Table:
+    def table(self, context: RegisteredContext) -> Table:
         """The table in use. Its lengths are of this moment, its expected times at most as old as `refresh` allows."""
         table = self._tables.get(context.key)
         if table is None:
@@ -231,7 +269,12 @@ class Fleet:
         bucket = self.estimator.bucket_index(key, batch_size)
         if bucket in asked:
             return None
-        probe = self.estimator.take_probe(key, batch_size, worker.limits.max_speculation_length)
+        try:
+            probe = self.estimator.take_probe(key, batch_size, worker.limits.max_speculation_length)
+        except Exception:
+            log.exception("the estimator failed to give a probe", context=str(key))
+            self._start_anew(worker.context)
+            return None
         if probe is None:
             asked.add(bucket)
             return None

@@ -1,0 +1,173 @@
+"""The files of a database: who may write them, how far the last writer got, and whether they are still there.
+
+What is written into a file that no name leads to any more is lost at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from store.connection import StoreError, refusal
+
+# Seconds that a new writer waits for the lock: a killed process may take a moment to go, a look takes an instant.
+LOCK_PATIENCE_S = 0.3
+
+
+class WriterLock:
+    """Held by the one process that may write; the kernel releases it when the process dies, however it dies.
+
+    Two locks: on a file of its own beside the database, which also holds the process and how many commits were told
+    durable; and on the database file itself, which another name of it (a hard link) shares. Locking through SQLite
+    (locking_mode=EXCLUSIVE) would shut out readers. SQLite's own locks are of another kind, and neither touches the
+    other. Only meaningful on a local disk, like WAL itself.
+
+    num_commits: how many commits the last writer told durable; 0 if that is not known.
+    """
+
+    def __init__(self, database: Path) -> None:
+        self.database = database
+        self._note = os.open(lock_path(database), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = -1
+        try:
+            content = os.pread(self._note, 64, 0).decode(errors="replace").split()
+            if not try_lock(self._note, fcntl.LOCK_EX, LOCK_PATIENCE_S):
+                raise StoreError(in_use(database, f"process {content[0] if content else 'unknown'}"))
+            self.num_commits = int(content[1]) if len(content) > 1 and content[1].isdecimal() else 0
+            self.take_file()
+            self.note(self.num_commits)
+        except BaseException:
+            self.release()
+            raise
+
+    def take_file(self) -> None:
+        """Lock the database file, made if there is none; again after it was moved aside. Raises StoreError."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        try:
+            self._file = os.open(self.database, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise refusal(self.database, error) from error
+        if not try_lock(self._file, fcntl.LOCK_EX, LOCK_PATIENCE_S):
+            raise StoreError(in_use(self.database, "under another name of the same file"))
+        names = os.fstat(self._file).st_nlink
+        if names > 1:
+            raise StoreError(
+                f"{self.database} has {names} names (hard links), and what SQLite has not yet moved into the file lies "
+                "beside only one of them: remove the others, or copy the file instead of linking it."
+            )
+
+    def note(self, num_commits: int) -> None:
+        """Write down who holds the lock and how many commits are durable.
+
+        Not forced to the disk: after a loss of power it may name fewer than there are, never more.
+        """
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            text = f"{os.getpid()}\n{num_commits}\n".encode()
+            os.pwrite(self._note, text.ljust(32), 0)
+
+    def release(self) -> None:
+        """Let another process write. The lock file stays: removing it would race with a process that just opened it."""
+        for descriptor in (self._file, self._note):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def in_use(database: Path, by: str) -> str:
+    return f"{database} is in use by another controller ({by}): stop that one, or give this one another file with --db."
+
+
+def lock_path(database: Path) -> Path:
+    """The lock's own file, beside the file that the name finally leads to."""
+    real = Path(os.path.realpath(database))
+    return real.with_name(real.name + ".lock")
+
+
+def try_lock(descriptor: int, kind: int, patience_s: float) -> bool:
+    """Take a lock of a kind, LOCK_EX or LOCK_SH, within patience_s; False if somebody else keeps it."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+
+
+def is_locked(database: Path) -> bool:
+    """True while some process may write to the database. Looks by sharing its locks for an instant."""
+    return _is_held(lock_path(database)) or _is_held(database)
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(descriptor, fcntl.LOCK_SH, 0.0)
+    finally:
+        os.close(descriptor)
+
+
+class StoreGoneError(StoreError):
+    """The files of the database were deleted or replaced while it was open. Nothing more can be promised."""
+
+
+class Presence:
+    """The files of an open database (the database, its WAL and the WAL's index), by device and inode."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identities = {name: identity for name in files_of(path) if (identity := identity_of(name)) is not None}
+
+    def check(self) -> None:
+        """Raises StoreGoneError where a name no longer leads to the file that is written to."""
+        for name, identity in self._identities.items():
+            now = identity_of(name)
+            if now != identity:
+                raise StoreGoneError(
+                    f"{name} was {'deleted' if now is None else 'replaced'} while the controller was writing to it: "
+                    "what has been acknowledged may be gone, nothing more is acknowledged; put the file back or restore "
+                    "a backup, and start the controller again."
+                )
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """A database and what SQLite keeps beside it while it is open."""
+    return tuple(path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm"))
+
+
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None if there is no such file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a damaged database with its WAL to NAME.damaged-TIME; returns the new name."""
+    target = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}")
+    for source, renamed in zip(files_of(path), files_of(target), strict=True):
+        if source.exists():
+            source.rename(renamed)
+    return target
+
+
+def size_of(path: Path) -> int:
+    """Bytes of the database and its WAL."""
+    total = 0
+    for name in (path, path.with_name(path.name + "-wal")):
+        try:
+            total += name.stat().st_size
+        except OSError:
+            continue
+    return total

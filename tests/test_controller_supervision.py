@@ -1,0 +1,156 @@
+"""The law: nothing that has to run for ever ends unnoticed; the process follows within a second, with one line."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from control_fakes import group, registration, run, served
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from controller.server import end
+from controller.supervision import Supervisor
+
+PATIENCE_S = 60
+
+# Starts a controller in which one part breaks half a second after it serves, and says when that was.
+BREAKING = """
+import asyncio, sys, threading, time
+from pathlib import Path
+from controller.config import ControllerConfig
+from controller import server
+from controller.logs import set_up_logs
+
+def broken(*arguments, **more):
+    print("BROKEN", time.monotonic(), flush=True)
+    raise RuntimeError("broken for a test")
+
+async def soon_broken(*arguments, **more):
+    await asyncio.sleep(0.5)
+    broken()
+
+part = sys.argv[1]
+set_up_logs()
+config = ControllerConfig(listen="127.0.0.1:0", db=Path(sys.argv[2]), metrics_listen="127.0.0.1:0", commit_interval_s=0.05)
+if part == "learning":
+    server.LearningService.learn_for_ever = soon_broken
+elif part == "journal":
+    server.Journal.run = soon_broken
+elif part == "sweep":
+    from controller.streams import Streams
+    Streams.sweep = soon_broken
+elif part == "delivery":
+    from controller.streams import Streams
+    Streams.deliver = soon_broken
+elif part == "writer":
+    from store.database import Store
+    take, begun = Store._take, time.monotonic()
+    def breaking(self):
+        while time.monotonic() < begun + 1.5:
+            time.sleep(0.05)
+        broken()
+    Store._take = breaking
+elif part == "metrics":
+    import socketserver
+    poll = socketserver.BaseServer.service_actions
+    begun = time.monotonic()
+    socketserver.BaseServer.service_actions = lambda self: time.monotonic() > begun + 1.5 and broken()
+asyncio.run(server.serve(config, lambda line: print(line, flush=True)))
+"""
+
+
+@pytest.mark.parametrize("part", ["learning", "journal", "sweep", "delivery", "writer", "metrics"])
+def test_a_part_that_ends_takes_the_process_with_it_within_a_second(tmp_path, part):
+    process = subprocess.Popen(
+        [sys.executable, "-c", BREAKING, part, str(tmp_path / "s.db")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    ended = time.monotonic()
+    assert process.returncode == 1, errors
+    broke = float(output.split("BROKEN")[1].split()[0])
+    assert ended - broke < 1.5, "a second, and what a busy machine adds"
+    told = [line for line in errors.splitlines() if "critical" in line]
+    assert len(told) == 1, errors
+    assert "has ended" in told[0]
+    if part != "metrics":  # whose thread is another library's, and prints what ended it
+        assert "Traceback" not in errors
+
+
+async def read_to_the_end(call) -> None:
+    while await call.read() is not aio.EOF:
+        pass
+
+
+def test_health_and_streams_tell_of_a_failure(tmp_path):
+    async def story():
+        async with served(tmp_path) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(group(1, 3))
+            await call.read()
+
+            async def fail() -> None:
+                raise RuntimeError("no more")
+
+            at.controller.supervisor.start("a part", fail())
+            assert await at.controller.supervisor.failure == "a part has ended: no more"
+            await end(at.controller, 0.0)
+            with pytest.raises(aio.AioRpcError) as ending:
+                await read_to_the_end(call)
+            assert ending.value.code().name == "UNAVAILABLE"
+            assert "a part has ended: no more" in ending.value.details()
+
+    run(story)
+
+
+def test_health_is_not_serving_while_the_failed_controller_is_still_there(tmp_path):
+    async def story():
+        async with served(tmp_path) as at:
+            at.service.journal.store._ended = RuntimeError("gone")  # as the writer's thread says it
+            health = health_pb2_grpc.HealthStub(at.channel)
+            assert "gone" in await asyncio.wait_for(at.controller.supervisor.failure, 1.0)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service="speclen.store"))
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            at.service.journal.store._ended = None
+
+    run(story)
+
+
+def test_what_is_stopped_on_purpose_is_no_failure():
+    async def story():
+        supervisor, thread = Supervisor(), threading.Thread(target=time.sleep, args=(0.6,), name="a thread")
+        thread.start()
+        supervisor.start("a task", asyncio.sleep(60))
+        await supervisor.stop()
+        assert not supervisor.failure.done()
+        again = Supervisor()
+        again.watch(thread)
+        assert await asyncio.wait_for(again.failure, 5.0) == "a thread has ended: its thread is dead"
+        await again.stop()
+
+    asyncio.run(story())
+
+
+def test_a_task_that_returns_or_is_cancelled_by_somebody_else_has_ended_too():
+    async def story():
+        returned = Supervisor()
+        returned.start("a task", asyncio.sleep(0))
+        assert await returned.failure == "a task has ended: without a reason"
+        cancelled = Supervisor()
+        cancelled.start("a task", asyncio.sleep(60))
+        await asyncio.sleep(0)
+        cancelled._tasks[0].cancel()
+        assert await cancelled.failure == "a task has ended: without a reason"
+
+    asyncio.run(story())

@@ -1,0 +1,218 @@
+"""The law: whatever is done to the file or the writer, nothing is told durable that is not, and somebody hears of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from store_rows import context, moment, report, rows, store_now, worker
+
+from store.connection import StoreError
+from store.database import Store
+from store.files import StoreGoneError, is_locked, lock_path
+from store.records import Commit, StateRow
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def two_names(tmp_path: Path, kind: str) -> tuple[Path, Path]:
+    first, second = tmp_path / "a.db", tmp_path / "elsewhere" / "b.db"
+    second.parent.mkdir()
+    Store.open(first).close()
+    os.symlink(first, second) if kind == "symlink" else os.link(first, second)
+    return first, second
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+def test_another_name_of_the_file_does_not_let_a_second_writer_in(tmp_path, kind):
+    first = tmp_path / "a.db"
+    store = Store.open(first)
+    second = tmp_path / "elsewhere" / "b.db"
+    second.parent.mkdir()
+    os.symlink(first, second) if kind == "symlink" else os.link(first, second)
+    try:
+        with pytest.raises(StoreError, match=r"is in use by another controller .*--db"):
+            Store.open(second)
+        assert is_locked(second)
+        assert store_now(store, moment([1])) is None
+    finally:
+        store.close()
+
+
+def test_a_file_with_two_names_is_refused_since_its_wal_lies_beside_one(tmp_path):
+    _, second = two_names(tmp_path, "hard link")
+    with pytest.raises(StoreError, match="2 names"):
+        Store.open(second)
+
+
+def test_a_symbolic_link_leads_to_the_file_and_its_wal(tmp_path):
+    first, second = two_names(tmp_path, "symlink")
+    store = Store.open(second)
+    assert store_now(store, moment([1])) is None
+    assert (first.parent / "a.db-wal").exists()
+    store.close()
+    assert rows(first, "SELECT count(*) FROM step_reports") == [(1,)]
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, suffix, replaced):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    victim = path.with_name(path.name + suffix)
+    victim.unlink()
+    if replaced:
+        victim.write_bytes(b"")
+    error = None
+    try:
+        error = store_now(store, moment([2]))
+    except StoreGoneError as told_at_once:
+        error = told_at_once
+    assert isinstance(error, StoreGoneError)
+    assert ("replaced" if replaced else "deleted") in str(error)
+    health = store.health()
+    assert not health.ok
+    assert not health.alive
+    with pytest.raises(StoreGoneError):
+        store.submit(moment([3]), lambda error: None)
+    store.close()
+
+
+def test_a_deleted_file_is_noticed_within_a_second_without_a_commit(tmp_path):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store.health().alive
+    path.unlink()
+    deleted = time.monotonic()
+    wait_until(lambda: not store.health().alive)
+    assert time.monotonic() - deleted < 1.5
+    store.close()
+
+
+def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path, monkeypatch):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    reach = store._failpoints.reach
+    monkeypatch.setattr(
+        store._failpoints, "reach", lambda name: path.unlink() if name == "after_commit" else reach(name)
+    )
+    assert isinstance(store_now(store, moment([1])), StoreGoneError)
+    store.close()
+
+
+def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
+    store = Store.open(tmp_path / "s.db")
+
+    def fail(batches):
+        raise MemoryError("no memory for a commit")
+
+    monkeypatch.setattr(store, "_store", fail)
+    assert "no memory" in str(store_now(store, moment([1])))
+    wait_until(lambda: not store.health().alive)
+    with pytest.raises(StoreError, match="no memory"):
+        store.submit(moment([2]), lambda error: None)
+    store.close()
+
+
+def copied_with_half_a_wal(path: Path, folder: Path) -> Path:
+    """The files as a crash would leave them, the WAL cut short."""
+    folder.mkdir()
+    for name in (path, path.with_name(path.name + "-wal"), lock_path(path)):
+        shutil.copy(name, folder / name.name)
+    wal = folder / (path.name + "-wal")
+    with wal.open("r+b") as file:
+        file.truncate(wal.stat().st_size // 2)
+    return folder / path.name
+
+
+def test_a_wal_cut_short_is_noticed_at_start(tmp_path):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    for seq in range(1, 21):
+        assert store_now(store, moment([seq])) is None
+    cut = copied_with_half_a_wal(path, tmp_path / "copy")
+    store.close()
+    assert Store.open(path).num_commits_missing == 0
+    after = Store.open(cut)
+    left = rows(cut, "SELECT count(*) FROM step_reports")[0][0]
+    assert 0 < left < 20
+    assert after.num_commits_missing == 20 - left
+    assert rows(cut, "SELECT kind, num_rows FROM store_events") == [("commits_missing", 20 - left)]
+    after.close()
+    again = Store.open(cut)
+    assert again.num_commits_missing == 0, "told once"
+    again.close()
+
+
+def test_a_database_without_its_note_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    store.close()
+    lock_path(path).write_text("12345\n")  # as an older version wrote it
+    store = Store.open(path)
+    assert store.num_commits_missing == 0
+    store.close()
+
+
+REFUSED = [
+    {"workers": [worker(2, num_missing=2**64)]},
+    {"workers": [worker(-1)]},
+    {"states": [StateRow("context", "1", '{"seen": NaN}', 1.0)]},
+    {"contexts": [context(max_batch_size=0)]},
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED)
+def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, changes):
+    """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1])) is None
+    error = store_now(store, moment([1, 2], **changes))
+    assert "refuses" in str(error)
+    assert not store.health().ok
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,)]
+    assert rows(tmp_path / "s.db", "SELECT applied_seq FROM workers") == [(1,)]
+    assert store_now(store, moment([1, 2])) is None, "the same reports, with a mark that can be kept"
+    assert store.health().ok
+    store.close()
+
+
+def test_what_is_refused_of_one_scope_does_not_hold_up_another(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, Commit(contexts=[context(), context(2, device="other")])) is None
+    outcomes: dict[str, Exception | None] = {}
+    both = threading.Event()
+
+    def note(scope: str, error: Exception | None) -> None:
+        outcomes[scope] = error
+        if len(outcomes) == 2:
+            both.set()
+
+    with store._changed:  # so that both are in one transaction
+        store._waiting.absorb(
+            Commit(workers=[worker(2**64)], reports=[report(1)], scope="bad"), lambda error: note("bad", error)
+        )
+        good = Commit(
+            workers=[worker(5, worker_key=2, context_id=2)],
+            reports=[report(5, worker_key=2, context_id=2)],
+            scope="good",
+        )
+        store._waiting.absorb(good, lambda error: note("good", error))
+        store._changed.notify()
+    assert both.wait(10.0)
+    assert outcomes["good"] is None
+    assert "refuses" in str(outcomes["bad"])
+    assert rows(tmp_path / "s.db", "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
+    assert rows(tmp_path / "s.db", "SELECT worker_key, seq FROM step_reports") == [(2, 5)]
+    store.close()
