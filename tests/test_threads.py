@@ -143,6 +143,18 @@ def test_what_a_call_raises_reaches_the_caller_and_the_next_one_runs():
     assert thread.call(int, "5").result(5.0) == 5
 
 
+def test_what_ends_the_serving_loop_is_kept_and_told_once():
+    told = []
+    thread = EngineThread(on_failure=told.append)
+    thread.start()
+    thread.serve(lambda: None).result(5.0)
+    assert thread.failure is None
+    with pytest.raises(ZeroDivisionError):
+        thread.serve(lambda: 1 / 0).result(5.0)  # type: ignore[arg-type, return-value]
+    assert isinstance(thread.failure, ZeroDivisionError)
+    assert told == [thread.failure]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)],

@@ -91,3 +91,7 @@ class QueueFullError(Exception):
 
 class DrainingError(Exception):
     """The engine accepts no new requests because it is stopping."""
+
+
+class EngineFailedError(Exception):
+    """The engine's thread has ended: this worker computes nothing any more."""
