@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -58,11 +59,15 @@ def worker(
     set_spins()  # before torch is imported
     from worker.config import WorkerConfig  # here, since torch takes seconds to import
     from worker.server import serve
+    from worker.supervision import PartFailedError
 
     try:
         asyncio.run(serve(WorkerConfig(**options), progress))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+    except PartFailedError:  # It has been logged.
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for threads that may never end
 
 
 def progress(message: str) -> None:

@@ -277,12 +277,23 @@ class ControlClient:
         while True:
             group = self.buffer.after(sent, self.settings.group_size)
             if group or self.clock() - quiet_since >= self.settings.heartbeat_s:
-                yield pb.StreamReportsRequest(reports=[to_report(*record) for record in group])
+                yield pb.StreamReportsRequest(reports=self._to_reports(group))
                 quiet_since = self.clock()
             if group:
                 sent = group[-1][0]
             if len(group) < self.settings.group_size:
                 await asyncio.sleep(self.settings.flush_interval_s)
+
+    def _to_reports(self, group: list[tuple[int, LengthChoice, StepResult]]) -> list[pb.StepReport]:
+        """The group as messages. What no message can hold is left out and counted: it would end every stream anew."""
+        reports = []
+        for record in group:
+            try:
+                reports.append(to_report(*record))
+            except (ValueError, TypeError, KeyError) as error:
+                self.buffer.num_dropped += 1
+                log.error("a report cannot be sent and is left out", seq=record[0], reason=str(error))
+        return reports
 
     async def _receive(self, call: aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]) -> None:
         async for response in call:

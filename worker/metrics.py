@@ -5,6 +5,8 @@ Counts and gauges are read when somebody asks; only the three latency histograms
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
@@ -19,9 +21,11 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 
 class WorkerMetrics:
     """The worker's registry. Times in seconds."""
 
-    def __init__(self, engine: Engine, control: ControlClient) -> None:
+    def __init__(self, engine: Engine, control: ControlClient, num_failures: dict[str, int] | None = None) -> None:
+        """num_failures: how often each part of the process ended and was started again."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, control))
+        self.registry.register(EngineCollector(engine, control, {} if num_failures is None else num_failures))
+        self._thread: threading.Thread | None = None  # serves the page
         self.time_to_first_token = self._histogram("time_to_first_token", "From arrival to the first token")
         self.inter_token_latency = self._histogram("inter_token_latency", "Mean time between tokens of a request")
         self.e2e_request_latency = self._histogram("e2e_request_latency", "From arrival to the last token")
@@ -35,11 +39,18 @@ class WorkerMetrics:
         if not host or not port.isdecimal():
             raise ValueError(f"--metrics-listen {address!r} is not HOST:PORT")
         try:
-            start_http_server(int(port), addr=host, registry=self.registry)
+            _, self._thread = start_http_server(int(port), addr=host, registry=self.registry)
         except OSError as error:
             raise OSError(
                 f"cannot listen on {address}: {error.strerror}; choose another with --metrics-listen"
             ) from error
+
+    async def keep_page(self, address: str) -> None:
+        """Serve the page, if it is not served, and return when its thread has ended. Raises as `serve`."""
+        if self._thread is None or not self._thread.is_alive():
+            self.serve(address)
+        while self._thread is not None and self._thread.is_alive():
+            await asyncio.sleep(1.0)
 
     def request_finished(
         self, arrived_at: float, first_token_at: float | None, ended_at: float, num_tokens: int
@@ -56,9 +67,10 @@ class WorkerMetrics:
 class EngineCollector:
     """Reads the engine's and the control client's own numbers when Prometheus asks."""
 
-    def __init__(self, engine: Engine, control: ControlClient) -> None:
+    def __init__(self, engine: Engine, control: ControlClient, num_failures: dict[str, int]) -> None:
         self._engine = engine
         self._control = control
+        self._num_failures = num_failures
 
     def collect(self) -> Iterator[Metric]:
         load, control = self._engine.load(), self._control
@@ -78,6 +90,14 @@ class EngineCollector:
         yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer.records))
         yield counter("reports_dropped", "Reports given up for lack of room", control.buffer.num_dropped)
         yield counter("reports_refused", "Reports the controller refused", control.num_refused)
+        yield failures(self._num_failures)
+
+
+def failures(num_failures: dict[str, int]) -> Metric:
+    family = CounterMetricFamily("speclen_part_failures", "Parts that ended and were started again", labels=["part"])
+    for part, number in sorted(dict(num_failures).items()):
+        family.add_metric([part], number)
+    return family
 
 
 def gauge(name: str, text: str, value: float) -> Metric:

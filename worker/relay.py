@@ -18,15 +18,24 @@ from worker.request import SequenceOutput
 
 @dataclass(slots=True)
 class OutputStream:
-    """Outputs of one request on the event loop's side."""
+    """Outputs of one request on the event loop's side. failure: why none will follow any more."""
 
     waiting: list[SequenceOutput] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Let `next` raise the error once it has given what there is."""
+        self.failure = error
+        self.arrived.set()
 
     async def next(self) -> list[SequenceOutput]:
-        """Everything that arrived since the last call, in order; waits for at least one."""
+        """Everything that arrived since the last call, in order; waits for at least one. Raises the failure."""
         await self.arrived.wait()
-        self.arrived.clear()
+        if self.failure is not None and not self.waiting:
+            raise self.failure
+        if self.failure is None:
+            self.arrived.clear()
         outputs, self.waiting = self.waiting, []
         return outputs
 

@@ -21,7 +21,7 @@ from worker.messages import SequenceMessages, to_request
 from worker.metrics import WorkerMetrics
 from worker.models import ModelPair
 from worker.relay import OutputRelay, OutputStream
-from worker.request import DrainingError, GenerationRequest, QueueFullError, SequenceOutput
+from worker.request import DrainingError, EngineFailedError, GenerationRequest, QueueFullError, SequenceOutput
 
 log = structlog.get_logger()
 Context: TypeAlias = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -56,7 +56,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._facts = facts
         self._metrics = metrics
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
-        self._running: set[str] = set()
+        self._open: dict[str, OutputStream] = {}  # by request id
+        self._failure: EngineFailedError | None = None
+
+    def fail(self, error: EngineFailedError) -> None:
+        """The engine is gone: end what runs and refuse what comes, both with the error."""
+        self._failure = error
+        for stream in self._open.values():
+            stream.fail(error)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         stream = OutputStream()
@@ -64,24 +71,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             async for response in self._responses(generation, stream, request.stream):
                 yield response
+        except EngineFailedError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
         finally:
             # Reached early when the client went away or its deadline passed.
-            self._running.discard(generation.request_id)
+            del self._open[generation.request_id]
             self._engine.abort(generation.request_id)
 
     async def _submit(self, message: pb.GenerateRequest, stream: OutputStream, context: Context) -> GenerationRequest:
         try:
+            if self._failure is not None:
+                raise self._failure
             generation = to_request(message, self._encode)
-            if generation.request_id in self._running:
+            if generation.request_id in self._open:
                 raise ValueError(f"request_id {generation.request_id!r} is already running: choose another")
             self._engine.submit(generation, functools.partial(self._relay.put, stream))
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except QueueFullError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except DrainingError as error:
+        except (DrainingError, EngineFailedError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        self._running.add(generation.request_id)
+        self._open[generation.request_id] = stream
         return generation
 
     async def _responses(
