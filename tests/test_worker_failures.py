@@ -69,7 +69,7 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_within_a_seco
     with grpc.insecure_channel(worker.address) as channel:
         with pytest.raises(grpc.RpcError) as raised:
             list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
-        assert raised.value.code() == grpc.StatusCode.INTERNAL
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
         assert "the engine has failed: MemoryError: no room" in raised.value.details()
     code, seconds = exits(worker, 5)
     assert (code, seconds < 1.0) == (1, True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from worker.control_client import ControlClient
@@ -21,12 +21,23 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 
 class WorkerMetrics:
     """The worker's registry. Times in seconds."""
 
-    def __init__(self, engine: Engine, control: ControlClient, num_failures: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        control: ControlClient,
+        num_failures: dict[str, int] | None = None,
+        num_at_entrance: Callable[[], int] = lambda: 0,
+    ) -> None:
         """num_failures: how often each part of the process ended and was started again."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, control, {} if num_failures is None else num_failures))
+        num_failures = {} if num_failures is None else num_failures
+        self.registry.register(EngineCollector(engine, control, num_failures, num_at_entrance))
         self._thread: threading.Thread | None = None  # serves the page
         self.time_to_first_token = self._histogram("time_to_first_token", "From arrival to the first token")
+        self.request_queue_time = self._histogram("request_queue_time", "From arrival to the engine")
+        self.slow_readers = Counter(
+            "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
+        )
         self.inter_token_latency = self._histogram("inter_token_latency", "Mean time between tokens of a request")
         self.e2e_request_latency = self._histogram("e2e_request_latency", "From arrival to the last token")
 
@@ -67,15 +78,18 @@ class WorkerMetrics:
 class EngineCollector:
     """Reads the engine's and the control client's own numbers when Prometheus asks."""
 
-    def __init__(self, engine: Engine, control: ControlClient, num_failures: dict[str, int]) -> None:
+    def __init__(
+        self, engine: Engine, control: ControlClient, num_failures: dict[str, int], num_at_entrance: Callable[[], int]
+    ) -> None:
         self._engine = engine
         self._control = control
         self._num_failures = num_failures
+        self._num_at_entrance = num_at_entrance
 
     def collect(self) -> Iterator[Metric]:
         load, control = self._engine.load(), self._control
         yield gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
-        yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting)
+        yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting + self._num_at_entrance())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
         yield gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)

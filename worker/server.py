@@ -28,6 +28,7 @@ from worker.config import WorkerConfig, parse_policy
 from worker.control_client import ControlClient, WorkerCard
 from worker.engine import Engine, EngineConfig
 from worker.engine_thread import EngineThread
+from worker.entrance import Entrance
 from worker.identity import context_key
 from worker.length_table import DEFAULT_LENGTH, LengthTable
 from worker.metrics import WorkerMetrics
@@ -126,7 +127,7 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,
         max_speculation_length=control.card.max_speculation_length,
-        max_waiting=config.max_waiting,
+        max_waiting=config.max_waiting + config.max_batch_size,  # the queue's bound is kept by the service
         max_kv_tokens=config.max_kv_tokens or None,
     )
     engine = Engine(pair, engine_config, control)
@@ -165,12 +166,13 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     if config.controller and control.follow and config.quick_profile_s:
         # Only then has the controller a say in when to serve: whoever measures nothing asks it while serving.
         await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
-    metrics = WorkerMetrics(engine, control, supervisor.num_failures)
+    entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting)
+    metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     if config.metrics_listen:
         metrics.serve(config.metrics_listen)
         supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen))
-    facts = model_facts(pair, control)
-    servicer = GenerationServicer(engine, pair, control, facts, metrics, config.stream_interval_s)
+    timings = config.stream_interval_s, config.unread_timeout_s
+    servicer = GenerationServicer(engine, pair, control, model_facts(pair, control), metrics, entrance, *timings)
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     running = start_engine(torch_thread, engine, supervisor)
     await server.start()
@@ -186,8 +188,8 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
         await supervisor.wait(stopping)
         progress("draining: running requests finish, new ones are refused")
         await set_health(health_servicer, NOT_SERVING)
-        engine.drain()
-        await wait_until_idle(engine, config.drain_timeout_s, supervisor.check)
+        servicer.drain()
+        await wait_until_idle(servicer, config.drain_timeout_s, supervisor.check)
         await flush_reports(control)
     await wait_until_stopped(running)
 
@@ -255,17 +257,15 @@ async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
     await servicer.set(SERVICE, status)
 
 
-async def wait_until_idle(engine: Engine, timeout_s: float, check: Callable[[], None]) -> None:
-    """check: called again and again; raises when there is no use in waiting."""
+async def wait_until_idle(servicer: GenerationServicer, timeout_s: float, check: Callable[[], None]) -> None:
+    """Wait until every request has been answered. check: called again and again; raises when waiting is of no use."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while servicer.num_open:
         check()
-        load = engine.load()
-        if not load.num_running and not load.num_waiting:
-            await asyncio.sleep(0.1)  # the last messages leave
+        if time.monotonic() >= deadline:
+            log.warning("drain timed out, ending what still runs", num_running=servicer.num_open)
             return
         await asyncio.sleep(0.05)
-    log.warning("drain timed out, aborting what still runs", num_running=engine.load().num_running)
 
 
 async def flush_reports(control: ControlClient, timeout_s: float = 2.0) -> None:

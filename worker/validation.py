@@ -21,15 +21,19 @@ def check_request(
     if not num_tokens:
         raise ValueError("prompt is empty: at least one token is needed")
     if num_tokens >= max_context_length:
-        raise ValueError(
-            f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and at least "
-            "one new token"
-        )
+        raise ValueError(prompt_too_long(num_tokens, max_context_length))
     _check_ids("prompt token", request.prompt_ids, vocab_size)
     length = request.fixed_length
     if length is not None and not 0 <= length <= max_speculation_length:
         raise ValueError(f"speculation.length is {length}, allowed are 0 to {max_speculation_length}")
     check_sampling(request.sampling, vocab_size)
+
+
+def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
+    return (
+        f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and at least one "
+        "new token"
+    )
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
