@@ -7,6 +7,7 @@ else. So every model is looked at twice: `inspect_layers` records what its layer
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AttentionInterface
 from worker.attention import RowAttention, StepMasks, install
 from worker.cached_model import CachedModel
 from worker.kv_cache import LayerShape
-from worker.models import ModelError
+from worker.models import ModelError, refuse_latent_attention
 
 PROBE = "speclen_probe"
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -76,9 +77,10 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     device = next(model.parameters()).device
     try:
         model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=device), use_cache=False)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # Whatever a family's own code raises, the person who named it gets one sentence.
         raise ModelError(
-            f"{name}: {config.model_type} does not run with another attention function: {error}"
+            f"{name}: {config.model_type} does not run with another attention function{_sharing(config)}: "
+            f"{first_line(error)}"
         ) from error
     finally:
         install(model)
@@ -89,7 +91,20 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     ]
 
 
+def _sharing(config: Any) -> str:
+    num_shared = getattr(config, "num_kv_shared_layers", None)
+    return f", since {num_shared} of its layers share keys and values" if num_shared else ""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line of at most 200 characters."""
+    lines = str(error).strip().splitlines() or [""]
+    text = f"{type(error).__name__}: {lines[0]}"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def _check_config(config: Any, name: str) -> None:
+    refuse_latent_attention(config, name)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name}: {config.model_type} is an encoder-decoder; speclen runs decoder-only models")
     unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
@@ -134,31 +149,78 @@ def check_model(cached: CachedModel, plain_model: Any, name: str) -> None:
 
     plain_model: the same weights as transformers runs them, in its own attention.
     Two rows of different lengths are fed in pieces: a prompt each, then several tokens of both rows at once, with a
-    rejected token overwritten in between.
+    rejected token overwritten in between. One is longer than the shortest window that is named anywhere: some families
+    mask by a window that they do not hand to attention, or hand on one by which they do not mask.
     """
-    ids = _check_ids(cached)
-    lengths = [len(row) for row in ids]
-    plain = _plain_logits(plain_model, ids)
-    ragged = _ragged_logits(cached, ids)
-    for row in range(len(lengths)):
-        cached.pool.release(row)
+    config = cached.model.config.get_text_config()
+    windows = _windows(config, cached)
+    longest = min(max(LEAST_TOKENS, 2 * min(windows, default=0) + 16), cached.max_context_length)
+    if longest > (affordable := _affordable_tokens(cached)):
+        _check_unseen_windows(config, cached, name)
+        longest = max(min(LEAST_TOKENS, longest), affordable)
+    ids = _check_ids(cached, longest)
+    try:
+        plain = _plain_logits(plain_model, ids)
+        ragged = _ragged_logits(cached, ids)
+    except Exception as error:
+        raise ModelError(
+            f"{name}: {config.model_type} does not run in ragged batches{_sharing(config)}: {_why(error)}"
+        ) from error
+    finally:
+        for row in range(len(ids)):
+            cached.pool.release(row)
     if not torch.isfinite(plain).all():
         raise ModelError(f"{name}: its plain forward gives logits that are not finite")
     difference = float((plain - ragged).square().mean().sqrt() / plain.std().clamp_min(1e-6))
     if not difference <= TOLERANCE[cached.pool.dtype]:
         raise ModelError(
-            f"{name}: {cached.model.config.get_text_config().model_type} gives other logits in ragged batches than alone "
-            f"(by {difference:.2g} standard deviations), so its output would be wrong"
+            f"{name}: {config.model_type} gives other logits in ragged batches than alone (by {difference:.2g} standard "
+            "deviations), so its output would be wrong"
         )
 
 
 NUM_TAIL = 3  # tokens per row that are fed together at the end
+LEAST_TOKENS = 48  # of the longest row
+# Tokens times parameters that the longest row may cost: some seconds on two cores of a CPU, one on a GPU.
+BUDGET = {"cpu": 2e11, "cuda": 5e13}
 
 
-def _check_ids(cached: CachedModel) -> list[list[int]]:
-    """One or two rows of tokens; longer than a sliding window where that is short."""
+def _windows(config: Any, cached: CachedModel) -> list[int]:
+    """Windows shorter than the context that the configuration names in any key, or that a layer hands to attention."""
+    named = [value for key, value in config.to_dict().items() if "window" in key or "chunk" in key]
+    handed = [shape.window for shape in cached.pool.shapes]
+    return [w for w in [*named, *handed] if type(w) is int and 1 < w < cached.max_context_length]
+
+
+def _affordable_tokens(cached: CachedModel) -> int:
+    num_parameters = sum(parameter.numel() for parameter in cached.model.parameters())
+    return int(BUDGET[cached.pool.device.type] / max(1, num_parameters))
+
+
+def _check_unseen_windows(config: Any, cached: CachedModel, name: str) -> None:
+    """What can be told of windows that are too long to be run. Raises ModelError when the layers and the key disagree."""
+    window = getattr(config, "sliding_window", None)
+    handed = {shape.window for shape in cached.pool.shapes} - {None}
+    known = "sliding_window" in inspect.signature(type(config).__init__).parameters or hasattr(
+        type(config), "sliding_window"
+    )
+    masked = known and window is not None and window < cached.max_context_length
+    if bool(handed) != masked:
+        raise ModelError(
+            f"{name}: the window of {window} tokens in its configuration and what its layers of {config.model_type} do "
+            "disagree, so its output would be wrong"
+        )
+
+
+def _why(error: Exception) -> str:
+    if "row_attention" in str(error):
+        return "its layers do not hand the engine's arguments on to their attention"
+    return first_line(error)
+
+
+def _check_ids(cached: CachedModel, longest: int) -> list[list[int]]:
+    """One or two rows of tokens, of which the first has `longest`."""
     vocab_size = cached.model.get_input_embeddings().weight.shape[0]
-    longest = min(48, cached.max_context_length)
     generator = torch.Generator().manual_seed(0)
     lengths = (longest, max(longest // 3, NUM_TAIL + 2))[: cached.pool.num_rows]
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
