@@ -135,6 +135,7 @@ def test_one_more_than_rows_and_queue_is_refused_and_all_others_are_served() -> 
         async with served(max_waiting=3, rows=2) as at:
             tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(5)]
             await until(lambda: at.servicer.num_open == 5)
+            await until(lambda: at.engine.load().num_running == 2)
             info = await at.stub.GetServerInfo(pb.GetServerInfoRequest())
             assert info.num_requests_waiting == 3
             code, said = await at.fails(tokenized(1, 2))

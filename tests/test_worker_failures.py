@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -75,7 +76,7 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_within_a_seco
     assert (code, seconds < 1.0) == (1, True)
     lines = worker.log_file.read_text().splitlines()
     assert "Traceback" not in "".join(lines)
-    assert sum("the engine has failed" in line for line in lines) == 1
+    assert sum("the worker cannot go on and ends" in line for line in lines) == 1
 
 
 def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:
@@ -103,4 +104,8 @@ def test_reporting_that_fails_is_started_again_counted_and_no_reason_to_stop(sta
     assert exits(worker, 15)[0] == 0
     said = worker.log_file.read_text()
     assert "Traceback" not in said
-    assert "ZeroDivisionError: sabotage (failing_worker.py:" in said
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    restarts = [event for event in events if event["event"] == "a part has ended and is started again"]
+    assert len(restarts) >= 2
+    assert {event["level"] for event in restarts} == {"error"}
+    assert "ZeroDivisionError: sabotage (failing_worker.py:" in restarts[0]["reason"]

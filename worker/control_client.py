@@ -258,7 +258,7 @@ class ControlClient:
         self._apply_table(registered.table)
         self.buffer.forget_until(registered.durable_seq)
         self._last_answer = self.clock()
-        log.info("controller found", durable_seq=registered.durable_seq)
+        log.info("joined the controller", durable_seq=registered.durable_seq, worker=self.card.worker_id)
         self.connected = True
         call = stub.StreamReports(self._requests(registered.durable_seq), metadata=metadata)
         try:
@@ -324,6 +324,7 @@ class ControlClient:
         if not self.follow or not message.choices:
             return
         buckets = [BucketLength(c.batch_min, c.batch_max, c.speculation_length) for c in message.choices]
+        before = self.table
         try:
             self.table = LengthTable.from_buckets(
                 buckets,
@@ -334,6 +335,10 @@ class ControlClient:
             )
         except ValueError as error:
             log.error("table of the controller not used", reason=str(error))
+            return
+        if self.table.lengths != before.lengths:
+            lengths = {f"{b.batch_min}-{b.batch_max}": b.speculation_length for b in self.table.buckets}
+            log.info("lengths changed", version=message.decision_version, lengths=lengths)
 
     def _with_source(self, source: str) -> LengthTable:
         table = self.table

@@ -38,6 +38,9 @@ class WorkerMetrics:
         self.slow_readers = Counter(
             "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
         )
+        self.requests_refused = Counter(
+            "speclen_requests_refused", "Requests that ended with an error", ["code"], registry=self.registry
+        )
         self.inter_token_latency = self._histogram("inter_token_latency", "Mean time between tokens of a request")
         self.e2e_request_latency = self._histogram("e2e_request_latency", "From arrival to the last token")
 

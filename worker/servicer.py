@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
+import structlog
 from grpc import aio
 from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 
+from transport.logs import Sparse
 from worker.control_client import ControlClient
 from worker.engine import Engine
 from worker.entrance import Entrance
@@ -31,6 +33,8 @@ from worker.request import (
     SlowReaderError,
 )
 from worker.validation import check_sampling, prompt_too_long
+
+log = structlog.get_logger()
 
 CODES = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -77,6 +81,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._unread_timeout_s = unread_timeout_s
         self._entrance = entrance
+        self._sparse = Sparse()
         self._open: dict[str, OutputStream] = {}  # by request id
         self._refusal: Exception | None = None  # of new requests
 
@@ -101,7 +106,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             with self._open_stream(request) as (request_id, stream):
                 await self._generate(request, request_id, stream, context)
         except tuple(CODES) as error:
-            await context.abort(next(code for kind, code in CODES.items() if isinstance(error, kind)), str(error))
+            code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+            self._metrics.requests_refused.labels(code.name).inc()
+            if (left_out := self._sparse.pass_on(code.name)) is not None:
+                log.info("a request ends with an error", code=code.name, reason=str(error), unlogged_before=left_out)
+            await context.abort(code, str(error))
 
     @contextlib.contextmanager
     def _open_stream(self, request: pb.GenerateRequest) -> Iterator[tuple[str, OutputStream]]:
