@@ -103,9 +103,24 @@ OLMOE = {**GROUPED, **EXPERTS, "num_experts": 2}
 MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
 
 
-@pytest.mark.parametrize(("family", "settings"), [("phimoe", PHIMOE), ("olmoe", OLMOE)])
-def test_windows_longer_than_a_usual_row_are_looked_at(family: str, settings: dict[str, Any]) -> None:
+WRONG_WINDOWS = [
+    ("phimoe", PHIMOE, "hands on a window of all tokens, but its mask lets 64 of 66 be seen"),
+    ("olmoe", OLMOE, "hands on a window of 64 tokens, but its mask lets 66 of 66 be seen"),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "reason"), WRONG_WINDOWS)
+def test_windows_longer_than_a_usual_row_are_looked_at(family: str, settings: dict[str, Any], reason: str) -> None:
     """PhiMoE masks by a window that it does not hand to attention, OLMoE hands on one by which it does not mask."""
+    with pytest.raises(ModelError, match=f"layer 0 of {family} {reason}"):
+        inspect_layers(other_family(family, **settings), "model")
+
+
+@pytest.mark.parametrize(("family", "settings", "reason"), WRONG_WINDOWS)
+def test_the_comparison_finds_such_windows_too(
+    family: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.model_check, "_check_masks", lambda *_: None)
     model = other_family(family, **settings)
     with pytest.raises(ModelError, match=f"{family} gives other logits in ragged batches than alone"):
         check_model(cached(private_copy(model)), model, "model")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from worker.attention import RowAttention, StepMasks, install
 from worker.cached_model import CachedModel
@@ -31,12 +32,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.12}
 
 @dataclass(slots=True)
 class _Call:
-    """What one layer handed to its attention function."""
+    """What one layer handed to its attention function. num_visible: tokens that the mask lets the last query see."""
 
     key_shape: torch.Size
     value_shape: torch.Size
     sliding_window: int | None
     others: frozenset[str]
+    num_visible: int | None
 
 
 class _Recorder:
@@ -58,25 +60,37 @@ class _Recorder:
         self.num_calls += 1
         others = {name for name, option in options.items() if option is not None and name in ("s_aux", "position_bias")}
         self.calls[getattr(module, "layer_idx", -1)] = _Call(
-            key.shape, value.shape, options.get("sliding_window"), frozenset(others)
+            key.shape, value.shape, options.get("sliding_window"), frozenset(others), _num_visible(attention_mask)
         )
         return query.transpose(1, 2), None
+
+
+def _num_visible(mask: torch.Tensor | None) -> int | None:
+    """mask: [rows, heads or 1, queries, tokens] of additions, or whatever a family makes itself: then None."""
+    return (
+        int((mask[0, 0, -1] == 0).sum()) if mask is not None and mask.ndim == 4 and mask.is_floating_point() else None
+    )
 
 
 @torch.inference_mode()
 def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     """Shapes of every layer's keys and values; the engine's attention is installed in the model afterwards.
 
+    The row that is run is longer than the shortest window that is named anywhere: some families mask by a window that they
+    do not hand to attention, or hand on one by which they do not mask.
     Raises ModelError when a layer keeps state elsewhere, or attends in a way that the engine does not know.
     """
     config = model.config.get_text_config()
     _check_config(config, name)
     recorder = _Recorder()
     AttentionInterface.register(PROBE, recorder)
+    AttentionMaskInterface.register(PROBE, eager_mask)
     model.set_attn_implementation(PROBE)
     device = next(model.parameters()).device
+    shortest = min(_named_windows(config), default=0)
+    num_tokens = 2 + (shortest if shortest + 2 <= _affordable_tokens(model) else 0)
     try:
-        model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=device), use_cache=False)
+        model(input_ids=torch.zeros((1, num_tokens), dtype=torch.long, device=device), use_cache=False)
     except Exception as error:  # Whatever a family's own code raises, the person who named it gets one sentence.
         raise ModelError(
             f"{name}: {config.model_type} does not run with another attention function{_sharing(config)}: "
@@ -85,6 +99,7 @@ def inspect_layers(model: Any, name: str) -> list[LayerShape]:
     finally:
         install(model)
     _check_calls(recorder, config, name)
+    _check_masks(recorder, config, name, num_tokens)
     return [
         LayerShape(call.key_shape[1], call.key_shape[3], call.sliding_window)
         for _, call in sorted(recorder.calls.items())
@@ -143,19 +158,29 @@ def _check_calls(recorder: _Recorder, config: Any, name: str) -> None:
             )
 
 
+def _check_masks(recorder: _Recorder, config: Any, name: str, num_tokens: int) -> None:
+    """Whether the model itself masks by the windows that its layers hand to attention, and by no others."""
+    for index, call in recorder.calls.items():
+        expected = min(num_tokens, call.sliding_window or num_tokens)
+        if call.num_visible not in (None, expected):
+            raise ModelError(
+                f"{name}: layer {index} of {config.model_type} hands on a window of {call.sliding_window or 'all'} tokens, "
+                f"but its mask lets {call.num_visible} of {num_tokens} be seen, so its output would be wrong"
+            )
+
+
 @torch.inference_mode()
 def check_model(cached: CachedModel, plain_model: Any, name: str) -> None:
     """Raises ModelError when ragged rows in the pool give other logits than the plain forward of each row.
 
     plain_model: the same weights as transformers runs them, in its own attention.
     Two rows of different lengths are fed in pieces: a prompt each, then several tokens of both rows at once, with a
-    rejected token overwritten in between. One is longer than the shortest window that is named anywhere: some families
-    mask by a window that they do not hand to attention, or hand on one by which they do not mask.
+    rejected token overwritten in between. One is longer than the shortest window that the configuration names.
     """
     config = cached.model.config.get_text_config()
-    windows = _windows(config, cached)
-    longest = min(max(LEAST_TOKENS, 2 * min(windows, default=0) + 16), cached.max_context_length)
-    if longest > (affordable := _affordable_tokens(cached)):
+    shortest = min(_named_windows(config), default=0)
+    longest = min(max(LEAST_TOKENS, 2 * shortest + 16), cached.max_context_length)
+    if longest > (affordable := _affordable_tokens(cached.model)):
         _check_unseen_windows(config, cached, name)
         longest = max(min(LEAST_TOKENS, longest), affordable)
     ids = _check_ids(cached, longest)
@@ -185,20 +210,20 @@ LEAST_TOKENS = 48  # of the longest row
 BUDGET = {"cpu": 2e11, "cuda": 5e13}
 
 
-def _windows(config: Any, cached: CachedModel) -> list[int]:
-    """Windows shorter than the context that the configuration names in any key, or that a layer hands to attention."""
+def _named_windows(config: Any) -> list[int]:
+    """Windows that the configuration names in any key and that matter within its context."""
+    context = getattr(config, "max_position_embeddings", None) or 0
     named = [value for key, value in config.to_dict().items() if "window" in key or "chunk" in key]
-    handed = [shape.window for shape in cached.pool.shapes]
-    return [w for w in [*named, *handed] if type(w) is int and 1 < w < cached.max_context_length]
+    return [window for window in named if type(window) is int and 1 < window < context]
 
 
-def _affordable_tokens(cached: CachedModel) -> int:
-    num_parameters = sum(parameter.numel() for parameter in cached.model.parameters())
-    return int(BUDGET[cached.pool.device.type] / max(1, num_parameters))
+def _affordable_tokens(model: Any) -> int:
+    parameters = list(model.parameters())
+    return int(BUDGET[parameters[0].device.type] / sum(parameter.numel() for parameter in parameters))
 
 
 def _check_unseen_windows(config: Any, cached: CachedModel, name: str) -> None:
-    """What can be told of windows that are too long to be run. Raises ModelError when the layers and the key disagree."""
+    """What can be told of windows too long to be looked at. Raises ModelError when layers and configuration disagree."""
     window = getattr(config, "sliding_window", None)
     handed = {shape.window for shape in cached.pool.shapes} - {None}
     known = "sliding_window" in inspect.signature(type(config).__init__).parameters or hasattr(
