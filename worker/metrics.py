@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -91,15 +91,16 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         load, control = self._engine.load(), self._control
+        accepted_runs = tuple(control.accepted_runs)  # the engine counts on meanwhile: one moment for both below
         yield gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
         yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting + self._num_at_entrance())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
         yield gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
-        yield counter("spec_decode_num_drafts", "Rows that had draft tokens verified", sum(control.accepted_runs))
+        yield counter("spec_decode_num_drafts", "Rows that had draft tokens verified", sum(accepted_runs))
         yield counter("spec_decode_num_draft_tokens", "Tokens drafted", load.num_draft_tokens)
         yield counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted", load.num_accepted_tokens)
-        yield per_position(control.accepted_runs)
+        yield per_position(accepted_runs)
         yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
         yield counter("decode_steps", "Decoding steps", load.num_steps)
         yield lengths(control)
@@ -125,7 +126,7 @@ def counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"speclen_{name}", text, value=value)
 
 
-def per_position(accepted_runs: list[int]) -> Metric:
+def per_position(accepted_runs: Sequence[int]) -> Metric:
     """accepted_runs[j]: rows whose accepted run was exactly j."""
     family = CounterMetricFamily(
         "speclen_spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position", labels=["position"]

@@ -219,7 +219,9 @@ def _named_windows(config: Any) -> list[int]:
 
 def _affordable_tokens(model: Any) -> int:
     parameters = list(model.parameters())
-    return int(BUDGET[parameters[0].device.type] / sum(parameter.numel() for parameter in parameters))
+    return int(
+        BUDGET.get(parameters[0].device.type, BUDGET["cpu"]) / sum(parameter.numel() for parameter in parameters)
+    )
 
 
 def _check_unseen_windows(config: Any, cached: CachedModel, name: str) -> None:
