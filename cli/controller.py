@@ -34,6 +34,7 @@ def controller(
     tls_key: Path | None = typer.Option(None, help="Key of the certificate, PEM."),
     tls_client_ca: Path | None = typer.Option(None, help="Clients must show a certificate of this authority, PEM."),
     token_file: Path | None = typer.Option(None, help="File with the bearer token that every call must carry."),
+    log_level: str = typer.Option("info", help="Least level that is logged: debug, info, warning or error."),
     insecure: bool = typer.Option(
         False, "--insecure", help="Allow an address other than loopback without TLS and authentication."
     ),
@@ -44,11 +45,11 @@ def controller(
     """
     options = dict(locals())
     from controller.config import ControllerConfig  # here, so that --help is quick
-    from controller.logs import set_up_logs
     from controller.server import serve
+    from transport.logs import set_up_logs
 
-    set_up_logs(sys.stderr)
     try:
+        set_up_logs(options.pop("log_level"), sys.stderr)
         asyncio.run(serve(ControllerConfig(**options), announce))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def worker(
     tls_key: Path | None = typer.Option(None, help="Key of the certificate, PEM."),
     tls_client_ca: Path | None = typer.Option(None, help="Clients must show a certificate of this authority, PEM."),
     token_file: Path | None = typer.Option(None, help="File with the bearer token that every call must carry."),
+    log_level: str = typer.Option("info", help="Least level that is logged: debug, info, warning or error."),
     insecure: bool = typer.Option(
         False, "--insecure", help="Allow an address other than loopback without TLS and authentication."
     ),
@@ -56,13 +58,19 @@ def worker(
     options = dict(locals())
     progress(f"starting a worker on {listen}")
     set_spins()  # before torch is imported
+    from transport.logs import set_up_logs
     from worker.config import WorkerConfig  # here, since torch takes seconds to import
     from worker.server import serve
+    from worker.supervision import PartFailedError
 
     try:
+        set_up_logs(options.pop("log_level"), sys.stderr)
         asyncio.run(serve(WorkerConfig(**options), progress))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+    except PartFailedError:  # It has been logged.
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for threads that may never end
 
 
 def progress(message: str) -> None:

@@ -180,7 +180,7 @@ FORKED = multiprocessing.get_context("forkserver")
 # time, one for its own process and one in passing, multiprocessing lets the later one put 255 in its place.
 POLLING = threading.Lock()
 FORKED.set_forkserver_preload(
-    ["cli.app", "cli.controller", "controller.logs", "controller.server", "kill_harness", "pytest"]
+    ["cli.app", "cli.controller", "controller.server", "kill_harness", "pytest", "transport.logs"]
 )
 
 

@@ -154,6 +154,22 @@ def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
     assert len(controller.seqs) > 10
 
 
+def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
+    controller = FakeController()
+
+    async def scenario(control):
+        await until(lambda: control.connected)
+        control.report(LengthChoice(1), step())
+        control.report(LengthChoice(1, decision_version=-1), step())
+        control.report(LengthChoice(1), step())
+        await until(lambda: not control.buffer.records)
+
+    control = with_controller(controller, scenario)
+    assert controller.seqs == [1, 3]
+    assert controller.num_streams == 1
+    assert control.buffer.num_dropped == 1
+
+
 def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
     controller = FakeController()
     controller.probes = [pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=60)]

@@ -95,6 +95,107 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
     assert set(shown) == {REPLACEMENT}
 
 
+def test_a_word_after_a_skipped_special_token_keeps_its_space() -> None:
+    """Whether both came in one step or not: alone after the special token, it would have been taken for the first."""
+    decode = make_decode(with_special(sentencepiece_style()), True)
+    for cuts in ([1, 1, 1, 1], [2, 2], [1, 3], [3, 1], [4]):
+        detokenizer, ids = Detokenizer(decode), [1, 2, SPECIAL, 1]
+        pieces = []
+        for cut in cuts:
+            pieces.append(detokenizer.push(ids[:cut]))
+            ids = ids[cut:]
+        assert "".join(pieces) == "the draft the", cuts
+
+
+@pytest.mark.parametrize("num_output", [0, 1, 2])
+def test_half_a_character_at_the_end_of_the_prompt_is_not_the_outputs(num_output: int) -> None:
+    half = tiny_models.tokenizer().encode("a🙂")[:-1]
+    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True), half)
+    output = tiny_models.tokenizer().encode("bc")[:num_output]
+    assert "".join(detokenizer.push([token]) for token in output) + detokenizer.flush() == "bc"[:num_output]
+
+
+def test_half_a_character_of_byte_tokens_is_not_the_outputs_and_what_is_before_it_neither() -> None:
+    decode = make_decode(sentencepiece_style(), True)
+    prompt = [1, *(5 + byte for byte in "é🙂".encode()[:-2])]
+    assert Detokenizer(decode, prompt).push([1]) == " the"
+    assert Detokenizer(decode, prompt).push([5 + byte for byte in "🙂".encode()[-2:]]) == "🙂"
+
+
+def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character() -> None:
+    """Six tokens of context would begin inside a character, and the whole run of bytes would be no text."""
+    prompt = [5 + byte for byte in "北京北京é".encode()[:-1]]
+    assert Detokenizer(make_decode(sentencepiece_style(), True), prompt).push([5 + "é".encode()[-1]]) == "é"
+
+
+SPECIAL = 261
+
+
+def with_special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    return tokenizer
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """Spaces between words, none before ##pieces: as in BERT."""
+    words = ["[UNK]", "the", "draft", "##ing", "##s", ".", "a"]
+    one = Tokenizer(models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
+    one.decoder = decoders.WordPiece(cleanup=True)
+    return PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    words = ["<unk>", "▁the", "▁draft", "ing", "▁", "▁a", "s"]
+    one = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges=[]))
+    one.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+def word_ends() -> PreTrainedTokenizerFast:
+    """A mark at the end of words becomes a space, but for the last word: as in GPT-1."""
+    words = ["<unk>", "the</w>", "draft", "ing</w>", "s</w>", "a</w>"]
+    one = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges=[]))
+    one.decoder = decoders.BPEDecoder(suffix="</w>")
+    return PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+TOKENIZERS = {
+    "byte level": tiny_models.tokenizer(),
+    **{make.__name__: with_special(make()) for make in (sentencepiece_style, word_pieces, metaspace, word_ends)},
+}
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_text_is_that_of_all_tokens_however_they_are_cut(name: str, skip: bool) -> None:
+    """Random ids, a random part of them as prompt, in random steps; special tokens more often than others.
+
+    Where bytes are no text, all cuts agree with each other; elsewhere with the tokenizer, too.
+    """
+    tokenizer, generator = TOKENIZERS[name], random.Random(f"{name} {skip}")
+    decode, special = make_decode(tokenizer, skip), tokenizer.eos_token_id
+    for _ in range(400):
+        ids = [generator.choice([special, *range(len(tokenizer))]) for _ in range(generator.randrange(1, 24))]
+        if generator.random() < 0.5:  # without bytes that are no text
+            ids = [token for token in ids if REPLACEMENT not in decode([token])]
+        at = generator.randrange(len(ids) + 1)
+        texts = {cut_randomly(Detokenizer(decode, ids[:at]), ids[at:], generator) for _ in range(4)}
+        assert len(texts) == 1, (ids[:at], ids[at:])
+        if REPLACEMENT not in decode(ids):
+            while REPLACEMENT in decode(ids[:at]):
+                at -= 1  # a character that the output finishes
+            assert texts == {decode(ids)[len(decode(ids[:at])) :]}, (ids[:at], ids[at:])
+
+
+def cut_randomly(detokenizer: Detokenizer, ids: list[int], generator: random.Random) -> str:
+    text, start = "", 0
+    while start < len(ids):
+        end = start + generator.choice([1, 1, 2, 3, 8])
+        text += detokenizer.push(ids[start:end])
+        start = end
+    return text + detokenizer.flush()
+
+
 def test_special_tokens_are_left_out_unless_asked_for() -> None:
     ids = [tiny_models.EOS_ID, *tiny_models.tokenizer().encode("x")]
     assert Detokenizer(make_decode(tiny_models.tokenizer(), True)).push(ids) == "x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -20,8 +21,8 @@ def by_hand(logits: torch.Tensor, row: RowEdits, prompt: Sequence[int], output: 
         if token in prompt or token in output:
             logit = logit / row.repetition_penalty if logit > 0 else logit * row.repetition_penalty
         logit -= row.presence_penalty * (token in output) + row.frequency_penalty * list(output).count(token)
-        logit += row.logit_bias.get(token, 0.0)
-        edited.append(float("-inf") if token in row.forbidden and len(output) < row.min_tokens else logit)
+        logit += dict(zip(row.bias_ids.tolist(), row.bias.tolist(), strict=True)).get(token, 0.0)
+        edited.append(float("-inf") if token in row.forbidden.tolist() and len(output) < row.min_tokens else logit)
     return edited
 
 
@@ -76,3 +77,16 @@ def test_the_models_own_logits_stay_untouched() -> None:
     kept = logits.clone()
     LogitEdits(make_rows(), torch.zeros(4, dtype=torch.long)).apply(logits, torch.zeros(4, 0, dtype=torch.long), 0)
     assert torch.equal(logits, kept)
+
+
+def test_a_bias_for_the_whole_vocabulary_costs_a_step_little() -> None:
+    """Listing its tokens anew took 0.14 s a step, and every step of every other request waited for that."""
+    vocab_size = 150_000
+    bias = dict.fromkeys(range(vocab_size), 1.0)
+    row = RowEdits(vocab_size, CPU, (1, 2), logit_bias=bias, forbidden=range(vocab_size - 2), min_tokens=5)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        LogitEdits([row], torch.zeros(1, dtype=torch.long))
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.05

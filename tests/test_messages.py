@@ -3,7 +3,7 @@
 import pytest
 from speclen.v1 import generation_pb2 as pb
 
-from worker.messages import SequenceMessages, to_fixed_length, to_request, to_sampling
+from worker.messages import SequenceMessages, to_fixed_length, to_request, to_request_id, to_sampling
 from worker.request import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 
@@ -63,15 +63,14 @@ def test_speculation_modes(speculation, length):
     assert to_fixed_length(speculation) == length
 
 
-def test_text_and_token_ids_are_both_prompts():
-    assert to_request(pb.GenerateRequest(text="ab"), lambda text: [len(text)]).prompt_ids == (2,)
+def test_id_and_token_ids_arrive():
     tokenized = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[3, 1]), request_id="x")
-    request = to_request(tokenized, lambda text: [])
+    request = to_request(tokenized, to_request_id(tokenized), tokenized.tokenized.input_ids)
     assert (request.prompt_ids, request.request_id) == ((3, 1), "x")
 
 
 def test_ids_are_made_up_when_missing():
-    first, second = (to_request(pb.GenerateRequest(text="a"), lambda text: [1]).request_id for _ in range(2))
+    first, second = (to_request_id(pb.GenerateRequest(text="a")) for _ in range(2))
     assert first
     assert first != second
 
@@ -79,14 +78,13 @@ def test_ids_are_made_up_when_missing():
 @pytest.mark.parametrize(
     ("message", "word"),
     [
-        (pb.GenerateRequest(), "input"),
         (pb.GenerateRequest(text="a", request_id="x" * 129), "request_id"),
         (pb.GenerateRequest(text="a", speculation=pb.Speculation(mode=9)), "speculation.mode"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_wrong_is_named(message, word):
     with pytest.raises(ValueError, match=word):
-        to_request(message, lambda text: [1])
+        to_request(message, to_request_id(message), [1])
 
 
 def test_chunks_add_up_to_the_completion():

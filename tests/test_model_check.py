@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import worker.attention
+import worker.model_check
 from worker.cached_model import CachedModel
 from worker.kv_cache import KVPool
 from worker.model_check import check_model, inspect_layers
@@ -94,6 +95,134 @@ def test_attention_sinks_are_refused() -> None:
     )
     with pytest.raises(ModelError, match=r"attends with s_aux"):
         cached(model)
+
+
+EXPERTS = {"num_experts_per_tok": 1, "sliding_window": 64}
+PHIMOE = {**GROUPED, **EXPERTS, "num_local_experts": 2}
+OLMOE = {**GROUPED, **EXPERTS, "num_experts": 2}
+MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+WRONG_WINDOWS = [
+    ("phimoe", PHIMOE, "hands on a window of all tokens, but its mask lets 64 of 66 be seen"),
+    ("olmoe", OLMOE, "hands on a window of 64 tokens, but its mask lets 66 of 66 be seen"),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "reason"), WRONG_WINDOWS)
+def test_windows_longer_than_a_usual_row_are_looked_at(family: str, settings: dict[str, Any], reason: str) -> None:
+    """PhiMoE masks by a window that it does not hand to attention, OLMoE hands on one by which it does not mask."""
+    with pytest.raises(ModelError, match=f"layer 0 of {family} {reason}"):
+        inspect_layers(other_family(family, **settings), "model")
+
+
+@pytest.mark.parametrize(("family", "settings", "reason"), WRONG_WINDOWS)
+def test_the_comparison_finds_such_windows_too(
+    family: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.model_check, "_check_masks", lambda *_: None)
+    model = other_family(family, **settings)
+    with pytest.raises(ModelError, match=f"{family} gives other logits in ragged batches than alone"):
+        check_model(cached(private_copy(model)), model, "model")
+
+
+@pytest.mark.parametrize(("family", "settings"), [("phimoe", PHIMOE), ("olmoe", OLMOE)])
+def test_windows_too_long_to_be_run_must_at_least_agree(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(worker.model_check.BUDGET, "cpu", 1.0)
+    model = other_family(family, **settings)
+    with pytest.raises(ModelError, match=f"the window of 64 tokens in its configuration .* of {family} do disagree"):
+        check_model(cached(private_copy(model)), model, "model")
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "starcoder2", "phi3", "gemma2", "qwen2", "llama"])
+def test_windows_that_are_masked_and_handed_on_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "mixtral" else {}
+    model = other_family(family, **GROUPED, sliding_window=64, **extra)
+    check_model(cached(private_copy(model)), model, "model")
+    monkeypatch.setitem(worker.model_check.BUDGET, "cpu", 1.0)
+    check_model(cached(private_copy(model)), model, "model")
+
+
+def test_the_check_costs_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(worker.model_check.BUDGET, "cpu", 1.0)
+    model = other_family("mistral", **{**GROUPED, "max_position_embeddings": 4096}, sliding_window=2000)
+    lengths = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, options: lengths.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    layers = inspect_layers(private_copy(model), "model")
+    one = CachedModel(private_copy(model), KVPool(layers, 2, 4096, torch.float32, CPU), 4096)
+    worker.attention.install(one.model)
+    check_model(one, model, "model")
+    hook.remove()
+    assert max(lengths) == 48
+
+
+LATENT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        (
+            "nemotron",
+            GROUPED,
+            "nemotron does not run in ragged batches: its layers do not hand the engine's arguments on",
+        ),
+        (
+            "stablelm",
+            GROUPED,
+            "stablelm does not run in ragged batches: its layers do not hand the engine's arguments on",
+        ),
+        (
+            "afmoe",
+            {**GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_dense_layers": 1},
+            "afmoe does not run",
+        ),
+        (
+            "gemma4_text",
+            {**GROUPED, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED_LAYERS}
+            | {"sliding_window": 16, "hidden_size_per_layer_input": 0, "global_head_dim": 8},
+            "gemma4_text does not run .* since 2 of its layers share keys and values",
+        ),
+        (
+            "deepseek_v2",
+            LATENT,
+            r"deepseek_v2 compresses keys and values \(multi-head latent attention, kv_lora_rank 16\)",
+        ),
+        (
+            "deepseek_v3",
+            LATENT,
+            r"deepseek_v3 compresses keys and values \(multi-head latent attention, kv_lora_rank 16\)",
+        ),
+    ],
+)
+def test_families_with_attention_of_their_own_are_refused_in_one_sentence(
+    family: str, settings: dict[str, Any], reason: str
+) -> None:
+    model = other_family(family, **settings)
+    with pytest.raises(ModelError, match=rf"^model: {reason}") as raised:
+        check_model(cached(private_copy(model)), model, "model")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -100,6 +100,18 @@ class TestEnds:
         told, _, _ = run(sequence(stop_token_ids=(ids[1],), min_tokens=3), ids, step)
         assert told == ids[:4]
 
+    def test_after_a_stop_string_that_begins_before_min_tokens(self, step: int) -> None:
+        ids = encode("a!!b")
+        assert len(ids) == 4
+        told, text, last = run(sequence(stop=("!!",), min_tokens=2), ids, step)
+        assert (told, text, last.matched_stop) == (ids[:3], "a", "!!")
+
+    def test_not_by_a_stop_string_that_was_complete_before_min_tokens(self, step: int) -> None:
+        ids = encode("ab!cd!")
+        assert len(ids) == 6
+        told, text, last = run(sequence(stop=("b!", "ab!cx"), min_tokens=3, max_tokens=6), ids, step)
+        assert (told, text, last.finish_reason) == (ids, "ab!cd!", FinishReason.LENGTH)
+
     def test_whichever_comes_first(self, step: int) -> None:
         ids = [*encode("ab!"), EOS]
         assert run(sequence(stop=("!",)), ids, step)[2].matched_stop == "!"

@@ -31,6 +31,7 @@ class WorkerConfig:
     worker_id: str = ""  # stable name; empty: host name and port
     threads: int = 0  # torch threads on CPU; 0: see worker/threads.py
     stream_interval_s: float = 0.02  # chunks of a stream are gathered for this long
+    unread_timeout_s: float = 30.0  # a client that takes nothing for this long loses its request
     drain_timeout_s: float = 30.0  # SIGTERM: running requests have this long to finish
     metrics_listen: str = ""  # HOST:PORT of the Prometheus page; empty: none
     tls_cert: Path | None = None  # the worker's certificate chain, PEM

@@ -263,7 +263,7 @@ class ControlClient:
         self._apply_table(registered.table)
         self.buffer.forget_until(registered.durable_seq)
         self._last_answer = self.clock()
-        log.info("controller found", durable_seq=registered.durable_seq)
+        log.info("joined the controller", durable_seq=registered.durable_seq, worker=self.card.worker_id)
         self.connected = True
         call = stub.StreamReports(self._requests(registered.durable_seq), metadata=metadata)
         try:
@@ -282,12 +282,23 @@ class ControlClient:
         while True:
             group = self.buffer.after(sent, self.settings.group_size)
             if group or self.clock() - quiet_since >= self.settings.heartbeat_s:
-                yield pb.StreamReportsRequest(reports=[to_report(*record) for record in group])
+                yield pb.StreamReportsRequest(reports=self._to_reports(group))
                 quiet_since = self.clock()
             if group:
                 sent = group[-1][0]
             if len(group) < self.settings.group_size:
                 await asyncio.sleep(self.settings.flush_interval_s)
+
+    def _to_reports(self, group: list[tuple[int, LengthChoice, StepResult]]) -> list[pb.StepReport]:
+        """The group as messages. What no message can hold is left out and counted: it would end every stream anew."""
+        reports = []
+        for record in group:
+            try:
+                reports.append(to_report(*record))
+            except (ValueError, TypeError, KeyError) as error:
+                self.buffer.num_dropped += 1
+                log.error("a report cannot be sent and is left out", seq=record[0], reason=str(error))
+        return reports
 
     async def _receive(self, call: aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]) -> None:
         async for response in call:
@@ -318,6 +329,7 @@ class ControlClient:
         if not self.follow or not message.choices:
             return
         buckets = [BucketLength(c.batch_min, c.batch_max, c.speculation_length) for c in message.choices]
+        before = self.table
         try:
             self.table = LengthTable.from_buckets(
                 buckets,
@@ -328,6 +340,10 @@ class ControlClient:
             )
         except ValueError as error:
             log.error("table of the controller not used", reason=str(error))
+            return
+        if self.table.lengths != before.lengths:
+            lengths = {f"{b.batch_min}-{b.batch_max}": b.speculation_length for b in self.table.buckets}
+            log.info("lengths changed", version=message.decision_version, lengths=lengths)
 
     def _with_source(self, source: str) -> LengthTable:
         table = self.table

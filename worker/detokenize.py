@@ -8,6 +8,7 @@ from typing import Any
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders put where bytes of a character are missing
 MAX_HELD_TOKENS = 32  # after so many that never became a character they are not going to
 CONTEXT_TOKENS = 6  # tokens of the prompt that are decoded along: some tokenizers treat the first token differently
+MAX_CONTEXT_TOKENS = 32  # where the last ones show no text, or begin inside a character
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -29,41 +30,86 @@ def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
 
 class Detokenizer:
     """Text of one growing output. What `push` returned, put together, is the text of all tokens pushed so far but for
-    an unfinished character at the end; `flush` gives that.
+    an unfinished character at the end; `flush` gives that. How the tokens are divided among calls changes nothing.
 
-    Only the last few tokens are decoded again at each call.
+    Only the last few tokens are decoded again at each call. `tokenizers.DecodeStream` does the same with less: it fails
+    when a run of byte tokens turns out to be no text, holds such bytes for ever, and knows nothing of a prompt.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])  # the tokens that may still matter
-        # Text of self._ids that is known to the caller, being prompt or returned already.
-        self._known = decode(self._ids).rstrip(REPLACEMENT) if self._ids else ""
-        self._num_old = len(self._ids)  # of these tokens, those whose text is known
+        self._ids: list[int] = []  # the tokens that may still matter
+        self._known = ""  # text of self._ids that is known to the caller, being prompt or returned already
+        self._num_old = 0  # of these tokens, those whose text is known
+        # Replacement characters that show an unfinished one at the prompt's end: not the output's, unless it finishes that.
+        self._prompt_rest = 0
+        for token in prompt_context(decode, prompt_ids):
+            self._push_one(token)
+        if len(self._ids) > self._num_old:
+            self._prompt_rest = len(decode(self._ids)) - len(self._known)
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that became certain with these tokens."""
-        self._ids += ids
-        text = self._decode(self._ids)
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._num_old <= MAX_HELD_TOKENS:
-            # Perhaps half a character. Whatever is before it is certain: bytes that follow cannot change it.
-            return self._advance(text.rstrip(REPLACEMENT))
-        new = self._advance(text)
-        # From here on the tokens since the last whole character are context enough.
-        del self._ids[: self._num_old]
-        self._known = self._decode(self._ids)
-        self._num_old = len(self._ids)
-        return new
+        together = self._ids + list(ids)
+        text = self._decode(together)
+        is_plain = text.startswith(self._known) and REPLACEMENT not in text[len(self._known) :]
+        if not is_plain or text.endswith(REPLACEMENT) or self._prompt_rest:
+            # What is shown of bytes that are no text depends on what was known before: one by one, for all cuts alike.
+            return "".join([self._push_one(token) for token in ids])
+        self._ids = together
+        return self._settle(text)
 
     def flush(self) -> str:
         """What is left: an unfinished character, shown as the decoder shows it."""
         return self._advance(self._decode(self._ids))
 
+    def _push_one(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if not text.startswith(self._known):
+            # Some decoders take a run of bytes for text as a whole or not at all: then the known ones go without the new.
+            del self._ids[: self._num_old]
+            self._known, self._num_old, text = "", 0, self._decode(self._ids)
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._num_old <= MAX_HELD_TOKENS:
+            # Perhaps half a character. Whatever is before it is certain: bytes that follow cannot change it.
+            return self._advance(text.rstrip(REPLACEMENT))
+        return self._settle(text)
+
+    def _settle(self, text: str) -> str:
+        """Take the text of all tokens as known; from here on the newest of them are context enough, if they show any.
+
+        Others are not: where decoders drop the first space of a text, the next token would be taken for the first.
+        """
+        new = self._advance(text)
+        newest = self._ids[self._num_old :]
+        text_of_newest = self._decode(newest)
+        if text_of_newest:
+            self._ids, self._known = newest, text_of_newest
+        elif self._known and not new:
+            del self._ids[self._num_old :]  # left out of the text, as special tokens are
+        else:
+            del self._ids[MAX_HELD_TOKENS:]
+        self._num_old = len(self._ids)
+        return new
+
     def _advance(self, text: str) -> str:
         new = text[len(self._known) :]
-        if new:
-            self._known = text
-        return new
+        if not new:
+            return ""
+        self._known = text
+        num_foreign = min(self._prompt_rest, len(new) - len(new.lstrip(REPLACEMENT)))
+        self._prompt_rest = 0
+        return new[num_foreign:]
+
+
+def prompt_context(decode: Decode, prompt_ids: Sequence[int]) -> Sequence[int]:
+    """The last tokens of a prompt that show some text and do not begin inside a character."""
+    for num_tokens in range(CONTEXT_TOKENS, MAX_CONTEXT_TOKENS):
+        context = prompt_ids[-num_tokens:]
+        text = decode(context)
+        if num_tokens >= len(prompt_ids) or (text and not text.startswith(REPLACEMENT)):
+            return context
+    return prompt_ids[-CONTEXT_TOKENS:]
 
 
 class StopStrings:
@@ -75,11 +121,16 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may be shown, and the stop string if one is complete: then the text ends there."""
-        text = self._held + text
-        found = [(text.index(stop), -len(stop), stop) for stop in self._stops if stop in text]
-        if found:
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """Text that may be shown, and the stop string if this text completes one: then the text ends there.
+
+        may_stop: False while stop strings are to be ignored; one that such text begins may still be completed later.
+        """
+        num_old, text = len(self._held), self._held + text
+        # None lies in what was held back: it was ignored, or would have been found then.
+        starts = [(text.find(stop, max(0, num_old - len(stop) + 1)), -len(stop), stop) for stop in self._stops]
+        found = [match for match in starts if match[0] >= 0]
+        if found and may_stop:
             start, _, stop = min(found)
             self._held = ""
             return text[: start + len(stop)] if self._include else text[:start], stop

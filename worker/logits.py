@@ -32,8 +32,10 @@ class RowEdits:
         self.repetition_penalty = repetition_penalty
         self.presence_penalty = presence_penalty
         self.frequency_penalty = frequency_penalty
-        self.logit_bias = logit_bias or {}
-        self.forbidden = tuple(forbidden) if min_tokens else ()
+        # Tensors from the start: a request may name the whole vocabulary, and every step looks at it.
+        self.bias_ids = torch.tensor(list(logit_bias or ()), dtype=torch.long, device=device)
+        self.bias = torch.tensor(list((logit_bias or {}).values()), dtype=torch.float32, device=device)
+        self.forbidden = torch.tensor(list(forbidden) if min_tokens else [], dtype=torch.long, device=device)
         self.min_tokens = min_tokens
         self.penalises = (repetition_penalty, presence_penalty, frequency_penalty) != (1.0, 0.0, 0.0)
         if self.penalises:
@@ -65,11 +67,13 @@ class LogitEdits:
             settings = [(r.repetition_penalty, r.presence_penalty, r.frequency_penalty) for _, r in penalised]
             self._settings = torch.tensor(settings, device=device).T[:, :, None, None]
         present = [(at, row) for at, row in enumerate(rows) if row is not None]
-        bias = [(at, token, value) for at, row in present for token, value in row.logit_bias.items()]
-        self._bias_at = torch.tensor([b[:2] for b in bias], dtype=torch.long, device=device).view(-1, 2).T
-        self._bias = torch.tensor([b[2] for b in bias], device=device)
-        forbidden = [(at, token, row.min_tokens) for at, row in present for token in row.forbidden]
-        self._forbidden = torch.tensor(forbidden, dtype=torch.long, device=device).view(-1, 3).T
+        none = torch.empty(0, dtype=torch.long, device=device)
+        self._bias_rows = torch.cat([none, *(torch.full_like(row.bias_ids, at) for at, row in present)])
+        self._bias_ids = torch.cat([none, *(row.bias_ids for _, row in present)])
+        self._bias = torch.cat([none.float(), *(row.bias for _, row in present)])
+        self._forbidden_rows = torch.cat([none, *(torch.full_like(row.forbidden, at) for at, row in present)])
+        self._forbidden_ids = torch.cat([none, *(row.forbidden for _, row in present)])
+        self._until = torch.cat([none, *(torch.full_like(row.forbidden, row.min_tokens) for _, row in present)])
 
     def apply(self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int) -> torch.Tensor:
         """Edited logits, float32. logits: [n, columns, vocab] of the first n rows.
@@ -80,11 +84,11 @@ class LogitEdits:
         n = len(logits)
         self._penalise(logits, draft_ids, first)
         if self._bias.numel():
-            row, token = self._bias_at
-            keep = row < n
-            logits[row[keep], :, token[keep]] += self._bias[keep, None]
-        if self._forbidden.numel():
-            row, token, until = self._forbidden[:, self._forbidden[0] < n]
+            keep = self._bias_rows < n
+            logits[self._bias_rows[keep], :, self._bias_ids[keep]] += self._bias[keep, None]
+        if self._forbidden_ids.numel():
+            keep = self._forbidden_rows < n
+            row, token, until = self._forbidden_rows[keep], self._forbidden_ids[keep], self._until[keep]
             columns = first + torch.arange(logits.shape[1], device=logits.device)
             early = self.positions[row, None] + columns < until[:, None]
             logits[row, :, token] = logits[row, :, token].masked_fill(early, float("-inf"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from speclen.v1 import generation_pb2 as pb
 
@@ -56,16 +56,17 @@ def to_fixed_length(message: pb.Speculation) -> int | None:
     return modes[message.mode]
 
 
-def to_request(message: pb.GenerateRequest, encode: Callable[[str], list[int]]) -> GenerationRequest:
-    """Raises ValueError naming the field when the input is missing or the id is too long."""
-    kind = message.WhichOneof("input")
-    if kind is None:
-        raise ValueError("input is missing: set text or tokenized.input_ids")
-    prompt_ids = encode(message.text) if kind == "text" else list(message.tokenized.input_ids)
+def to_request_id(message: pb.GenerateRequest) -> str:
+    """The request's own id or a new one. Raises ValueError when it is too long."""
     if len(message.request_id) > MAX_REQUEST_ID:
         raise ValueError(f"request_id has {len(message.request_id)} characters, at most {MAX_REQUEST_ID} are allowed")
+    return message.request_id or uuid.uuid4().hex
+
+
+def to_request(message: pb.GenerateRequest, request_id: str, prompt_ids: Sequence[int]) -> GenerationRequest:
+    """Raises ValueError for a mode of speculation that is unknown."""
     return GenerationRequest(
-        request_id=message.request_id or uuid.uuid4().hex,
+        request_id=request_id,
         prompt_ids=tuple(prompt_ids),
         sampling=to_sampling(message.sampling_params),
         fixed_length=to_fixed_length(message.speculation),

@@ -15,19 +15,43 @@ from dataclasses import dataclass, field
 
 from worker.request import SequenceOutput
 
+# Tokens of one request that wait for its client at most: with 20 log probabilities each they take some 30 MB.
+MAX_WAITING_TOKENS = 16_384
+
 
 @dataclass(slots=True)
 class OutputStream:
-    """Outputs of one request on the event loop's side."""
+    """Outputs of one request on the event loop's side. failure: why none will follow any more.
+
+    num_tokens: in `waiting`. on_overflow: called when they are more than MAX_WAITING_TOKENS.
+    """
 
     waiting: list[SequenceOutput] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
+    num_tokens: int = 0
+    on_overflow: Callable[[], None] | None = None
+
+    def put(self, output: SequenceOutput) -> None:
+        self.waiting.append(output)
+        self.num_tokens += len(output.token_ids)
+        self.arrived.set()
+        if self.num_tokens > MAX_WAITING_TOKENS and self.on_overflow is not None:
+            self.on_overflow()
+
+    def fail(self, error: Exception) -> None:
+        """Let `next` raise the error once it has given what there is."""
+        self.failure = error
+        self.arrived.set()
 
     async def next(self) -> list[SequenceOutput]:
-        """Everything that arrived since the last call, in order; waits for at least one."""
+        """Everything that arrived since the last call, in order; waits for at least one. Raises the failure."""
         await self.arrived.wait()
-        self.arrived.clear()
-        outputs, self.waiting = self.waiting, []
+        if self.failure is not None and not self.waiting:
+            raise self.failure
+        if self.failure is None:
+            self.arrived.clear()
+        outputs, self.waiting, self.num_tokens = self.waiting, [], 0
         return outputs
 
 
@@ -66,5 +90,4 @@ class OutputRelay:
         self._urgent = False
         while self._gathered:
             stream, output = self._gathered.popleft()
-            stream.waiting.append(output)
-            stream.arrived.set()
+            stream.put(output)

@@ -91,6 +91,10 @@ class QueueFullError(Exception):
     """The waiting queue is at its bound: try again later."""
 
 
+class SlowReaderError(Exception):
+    """The client does not take what is sent to it."""
+
+
 class DrainingError(Exception):
     """The engine accepts no new requests because it is stopping."""
 

@@ -167,9 +167,8 @@ class SequenceState:
         assert self._stops is not None
         text = ""
         for at, token in enumerate(ids):
-            piece, stop = self._detokenizer.push([token]), None
-            if self.num_output_tokens + at >= self.request.sampling.min_tokens:
-                piece, stop = self._stops.push(piece)
+            may_stop = self.num_output_tokens + at >= self.request.sampling.min_tokens
+            piece, stop = self._stops.push(self._detokenizer.push([token]), may_stop)
             text += piece
             if stop is not None:
                 return at + 1, text, stop

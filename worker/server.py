@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
+import grpc
 import structlog
 import torch
 from grpc import aio
@@ -25,13 +28,16 @@ from worker.config import WorkerConfig, parse_policy
 from worker.control_client import ControlClient, WorkerCard
 from worker.engine import Engine, EngineConfig
 from worker.engine_thread import EngineThread
+from worker.entrance import Entrance
 from worker.identity import context_key
 from worker.length_table import DEFAULT_LENGTH, LengthTable
 from worker.metrics import WorkerMetrics
 from worker.models import ModelPair, load_pair
 from worker.profile_file import foreign_parts, table_from_file
+from worker.request import EngineFailedError
 from worker.seeding import seed_controller
 from worker.servicer import GenerationServicer, ModelFacts
+from worker.supervision import PartFailedError, Supervisor
 from worker.threads import ThreadChoice, set_threads, watch_cores
 
 log = structlog.get_logger()
@@ -48,6 +54,13 @@ SERVER_OPTIONS = [
 # The engine's thread takes the interpreter back from the event loop between any two operators. At the default of 5 ms
 # one busy moment of gRPC would cost more than a whole step.
 SWITCH_INTERVAL_S = 0.0005
+ENGINE = "the engine"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
+STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
+
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
 def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, bool]:
@@ -114,7 +127,7 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,
         max_speculation_length=control.card.max_speculation_length,
-        max_waiting=config.max_waiting,
+        max_waiting=config.max_waiting + config.max_batch_size,  # the queue's bound is kept by the service
         max_kv_tokens=config.max_kv_tokens or None,
     )
     engine = Engine(pair, engine_config, control)
@@ -139,49 +152,104 @@ async def create_server(
 
 
 async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
-    """Run a worker until SIGTERM or SIGINT, then let running requests finish."""
+    """Run a worker until SIGTERM or SIGINT, then let running requests finish.
+
+    Raises ValueError or OSError with one sentence for settings that cannot work, PartFailedError when the worker cannot
+    go on.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    security, credentials, metadata = check_config(config)
+    supervisor = Supervisor()
+    torch_thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
+    torch_thread.start()
+    pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
+    if config.controller and control.follow and config.quick_profile_s:
+        # Only then has the controller a say in when to serve: whoever measures nothing asks it while serving.
+        await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
+    entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting)
+    metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
+    if config.metrics_listen:
+        metrics.serve(config.metrics_listen)
+        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen))
+    timings = config.stream_interval_s, config.unread_timeout_s
+    servicer = GenerationServicer(engine, pair, control, model_facts(pair, control), metrics, entrance, *timings)
+    server, port, health_servicer = await create_server(config.listen, servicer, security)
+    running = start_engine(torch_thread, engine, supervisor)
+    await server.start()
+    stopping = stop_event()
+    if config.controller:
+        supervisor.keep("reporting", functools.partial(control.run, config.controller, credentials, metadata))
+    if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
+        choice = ThreadChoice(engine.num_threads)
+        supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+    await set_health(health_servicer, SERVING)
+    progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
+    async with ending(server, health_servicer, servicer, engine, supervisor):
+        await supervisor.wait(stopping)
+        progress("draining: running requests finish, new ones are refused")
+        await set_health(health_servicer, NOT_SERVING)
+        servicer.drain()
+        await wait_until_idle(servicer, config.drain_timeout_s, supervisor.check)
+        await flush_reports(control)
+    await wait_until_stopped(running)
+
+
+@contextlib.asynccontextmanager
+async def ending(
+    server: aio.Server,
+    health_servicer: health.aio.HealthServicer,
+    servicer: GenerationServicer,
+    engine: Engine,
+    supervisor: Supervisor,
+) -> AsyncIterator[None]:
+    """End everything after the block; where that ends by a PartFailedError, at once and with the error for requests."""
+    grace_s = 1.0
+    try:
+        yield
+    except PartFailedError as error:
+        log.critical("the worker cannot go on and ends", reason=str(error))
+        grace_s = FAILURE_GRACE_S
+        await set_health(health_servicer, NOT_SERVING)
+        servicer.fail(EngineFailedError(f"{error}; the worker ends"))
+        raise
+    finally:
+        engine.stop()
+        await server.stop(grace_s)
+        await supervisor.stop()
+
+
+def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
+    """The worker's own security, and credentials and metadata for the controller; all that is wrong is told at once.
+
+    Raises ValueError, or OSError when the port is taken.
+    """
     security, controller_security = config.server_security(), config.controller_security()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
     if config.metrics_listen:
         check_exposure("--metrics-listen", config.metrics_listen, False, False, config.insecure)
     credentials, metadata = controller_security.credentials(), controller_security.metadata()
     check_free("--listen", config.listen)
-    torch_thread = EngineThread()
-    torch_thread.start()
-    pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
-    if config.controller and control.follow:
-        await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
-    metrics = WorkerMetrics(engine, control)
-    if config.metrics_listen:
-        metrics.serve(config.metrics_listen)
-    facts = model_facts(pair, control)
-    servicer = GenerationServicer(engine, pair, control, facts, metrics, config.stream_interval_s)
-    server, port, health_servicer = await create_server(config.listen, servicer, security)
-    running = asyncio.wrap_future(torch_thread.call(engine.run))
-    await server.start()
-    stopping = stop_event()
-    reporting = control.run(config.controller, credentials, metadata) if config.controller else None
-    tasks = [asyncio.create_task(reporting)] if reporting is not None else []
-    if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
-        tasks.append(asyncio.create_task(watch_cores(ThreadChoice(engine.num_threads), engine.use_threads)))
-    await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
-    progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
-    try:
-        await stopping.wait()
-        progress("draining: running requests finish, new ones are refused")
-        await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
-        engine.drain()
-        await wait_until_idle(engine, config.drain_timeout_s)
-        await flush_reports(control)
-    finally:
-        engine.stop()
-        await server.stop(grace=1.0)
-        for task in tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await asyncio.wait([running], timeout=5.0)
+    return security, credentials, metadata
+
+
+def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:
+    """Let the engine run; its end is the worker's, however it comes."""
+    running = asyncio.wrap_future(thread.serve(engine.run))
+
+    def ended(future: asyncio.Future[None]) -> None:
+        if not future.cancelled():
+            supervisor.fail(ENGINE, future.exception() or RuntimeError("its loop returned"))
+
+    running.add_done_callback(ended)
+    return running
+
+
+async def wait_until_stopped(running: asyncio.Future[None]) -> None:
+    """Raises PartFailedError when the engine's running step does not come to its end."""
+    if not (await asyncio.wait([running], timeout=STOP_TIMEOUT_S))[0]:
+        error = f"{ENGINE} has not stopped within {STOP_TIMEOUT_S:g} s"
+        log.critical("the worker ends without its engine", reason=error)
+        raise PartFailedError(error)
 
 
 async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
@@ -189,15 +257,15 @@ async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
     await servicer.set(SERVICE, status)
 
 
-async def wait_until_idle(engine: Engine, timeout_s: float) -> None:
+async def wait_until_idle(servicer: GenerationServicer, timeout_s: float, check: Callable[[], None]) -> None:
+    """Wait until every request has been answered. check: called again and again; raises when waiting is of no use."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        load = engine.load()
-        if not load.num_running and not load.num_waiting:
-            await asyncio.sleep(0.1)  # the last messages leave
+    while servicer.num_open:
+        check()
+        if time.monotonic() >= deadline:
+            log.warning("drain timed out, ending what still runs", num_running=servicer.num_open)
             return
         await asyncio.sleep(0.05)
-    log.warning("drain timed out, aborting what still runs", num_running=engine.load().num_running)
 
 
 async def flush_reports(control: ControlClient, timeout_s: float = 2.0) -> None:

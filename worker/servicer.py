@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,15 +16,35 @@ from grpc import aio
 from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 
+from transport.logs import Sparse
 from worker.control_client import ControlClient
 from worker.engine import Engine
-from worker.messages import SequenceMessages, to_request
+from worker.entrance import Entrance
+from worker.messages import SequenceMessages, to_request, to_request_id
 from worker.metrics import WorkerMetrics
 from worker.models import ModelPair
 from worker.relay import OutputRelay, OutputStream
-from worker.request import DrainingError, GenerationRequest, QueueFullError, SequenceOutput
+from worker.request import (
+    DrainingError,
+    EngineFailedError,
+    GenerationRequest,
+    QueueFullError,
+    SequenceOutput,
+    SlowReaderError,
+)
+from worker.validation import check_sampling, prompt_too_long
 
 log = structlog.get_logger()
+
+CODES = {
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    SlowReaderError: grpc.StatusCode.ABORTED,
+    DrainingError: grpc.StatusCode.UNAVAILABLE,
+    EngineFailedError: grpc.StatusCode.UNAVAILABLE,
+}
+QUEUE_METADATA = "speclen-queue-s"  # trailing metadata: seconds from arrival until the request went to the engine
+
 Context: TypeAlias = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
@@ -48,7 +69,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         control: ControlClient,
         facts: ModelFacts,
         metrics: WorkerMetrics,
+        entrance: Entrance,
         stream_interval_s: float,
+        unread_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._pair = pair
@@ -56,55 +79,126 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._facts = facts
         self._metrics = metrics
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
-        self._running: set[str] = set()
+        self._unread_timeout_s = unread_timeout_s
+        self._entrance = entrance
+        self._sparse = Sparse()
+        self._open: dict[str, OutputStream] = {}  # by request id
+        self._refusal: Exception | None = None  # of new requests
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        stream = OutputStream()
-        generation = await self._submit(request, stream, context)
+    @property
+    def num_open(self) -> int:
+        """Requests that wait, run, or are being answered."""
+        return len(self._open)
+
+    def drain(self) -> None:
+        """Take no new requests; those accepted go on to their end."""
+        self._refusal = DrainingError("the worker is draining and takes no new requests")
+
+    def fail(self, error: EngineFailedError) -> None:
+        """The engine is gone: end what runs and refuse what comes, both with the error."""
+        self._refusal = error
+        for stream in self._open.values():
+            stream.fail(error)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        # Messages are written instead of yielded: only so it can be seen that a client does not take them.
         try:
-            async for response in self._responses(generation, stream, request.stream):
-                yield response
+            with self._open_stream(request) as (request_id, stream):
+                await self._generate(request, request_id, stream, context)
+        except tuple(CODES) as error:
+            code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+            self._metrics.requests_refused.labels(code.name).inc()
+            if (left_out := self._sparse.pass_on(code.name)) is not None:
+                log.info("a request ends with an error", code=code.name, reason=str(error), unlogged_before=left_out)
+            await context.abort(code, str(error))
+
+    @contextlib.contextmanager
+    def _open_stream(self, request: pb.GenerateRequest) -> Iterator[tuple[str, OutputStream]]:
+        """The request's id and the stream of its outputs, open for the length of the block.
+
+        Raises ValueError for an id that cannot be used, DrainingError, or the engine's failure.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        request_id = to_request_id(request)
+        if request_id in self._open:
+            raise ValueError(f"request_id {request_id!r} is already running: choose another")
+        stream = self._open[request_id] = OutputStream()
+        try:
+            yield request_id, stream
         finally:
-            # Reached early when the client went away or its deadline passed.
-            self._running.discard(generation.request_id)
-            self._engine.abort(generation.request_id)
+            del self._open[request_id]
 
-    async def _submit(self, message: pb.GenerateRequest, stream: OutputStream, context: Context) -> GenerationRequest:
-        try:
-            generation = to_request(message, self._encode)
-            if generation.request_id in self._running:
-                raise ValueError(f"request_id {generation.request_id!r} is already running: choose another")
+    async def _generate(
+        self, message: pb.GenerateRequest, request_id: str, stream: OutputStream, context: Context
+    ) -> None:
+        arrived_at, caller = time.monotonic(), caller_of(context)
+        generation = to_request(message, request_id, await self._prompt_ids(message, caller))
+        check_sampling(generation.sampling, self._pair.vocab_size)
+        async with self._entrance.turnstile.turn(caller):
+            if stream.failure is not None:
+                raise stream.failure
+            queued_s = time.monotonic() - arrived_at
+            self._metrics.request_queue_time.observe(queued_s)
+            context.set_trailing_metadata(((QUEUE_METADATA, f"{queued_s:.3f}"),))
             self._engine.submit(generation, functools.partial(self._relay.put, stream))
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except QueueFullError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except DrainingError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        self._running.add(generation.request_id)
-        return generation
+            try:
+                await self._answer(generation, stream, message.stream, arrived_at, context)
+            finally:
+                # Reached early when the client went away or its deadline passed.
+                self._engine.abort(request_id)
 
-    async def _responses(
-        self, generation: GenerationRequest, stream: OutputStream, stream_chunks: bool
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def _prompt_ids(self, message: pb.GenerateRequest, caller: str) -> Sequence[int]:
+        kind = message.WhichOneof("input")
+        if kind is None:
+            raise ValueError("input is missing: set text or tokenized.input_ids")
+        if kind == "text":
+            return await self._entrance.encoder.encode(message.text, caller)
+        num_ids, limit = len(message.tokenized.input_ids), self._engine.max_context_length
+        if num_ids >= limit:  # said here, before a million of them are copied
+            raise ValueError(prompt_too_long(num_ids, limit))
+        return message.tokenized.input_ids
+
+    async def _answer(
+        self,
+        generation: GenerationRequest,
+        stream: OutputStream,
+        stream_chunks: bool,
+        arrived_at: float,
+        context: Context,
+    ) -> None:
         sequences = [SequenceMessages(generation.request_id, index) for index in range(generation.sampling.n)]
         unfinished = len(sequences)
-        arrived_at, first_token_at = time.monotonic(), None
+        first_token_at = None
         while unfinished:
             outputs = await stream.next()
             first_token_at = first_token_at or time.monotonic()
             for index, group in group_by_index(outputs).items():
                 chunk = sequences[index].chunk(group)
                 if stream_chunks and (chunk.chunk.token_ids or chunk.chunk.text):
-                    yield chunk
+                    await self._write(chunk, stream, context)
                 if group[-1].finish_reason is not None:
                     unfinished -= 1
-                    yield sequences[index].complete(group[-1])
+                    await self._write(sequences[index].complete(group[-1]), stream, context)
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
         self._metrics.request_finished(arrived_at, first_token_at, time.monotonic(), num_tokens)
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._pair.tokenizer(text)["input_ids"])
+    async def _write(self, message: pb.GenerateResponse, stream: OutputStream, context: Context) -> None:
+        """Send one message. Raises SlowReaderError when the client does not take what was sent before.
+
+        The client's flow control lets through some of it, up to 4 MB with gRPC's own, before a write has to wait.
+        """
+        try:
+            async with asyncio.timeout(self._unread_timeout_s) as limit:
+                stream.on_overflow = functools.partial(limit.reschedule, 0.0)
+                await context.write(message)
+        except TimeoutError:
+            self._metrics.slow_readers.inc()
+            raise SlowReaderError(
+                f"nothing was read for {self._unread_timeout_s:g} s, or too many tokens waited to be: the request has ended"
+            ) from None
+        finally:
+            stream.on_overflow = None
 
     async def Abort(self, request: pb.AbortRequest, context: object) -> pb.AbortResponse:  # noqa: N802
         aborted = [self._engine.abort(request_id) for request_id in request.request_ids]
@@ -145,7 +239,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_batch_size=card.max_batch_size, max_speculation_length=card.max_speculation_length
             ),
             num_requests_running=load.num_running,
-            num_requests_waiting=load.num_waiting,
+            num_requests_waiting=load.num_waiting + self._entrance.num_waiting,
             num_kv_tokens_used=load.num_kv_tokens_used,
             num_kv_tokens_total=load.num_kv_tokens_total,
             num_reports_buffered=len(self._control.buffer.records),
@@ -164,3 +258,16 @@ def group_by_index(outputs: list[SequenceOutput]) -> dict[int, list[SequenceOutp
     for output in outputs:
         groups.setdefault(output.index, []).append(output)
     return groups
+
+
+def caller_of(context: Context) -> str:
+    """Who calls: the subject of a certificate, else the address without its port.
+
+    A bearer token does not tell callers apart: there is one for all.
+    """
+    names = context.peer_identities()
+    if names:
+        return b",".join(names).decode("utf-8", errors="replace")
+    peer = context.peer()
+    kind, _, _ = peer.partition(":")
+    return peer.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

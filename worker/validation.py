@@ -7,6 +7,7 @@ import math
 from worker.request import GenerationRequest, SamplingParams
 
 MAX_SEQUENCES = 64
+MIN_REPETITION_PENALTY = 0.0099999997  # 0.01 as float32. Logits are divided by it: 1e-39 would give infinities
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20
@@ -21,15 +22,19 @@ def check_request(
     if not num_tokens:
         raise ValueError("prompt is empty: at least one token is needed")
     if num_tokens >= max_context_length:
-        raise ValueError(
-            f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and at least "
-            "one new token"
-        )
+        raise ValueError(prompt_too_long(num_tokens, max_context_length))
     _check_ids("prompt token", request.prompt_ids, vocab_size)
     length = request.fixed_length
     if length is not None and not 0 <= length <= max_speculation_length:
         raise ValueError(f"speculation.length is {length}, allowed are 0 to {max_speculation_length}")
     check_sampling(request.sampling, vocab_size)
+
+
+def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
+    return (
+        f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and at least one "
+        "new token"
+    )
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -38,7 +43,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _check_range("top_p", sampling.top_p, 0, 1, low_open=True)
     _check_range("top_k", sampling.top_k, 0, math.inf)
     _check_range("min_p", sampling.min_p, 0, 1)
-    _check_range("repetition_penalty", sampling.repetition_penalty, 0, 10, low_open=True)
+    _check_range("repetition_penalty", sampling.repetition_penalty, MIN_REPETITION_PENALTY, 10)
     _check_range("presence_penalty", sampling.presence_penalty, -10, 10)
     _check_range("frequency_penalty", sampling.frequency_penalty, -10, 10)
     _check_ids("logit_bias token", sampling.logit_bias, vocab_size)
@@ -64,7 +69,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 def _check_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
     if not (low < value if low_open else low <= value) or not value <= high:  # NaN fails too
-        bounds = f"more than {low}" if low_open else f"at least {low}"
+        bounds = f"more than {low:g}" if low_open else f"at least {low:g}"
         upper = "" if high == math.inf else f" and at most {high}"
         raise ValueError(f"{name} is {value}, but must be {bounds}{upper}")
 

@@ -108,7 +108,7 @@ class SamplingParams(google.protobuf.message.Message):
     min_p: builtins.float
     """Tokens at least min_p times as likely as the most likely one. In [0, 1]. Default 0."""
     repetition_penalty: builtins.float
-    """Divides positive and multiplies negative logits of tokens in prompt or output. In (0, 10]. Default 1."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output. In [0.01, 10]. Default 1."""
     presence_penalty: builtins.float
     """Subtracted once from the logits of tokens in the output. In [-10, 10]. Default 0."""
     frequency_penalty: builtins.float

@@ -1,0 +1,39 @@
+"""`speclen worker`, sabotaged: python failing_worker.py PART ARGUMENTS...
+
+PART "engine": the engine's loop fails as soon as a request has come. "reporting": the reporting task fails again and again.
+"hang": the engine's loop never does anything and never ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from cli.app import main
+from worker.control_client import ControlClient
+from worker.engine import Engine
+
+
+def fail_with_a_request(engine: Engine) -> None:
+    while not engine.load().num_waiting:
+        time.sleep(0.01)
+    raise MemoryError("no room\nfor a second line")
+
+
+def hang(engine: Engine) -> None:
+    time.sleep(3600)
+
+
+async def fail(*_: object) -> None:
+    raise ZeroDivisionError("sabotage")
+
+
+if __name__ == "__main__":
+    part = sys.argv.pop(1)
+    if part == "engine":
+        Engine.run = fail_with_a_request  # type: ignore[method-assign]
+    elif part == "hang":
+        Engine.run = hang  # type: ignore[method-assign]
+    else:
+        ControlClient.run = fail  # type: ignore[assignment, method-assign]
+    main()

@@ -1,0 +1,61 @@
+"""Both servers log alike: JSON where nobody watches, one line an event, whoever it comes from."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from transport.logs import Sparse, set_up_logs
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def logged(level: str) -> list[dict[str, str]]:
+    stream = io.StringIO()
+    set_up_logs(level, stream)
+    structlog.get_logger().debug("details")
+    structlog.get_logger().info("lengths changed", version=3)
+    logging.getLogger("worker.engine").info("of ours")
+    logging.getLogger("grpc").info("of others")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("worker.engine").exception("a step of %d rows failed", 3)
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_events_and_records_of_python_are_lines_of_one_form() -> None:
+    lines = logged("info")
+    assert [line["event"] for line in lines] == ["lengths changed", "of ours", "a step of 3 rows failed"]
+    assert [line["level"] for line in lines] == ["info", "info", "error"]
+    assert all(line["timestamp"].endswith("Z") for line in lines)
+    assert lines[0]["version"] == 3
+    assert "ValueError: two\nlines" in lines[2]["exception"]
+
+
+@pytest.mark.parametrize(("level", "number"), [("debug", 4), ("info", 3), ("warning", 1), ("error", 1)])
+def test_the_level_is_the_least_that_is_shown(level: str, number: int) -> None:
+    assert len(logged(level)) == number
+
+
+def test_an_unknown_level_is_named() -> None:
+    with pytest.raises(ValueError, match="--log-level 'loud' is unknown: use debug, info, warning or error"):
+        set_up_logs("loud", io.StringIO())
+
+
+def test_many_events_of_a_kind_are_one_line_with_their_number() -> None:
+    times = iter([0.0, 1.0, 2.0, 2.0, 5.0, 6.0])
+    sparse = Sparse(5.0, lambda: next(times))
+    assert [sparse.pass_on(kind) for kind in "aaabaa"] == [0, None, None, 0, 2, None]

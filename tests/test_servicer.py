@@ -1,0 +1,248 @@
+"""The service in front of a real engine: what is refused and how, who waits for whom, and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import engines
+import pytest
+import tiny_models
+from grpc import aio
+from prometheus_client import generate_latest
+from speclen.v1 import control_pb2
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+
+from transport.aio import prepare_aio
+from worker.control_client import ControlClient, WorkerCard
+from worker.engine import Engine
+from worker.engine_thread import EngineThread
+from worker.entrance import Entrance
+from worker.length_table import LengthTable
+from worker.metrics import WorkerMetrics
+from worker.relay import MAX_WAITING_TOKENS, OutputStream
+from worker.request import EngineFailedError, SequenceOutput
+from worker.servicer import GenerationServicer, ModelFacts, caller_of
+
+ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+class Served:
+    """An engine that runs, its service on a free port, and a stub."""
+
+    def __init__(
+        self, engine: Engine, servicer: GenerationServicer, metrics: WorkerMetrics, port: int, stub: Any
+    ) -> None:
+        self.engine, self.servicer, self.metrics, self.port, self.stub = engine, servicer, metrics, port, stub
+
+    def num_slow_readers(self) -> float:
+        return self.metrics.registry.get_sample_value("speclen_slow_readers_total") or 0.0
+
+    async def fails(self, request: pb.GenerateRequest) -> tuple[str, str]:
+        """Code and details of a request that must fail."""
+        with pytest.raises(aio.AioRpcError) as raised:
+            await self.all(request)
+        return raised.value.code().name, raised.value.details() or ""
+
+    async def all(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        return [response async for response in self.stub.Generate(request, timeout=30)]
+
+
+@contextlib.asynccontextmanager
+async def served(
+    max_waiting: int = 8, unread_timeout_s: float = 30.0, rows: int = 4, context: int = tiny_models.MAX_POSITIONS
+) -> AsyncIterator[Served]:
+    pair = engines.make_pair()
+    engine = engines.make_engine(pair, max_batch_size=rows, max_waiting=max_waiting + rows)
+    card = WorkerCard("w", 1, control_pb2.ContextKey(), rows, 3, "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, LengthTable.constant(2, rows, "default"), follow=True)
+    entrance = Entrance(pair.tokenizer, engine.max_context_length, rows, max_waiting)
+    metrics = WorkerMetrics(engine, control, num_at_entrance=lambda: entrance.num_waiting)
+    facts = ModelFacts(card.context, "t", "d", 1, 1)
+    servicer = GenerationServicer(engine, pair, control, facts, metrics, entrance, 0.001, unread_timeout_s)
+    prepare_aio()
+    server = aio.server()
+    rpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    thread = EngineThread()
+    thread.start()
+    thread.serve(engine.run)
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Served(engine, servicer, metrics, port, rpc.GenerationServiceStub(channel))
+        engine.stop()
+        await server.stop(0.1)
+
+
+def run(test: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60.0))
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), **fields)
+
+
+@pytest.mark.parametrize(
+    ("request_", "details"),
+    [
+        (pb.GenerateRequest(), "input is missing"),
+        (pb.GenerateRequest(text="a", request_id="x" * 129), "request_id has 129 characters"),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=0)), "top_p is 0"),
+        (tokenized(1, 999), "prompt token 999 is unknown"),
+        (tokenized(*[1] * 256), "prompt has 256 tokens"),
+        (pb.GenerateRequest(text="x" * 1_000_000), "text has 1000000 bytes"),
+        (pb.GenerateRequest(text="ab " * 1000), r"prompt has \d+ tokens"),
+    ],
+)
+def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str) -> None:
+    async def test() -> None:
+        async with served() as at:
+            code, said = await at.fails(request_)
+            assert code == "INVALID_ARGUMENT"
+            assert re.search(details, said), said
+            assert at.servicer.num_open == 0
+
+    run(test)
+
+
+def test_an_answer_says_how_long_the_request_waited() -> None:
+    async def test() -> None:
+        async with served() as at:
+            call = at.stub.Generate(tokenized(1, 2, sampling_params=pb.SamplingParams(max_tokens=4)))
+            responses = [response async for response in call]
+            assert responses[-1].complete.usage.completion_tokens == 4
+            trailing = await call.trailing_metadata()
+            assert 0.0 <= float(trailing["speclen-queue-s"]) < 5.0
+            assert "speclen_request_queue_time_seconds_count 1.0" in generate_latest(at.metrics.registry).decode()
+
+    run(test)
+
+
+def test_one_more_than_rows_and_queue_is_refused_and_all_others_are_served() -> None:
+    async def test() -> None:
+        async with served(max_waiting=3, rows=2) as at:
+            tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(5)]
+            await until(lambda: at.servicer.num_open == 5)
+            await until(lambda: at.engine.load().num_running == 2)
+            info = await at.stub.GetServerInfo(pb.GetServerInfoRequest())
+            assert info.num_requests_waiting == 3
+            code, said = await at.fails(tokenized(1, 2))
+            assert (code, "waiting already: try again later" in said) == ("RESOURCE_EXHAUSTED", True)
+            for responses in await asyncio.gather(*tasks):
+                assert responses[-1].complete.usage.completion_tokens == 200
+            assert at.servicer.num_open == 0
+
+    run(test)
+
+
+def test_draining_refuses_what_comes_and_finishes_what_waits() -> None:
+    async def test() -> None:
+        async with served(rows=1) as at:
+            tasks = [asyncio.create_task(at.all(tokenized(1, sampling_params=ENDLESS))) for _ in range(4)]
+            await until(lambda: at.servicer.num_open == 4)
+            at.servicer.drain()
+            assert (await at.fails(tokenized(1)))[0] == "UNAVAILABLE"
+            for responses in await asyncio.gather(*tasks):
+                assert responses[-1].complete.usage.completion_tokens == 200
+
+    run(test)
+
+
+def test_a_failed_engine_ends_what_runs_and_what_waits() -> None:
+    async def test() -> None:
+        async with served(rows=1) as at:
+            at.engine.step = lambda: time.sleep(0.01)  # type: ignore[assignment, method-assign, func-returns-value]
+            tasks = [asyncio.create_task(at.fails(tokenized(1, sampling_params=ENDLESS))) for _ in range(4)]
+            await until(lambda: at.servicer.num_open == 4)
+            at.servicer.fail(EngineFailedError("the engine has failed"))
+            assert await asyncio.gather(*tasks) == [("UNAVAILABLE", "the engine has failed")] * 4
+            assert await at.fails(tokenized(1)) == ("UNAVAILABLE", "the engine has failed")
+
+    run(test)
+
+
+def test_a_client_that_reads_nothing_loses_its_row() -> None:
+    """Its window of 64 kB is full after some hundred tokens with 20 log probabilities each."""
+
+    async def test() -> None:
+        async with served(unread_timeout_s=0.3, rows=1) as at, narrow_channel(at.port) as stub:
+            sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=16)
+            call = stub.Generate(tokenized(1, sampling_params=sampling, stream=True))
+            await until(lambda: at.num_slow_readers() == 1)
+            await until(lambda: at.engine.load().num_running == 0)
+            assert (await at.all(tokenized(1)))[-1].HasField("complete")
+            with pytest.raises(aio.AioRpcError) as raised:
+                [response async for response in call]
+            assert raised.value.code().name == "ABORTED"
+            assert "nothing was read for 0.3 s" in (raised.value.details() or "")
+            await until(lambda: at.servicer.num_open == 0)
+
+    run(test)
+
+
+def test_a_client_that_reads_slowly_gets_everything() -> None:
+    async def test() -> None:
+        async with served(unread_timeout_s=1.0) as at, narrow_channel(at.port) as stub:
+            sampling = pb.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20, n=4)
+            num_tokens = 0
+            async for response in stub.Generate(tokenized(1, sampling_params=sampling, stream=True)):
+                num_tokens += len(response.chunk.token_ids)
+                await asyncio.sleep(0.002)
+            assert num_tokens == 4 * 250
+            assert at.num_slow_readers() == 0
+
+    run(test)
+
+
+@contextlib.asynccontextmanager
+async def narrow_channel(port: int) -> AsyncIterator[Any]:
+    """A client that lets the server send 64 kB ahead, not 4 MB."""
+    options = [("grpc.http2.lookahead_bytes", 65_535), ("grpc.http2.bdp_probe", 0)]
+    async with aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        yield rpc.GenerationServiceStub(channel)
+
+
+def test_too_many_tokens_that_wait_are_told() -> None:
+    stream, told = OutputStream(), []
+    stream.on_overflow = lambda: told.append(stream.num_tokens)
+    for _ in range(MAX_WAITING_TOKENS // 64):
+        stream.put(SequenceOutput("r", 0, (1,) * 64, ""))
+    assert not told
+    stream.put(SequenceOutput("r", 0, (1,), ""))
+    assert told == [MAX_WAITING_TOKENS + 1]
+
+
+class FakeContext:
+    def __init__(self, peer: str, names: list[bytes] | None = None) -> None:
+        self._peer, self._names = peer, names
+
+    def peer(self) -> str:
+        return self._peer
+
+    def peer_identities(self) -> list[bytes] | None:
+        return self._names
+
+
+@pytest.mark.parametrize(
+    ("context", "caller"),
+    [
+        (FakeContext("ipv4:10.0.0.1:5000"), "ipv4:10.0.0.1"),
+        (FakeContext("ipv6:%5B::1%5D:5000"), "ipv6:%5B::1%5D"),
+        (FakeContext("unix:/tmp/socket"), "unix:/tmp/socket"),
+        (FakeContext("ipv4:10.0.0.1:5000", [b"alice"]), "alice"),
+    ],
+)
+def test_callers_are_told_apart(context: Any, caller: str) -> None:
+    assert caller_of(context) == caller

@@ -1,0 +1,97 @@
+"""Whatever should never end is noticed when it does: started again and counted, or the end of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+import worker.supervision
+from worker.supervision import PartFailedError, Supervisor, describe
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.supervision, "FIRST_PAUSE_S", 0.01)
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10.0))
+
+
+def test_a_part_that_ends_is_started_again_and_counted() -> None:
+    async def test() -> None:
+        supervisor, again = Supervisor(), asyncio.Event()
+        starts = []
+
+        async def part() -> None:
+            starts.append(len(starts))
+            if len(starts) == 1:
+                raise ValueError("broken")
+            if len(starts) == 2:
+                return
+            again.set()
+            await asyncio.sleep(60)
+
+        supervisor.keep("reporting", part)
+        await again.wait()
+        assert supervisor.num_failures == {"reporting": 2}
+        await supervisor.stop()
+
+    run(test)
+
+
+def test_a_failure_in_another_thread_ends_the_waiting_and_the_first_one_counts() -> None:
+    async def test() -> None:
+        supervisor = Supervisor()
+        supervisor.check()
+
+        def fail() -> None:
+            supervisor.fail("the engine", ZeroDivisionError("by zero"))
+            supervisor.fail("the engine", RuntimeError("its loop returned"))
+
+        threading.Thread(target=fail).start()
+        with pytest.raises(PartFailedError, match="the engine has failed: ZeroDivisionError: by zero"):
+            await supervisor.wait(asyncio.Event())
+        with pytest.raises(PartFailedError, match="ZeroDivisionError"):
+            supervisor.check()
+
+    run(test)
+
+
+def test_being_asked_to_stop_is_no_failure() -> None:
+    async def test() -> None:
+        supervisor, stopping = Supervisor(), asyncio.Event()
+        stopping.set()
+        await supervisor.wait(stopping)
+
+    run(test)
+
+
+def test_a_callback_that_fails_is_counted() -> None:
+    async def test() -> None:
+        supervisor = Supervisor()
+        asyncio.get_running_loop().call_soon(lambda: 1 / 0)
+        await asyncio.sleep(0.01)
+        assert supervisor.num_failures["event loop"] == 1
+
+    run(test)
+
+
+def test_a_failure_after_the_loop_has_closed_is_no_error() -> None:
+    async def test() -> Supervisor:
+        return Supervisor()
+
+    supervisor = asyncio.run(test())
+    supervisor.fail("the engine", RuntimeError("late"))
+
+
+def test_an_error_is_described_with_its_place() -> None:
+    assert describe(ExceptionGroup("two", [ValueError("first"), KeyError("second")])) == "ValueError: first"
+    with pytest.raises(ValueError, match="invalid literal") as raised:
+        int("x")
+    said = describe(raised.value)
+    assert said.startswith("ValueError: invalid literal")
+    assert "(test_supervision.py:" in said

@@ -1,0 +1,118 @@
+"""Callers take turns, nobody fills the queue for the others, and no place is lost whoever goes when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from worker.request import QueueFullError
+from worker.turnstile import Turnstile
+
+
+class Requests:
+    """Requests at a turnstile, in the order in which they got in."""
+
+    def __init__(self, turnstile: Turnstile) -> None:
+        self.turnstile = turnstile
+        self.entered: list[str] = []
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._doors: dict[str, asyncio.Event] = {}
+
+    async def come(self, name: str) -> None:
+        """A request whose caller is the first letter of its name."""
+        self._doors[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._request(name))
+        await asyncio.sleep(0)
+
+    async def go(self, name: str) -> None:
+        self._doors[name].set()
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    async def _request(self, name: str) -> None:
+        async with self.turnstile.turn(name[0]):
+            self.entered.append(name)
+            await self._doors[name].wait()
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10.0))
+
+
+def test_callers_take_turns() -> None:
+    async def test() -> None:
+        requests = Requests(Turnstile(1, 10))
+        for name in ["a1", "a2", "a3", "a4", "b1", "c1", "b2"]:
+            await requests.come(name)
+        for at in range(6):
+            await requests.go(requests.entered[at])
+        assert requests.entered == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+
+    run(test)
+
+
+def test_one_caller_may_use_the_whole_queue_and_no_more() -> None:
+    async def test() -> None:
+        requests = Requests(Turnstile(1, 2))
+        for name in ["a1", "a2", "a3"]:
+            await requests.come(name)
+        assert requests.turnstile.num_waiting == 2
+        await requests.come("a4")
+        with pytest.raises(QueueFullError, match="2 requests are waiting already"):
+            await requests.tasks["a4"]
+
+    run(test)
+
+
+def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
+    async def test() -> None:
+        requests = Requests(Turnstile(1, 4))
+        for name in ["a0", "a1", "a2", "a3", "a4", "b1", "b2", "b3"]:
+            await requests.come(name)
+        await asyncio.sleep(0)
+        for pushed_out in ("a4", "a3"):
+            with pytest.raises(QueueFullError, match=r"pushed out .* after 0\.\d s in the queue"):
+                await requests.tasks[pushed_out]
+        with pytest.raises(QueueFullError, match="waiting already"):  # two each: nothing would be fairer
+            await requests.tasks["b3"]
+        assert requests.turnstile.num_waiting == 4
+
+    run(test)
+
+
+def test_without_a_queue_whoever_finds_no_place_is_refused() -> None:
+    async def test() -> None:
+        requests = Requests(Turnstile(1, 0))
+        await requests.come("a1")
+        await requests.come("b1")
+        with pytest.raises(QueueFullError):
+            await requests.tasks["b1"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
+    """Random arrivals, departures and cancellations, some at the very moment at which the turn comes."""
+
+    async def test() -> None:
+        generator = random.Random(seed)
+        requests = Requests(Turnstile(2, 5))
+        for number in range(200):
+            await requests.come(generator.choice("abc") + str(number))
+            name = generator.choice(list(requests.tasks))
+            requests._doors[name].set()
+            if generator.random() < 0.5:
+                await asyncio.sleep(0)
+            requests.tasks[generator.choice(list(requests.tasks))].cancel()
+            assert requests.turnstile.num_waiting <= 5
+        for door in requests._doors.values():
+            door.set()
+        await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
+        assert requests.turnstile.num_waiting == 0
+        assert requests.turnstile._num_free == 2
+
+    run(test)

@@ -1,0 +1,111 @@
+"""A worker whose engine has ended says so at once, to everybody who asks, and goes; lesser parts are started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import tiny_models
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+
+from cli.processes import Child
+
+SCRIPT = Path(__file__).with_name("failing_worker.py")
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def start(pair: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
+    children: list[Child] = []
+
+    def start_one(part: str, *options: str) -> Child:
+        address = free_address()
+        models = ["--target", pair[0], "--draft", pair[1], "--device", "cpu"]
+        child = Child("worker", [], address, tmp_path / "log")
+        with child.log_file.open("wb") as log:
+            child.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), part, "worker", "--listen", address, *models, *options],
+                stdout=log,
+                stderr=log,
+            )
+        children.append(child)
+        child.wait_until_serving(120)
+        return child
+
+    yield start_one
+    for child in children:
+        child.stop(timeout_s=10.0)
+
+
+def exits(child: Child, timeout_s: float) -> tuple[int, float]:
+    """Exit code, and how long it took."""
+    assert child.process is not None
+    started = time.monotonic()
+    return child.process.wait(timeout_s), time.monotonic() - started
+
+
+def test_a_dead_engine_ends_requests_with_an_error_and_the_process_within_a_second(start: Any) -> None:
+    worker = start("engine", "--controller", "")
+    with grpc.insecure_channel(worker.address) as channel:
+        with pytest.raises(grpc.RpcError) as raised:
+            list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "the engine has failed: MemoryError: no room" in raised.value.details()
+    code, seconds = exits(worker, 5)
+    assert (code, seconds < 1.0) == (1, True)
+    lines = worker.log_file.read_text().splitlines()
+    assert "Traceback" not in "".join(lines)
+    assert sum("the worker cannot go on and ends" in line for line in lines) == 1
+
+
+def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:
+    worker = start("hang", "--controller", "", "--drain-timeout-s", "0.1")
+    worker.process.send_signal(signal.SIGTERM)
+    code, seconds = exits(worker, 30)
+    assert (code, seconds < 8.0) == (1, True)
+    assert "has not stopped" in worker.last_line()
+
+
+def test_reporting_that_fails_is_started_again_counted_and_no_reason_to_stop(start: Any) -> None:
+    metrics = free_address()
+    worker = start("reporting", "--controller", free_address(), "--metrics-listen", metrics)
+
+    def num_failures() -> float:
+        page = urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5).read().decode()
+        return float(page.split('speclen_part_failures_total{part="reporting"} ')[1].split()[0])
+
+    deadline = time.monotonic() + 10
+    while num_failures() < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert worker.is_serving()
+    worker.process.send_signal(signal.SIGTERM)
+    assert exits(worker, 15)[0] == 0
+    said = worker.log_file.read_text()
+    assert "Traceback" not in said
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    restarts = [event for event in events if event["event"] == "a part has ended and is started again"]
+    assert len(restarts) >= 2
+    assert {event["level"] for event in restarts} == {"error"}
+    assert "ZeroDivisionError: sabotage (failing_worker.py:" in restarts[0]["reason"]
