@@ -24,7 +24,7 @@ import asyncio, sys, threading, time
 from pathlib import Path
 from controller.config import ControllerConfig
 from controller import server
-from controller.logs import set_up_logs
+from transport.logs import set_up_logs
 
 def broken(*arguments, **more):
     print("BROKEN", time.monotonic(), flush=True)

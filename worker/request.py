@@ -101,3 +101,7 @@ class DrainingError(Exception):
 
 class EngineFailedError(Exception):
     """The engine's thread has ended: this worker computes nothing any more."""
+
+
+class RequestFailedError(Exception):
+    """A step that this request was part of failed; the worker goes on."""

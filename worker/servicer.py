@@ -29,6 +29,7 @@ from worker.request import (
     EngineFailedError,
     GenerationRequest,
     QueueFullError,
+    RequestFailedError,
     SequenceOutput,
     SlowReaderError,
 )
@@ -42,6 +43,7 @@ CODES = {
     SlowReaderError: grpc.StatusCode.ABORTED,
     DrainingError: grpc.StatusCode.UNAVAILABLE,
     EngineFailedError: grpc.StatusCode.UNAVAILABLE,
+    RequestFailedError: grpc.StatusCode.INTERNAL,
 }
 QUEUE_METADATA = "speclen-queue-s"  # trailing metadata: seconds from arrival until the request went to the engine
 
@@ -177,6 +179,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 chunk = sequences[index].chunk(group)
                 if stream_chunks and (chunk.chunk.token_ids or chunk.chunk.text):
                     await self._write(chunk, stream, context)
+                if (error := group[-1].error) is not None:
+                    raise self._engine.failure or RequestFailedError(f"{error}: the request has ended, try it again")
                 if group[-1].finish_reason is not None:
                     unfinished -= 1
                     await self._write(sequences[index].complete(group[-1]), stream, context)
