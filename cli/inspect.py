@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
+from speclen.console.database import DB_OPTION, reading
+from speclen.console.errors import UserError
 
 if TYPE_CHECKING:
     from datasette.app import Datasette

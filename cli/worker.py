@@ -9,9 +9,9 @@ from pathlib import Path
 
 import typer
 
-from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
-from worker.spinning import set_spins
+from speclen.console.errors import UserError
+from speclen.console.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from speclen.worker.backends.spinning import set_spins
 
 
 def worker(
@@ -58,10 +58,10 @@ def worker(
     options = dict(locals())
     progress(f"starting a worker on {listen}")
     set_spins()  # before torch is imported
-    from transport.logs import set_up_logs
-    from worker.config import WorkerConfig  # here, since torch takes seconds to import
-    from worker.server import serve
-    from worker.supervision import PartFailedError
+    from speclen.transport.logs import set_up_logs
+    from speclen.worker.config import WorkerConfig  # here, since torch takes seconds to import
+    from speclen.worker.service.server import serve
+    from speclen.worker.service.supervision import PartFailedError
 
     try:
         set_up_logs(options.pop("log_level"), sys.stderr)

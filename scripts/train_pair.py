@@ -24,11 +24,11 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from worker.engine import Engine, EngineConfig
-from worker.length_chooser import FixedLength
-from worker.models import load_pair
-from worker.prompts import library_files
-from worker.request import GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.length_chooser import FixedLength
+from speclen.worker.models.loading import load_pair
+from speclen.worker.profiling.prompts import library_files
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 512

@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store import queries, statements
-from store.batch import Batches, OnDone
-from store.connection import (
+from speclen.store import queries, statements
+from speclen.store.batch import Batches, OnDone
+from speclen.store.connection import (
     Connection,
     CorruptStoreError,
     StoreError,
@@ -27,12 +27,12 @@ from store.connection import (
     refusal,
     sqlite3,
 )
-from store.failpoints import Failpoints
-from store.files import Presence, WriterLock, move_aside, size_of
-from store.migrations import migrate
-from store.records import Commit, StoredState, StoreEventRow, StoreHealth
-from store.retention import Retention, give_back_space
-from store.transaction import Outcome, write
+from speclen.store.failpoints import Failpoints
+from speclen.store.files import Presence, WriterLock, move_aside, size_of
+from speclen.store.migrations import migrate
+from speclen.store.records import Commit, StoredState, StoreEventRow, StoreHealth
+from speclen.store.retention import Retention, give_back_space
+from speclen.store.transaction import Outcome, write
 
 # Tables that grow with the number of reports.
 LARGE_TABLES = ("step_reports", "prediction_windows")

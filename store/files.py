@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from store.connection import StoreError, refusal
+from speclen.store.connection import StoreError, refusal
 
 # Seconds that a new writer waits for the lock: a killed process may take a moment to go, a look takes an instant.
 LOCK_PATIENCE_S = 0.3

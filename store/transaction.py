@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from store import statements
-from store.batch import Batch, Batches
-from store.connection import Connection, sqlite3
-from store.failpoints import Failpoints
-from store.prediction import add_predictions
-from store.records import ProfileRow, StoreEventRow
-from store.retention import Retention, enforce_retention
+from speclen.store import statements
+from speclen.store.batch import Batch, Batches
+from speclen.store.connection import Connection, sqlite3
+from speclen.store.failpoints import Failpoints
+from speclen.store.prediction import add_predictions
+from speclen.store.records import ProfileRow, StoreEventRow
+from speclen.store.retention import Retention, enforce_retention
 
 
 class RefusedError(Exception):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 import time
 
-from cli.app import main
-from worker.control_client import ControlClient
-from worker.engine import Engine
+from speclen.cli.app import main
+from speclen.worker.engine.engine import Engine
+from speclen.worker.reporting.control_client import ControlClient
 
 
 def fail_with_a_request(engine: Engine) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from controller.estimation import Estimator
+from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from speclen.controller.estimator.estimation import Estimator
 
 KEY = ContextKey("target", "draft", "device", "float32")
 LIMITS = Limits(32, 8)

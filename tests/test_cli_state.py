@@ -8,12 +8,12 @@ import pytest
 from database_rows import KEY, estimator, write_database
 from store_rows import context, rows, store_now
 
-from cli.errors import UserError
-from cli.state import export_state, import_state
-from controller.core import Limits, StepObservation
-from controller.estimation import Estimator
-from store.database import Store
-from store.records import Commit, StateRow, StoredState
+from speclen.cli.state import export_state, import_state
+from speclen.console.errors import UserError
+from speclen.controller.estimator.core import Limits, StepObservation
+from speclen.controller.estimator.estimation import Estimator
+from speclen.store.database import Store
+from speclen.store.records import Commit, StateRow, StoredState
 
 
 def load(path) -> StoredState:

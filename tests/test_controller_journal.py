@@ -7,14 +7,14 @@ import time
 import pytest
 from control_fakes import report
 
-from controller.config import ControllerConfig
-from controller.core import ContextKey, Limits
-from controller.journal import JournalSettings
-from controller.learning_service import MANY_REPORTS, MANY_WORKERS, LearningService, batches
-from controller.news import News
-from controller.registry import RegisteredContext, Registration, Worker
-from controller.server import create_service
-from store.records import Commit, StoredState, StoreHealth
+from speclen.controller.config import ControllerConfig
+from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.service.journal import JournalSettings
+from speclen.controller.service.learning_service import MANY_REPORTS, MANY_WORKERS, LearningService, batches
+from speclen.controller.service.news import News
+from speclen.controller.service.registry import RegisteredContext, Registration, Worker
+from speclen.controller.service.server import create_service
+from speclen.store.records import Commit, StoredState, StoreHealth
 
 CONTEXT = RegisteredContext(1, ContextKey("t", "d", "cpu", "float32"), Limits(32, 4), 0.0)
 

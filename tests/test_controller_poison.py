@@ -10,11 +10,11 @@ import pytest
 from control_fakes import CONTEXT, identity, registration, report, run, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speclen.v1 import control_pb2 as pb
 
-from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from controller.estimation import Estimator
-from store.connection import connect_reader, connect_writer
+from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from speclen.controller.estimator.estimation import Estimator
+from speclen.store.connection import connect_reader, connect_writer
+from speclen.v1 import control_pb2 as pb
 
 KEY, NEIGHBOUR = ContextKey("t", "d", "cpu", "float32"), ContextKey("t", "d", "cuda", "float32")
 LIMITS = Limits(32, 4)

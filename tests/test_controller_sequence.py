@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.sequence import GAP_PATIENCE_S, MAX_RANGES, SeqWindow
+from speclen.controller.service.sequence import GAP_PATIENCE_S, MAX_RANGES, SeqWindow
 
 arrivals = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=20), max_size=20)
 

@@ -13,8 +13,8 @@ from control_fakes import group, registration, run, served
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from controller.server import end
-from controller.supervision import Supervisor
+from speclen.controller.service.server import end
+from speclen.controller.service.supervision import Supervisor
 
 PATIENCE_S = 60
 
@@ -22,9 +22,9 @@ PATIENCE_S = 60
 BREAKING = """
 import asyncio, sys, threading, time
 from pathlib import Path
-from controller.config import ControllerConfig
+from speclen.controller.config import ControllerConfig
 from controller import server
-from transport.logs import set_up_logs
+from speclen.transport.logs import set_up_logs
 
 def broken(*arguments, **more):
     print("BROKEN", time.monotonic(), flush=True)
@@ -42,13 +42,13 @@ if part == "learning":
 elif part == "journal":
     server.Journal.run = soon_broken
 elif part == "sweep":
-    from controller.streams import Streams
+    from speclen.controller.service.streams import Streams
     Streams.sweep = soon_broken
 elif part == "delivery":
-    from controller.streams import Streams
+    from speclen.controller.service.streams import Streams
     Streams.deliver = soon_broken
 elif part == "writer":
-    from store.database import Store
+    from speclen.store.database import Store
     take, begun = Store._take, time.monotonic()
     def breaking(self):
         while time.monotonic() < begun + 1.5:

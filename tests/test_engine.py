@@ -12,8 +12,8 @@ import tiny_models
 import torch
 from engines import Collected, RandomLengths, finish, generate, make_engine, make_pair, request
 
-from worker.length_chooser import FixedLength, LengthChoice, StepFlag, StepResult
-from worker.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
+from speclen.worker.engine.length_chooser import FixedLength, LengthChoice, StepFlag, StepResult
+from speclen.worker.requests.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 

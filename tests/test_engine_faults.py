@@ -16,12 +16,12 @@ import tiny_models
 import torch
 from engines import Collected, RandomLengths, finish, generate, make_engine, request
 
-from worker.attention import RowAttention
-from worker.cached_model import CachedModel, PassPart
-from worker.engine import Engine
-from worker.engine_thread import EngineThread
-from worker.request import EngineFailedError, FinishReason, SequenceOutput
-from worker.sequence import SequenceState
+from speclen.worker.backends.attention import RowAttention
+from speclen.worker.backends.cached_model import CachedModel, PassPart
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.thread import EngineThread
+from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
+from speclen.worker.requests.sequence import SequenceState
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from transport.logs import Sparse, set_up_logs
+from speclen.transport.logs import Sparse, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +27,12 @@ def logged(level: str) -> list[dict[str, str]]:
     set_up_logs(level, stream)
     structlog.get_logger().debug("details")
     structlog.get_logger().info("lengths changed", version=3)
-    logging.getLogger("worker.engine").info("of ours")
+    logging.getLogger("speclen.worker.engine.engine").info("of ours")
     logging.getLogger("grpc").info("of others")
     try:
         raise ValueError("two\nlines")
     except ValueError:
-        logging.getLogger("worker.engine").exception("a step of %d rows failed", 3)
+        logging.getLogger("speclen.worker.engine.engine").exception("a step of %d rows failed", 3)
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 

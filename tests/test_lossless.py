@@ -18,9 +18,9 @@ import pytest
 import tiny_models
 from engines import Collected, RandomLengths
 
-from worker.captured_model import Recorder
-from worker.length_chooser import StepFlag
-from worker.request import FinishReason, GenerationRequest
+from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.engine.length_chooser import StepFlag
+from speclen.worker.requests.request import FinishReason, GenerationRequest
 
 TIE = 1e-4
 NUM_REQUESTS = 240  # for each of nine families

@@ -9,13 +9,13 @@ import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import worker.attention
-import worker.model_check
-from worker.cached_model import CachedModel
-from worker.kv_cache import KVPool
-from worker.model_check import check_model, inspect_layers
-from worker.models import ModelError
-from worker.packed_linear import private_copy
+import speclen.worker.backends.attention
+import speclen.worker.backends.check
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.kv_cache import KVPool
+from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.models.loading import ModelError
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_windows_longer_than_a_usual_row_are_looked_at(family: str, settings: di
 def test_the_comparison_finds_such_windows_too(
     family: str, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.model_check, "_check_masks", lambda *_: None)
+    monkeypatch.setattr(speclen.worker.backends.check, "_check_masks", lambda *_: None)
     model = other_family(family, **settings)
     with pytest.raises(ModelError, match=f"{family} gives other logits in ragged batches than alone"):
         check_model(cached(private_copy(model)), model, "model")
@@ -130,7 +130,7 @@ def test_the_comparison_finds_such_windows_too(
 def test_windows_too_long_to_be_run_must_at_least_agree(
     family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(worker.model_check.BUDGET, "cpu", 1.0)
+    monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
     model = other_family(family, **settings)
     with pytest.raises(ModelError, match=f"the window of 64 tokens in its configuration .* of {family} do disagree"):
         check_model(cached(private_copy(model)), model, "model")
@@ -141,12 +141,12 @@ def test_windows_that_are_masked_and_handed_on_pass(family: str, monkeypatch: py
     extra = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "mixtral" else {}
     model = other_family(family, **GROUPED, sliding_window=64, **extra)
     check_model(cached(private_copy(model)), model, "model")
-    monkeypatch.setitem(worker.model_check.BUDGET, "cpu", 1.0)
+    monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
     check_model(cached(private_copy(model)), model, "model")
 
 
 def test_the_check_costs_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(worker.model_check.BUDGET, "cpu", 1.0)
+    monkeypatch.setitem(speclen.worker.backends.check.BUDGET, "cpu", 1.0)
     model = other_family("mistral", **{**GROUPED, "max_position_embeddings": 4096}, sliding_window=2000)
     lengths = []
     hook = model.register_forward_pre_hook(
@@ -154,7 +154,7 @@ def test_the_check_costs_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch
     )
     layers = inspect_layers(private_copy(model), "model")
     one = CachedModel(private_copy(model), KVPool(layers, 2, 4096, torch.float32, CPU), 4096)
-    worker.attention.install(one.model)
+    speclen.worker.backends.attention.install(one.model)
     check_model(one, model, "model")
     hook.remove()
     assert max(lengths) == 48
@@ -243,14 +243,14 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
     family: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its window Mistral is wrong by 0.3 and Gemma 2 by 0.6: that is what the numeric comparison is for."""
-    honest = worker.attention.attend_rows
+    honest = speclen.worker.backends.attention.attend_rows
 
     def forgetful(*args: Any, **options: Any) -> Any:
         if "row_attention" in options:
             options.pop(forgotten, None)
         return honest(*args, **options)
 
-    monkeypatch.setattr(worker.attention, "attend_rows", forgetful)
+    monkeypatch.setattr(speclen.worker.backends.attention, "attend_rows", forgetful)
     model = tiny_models.build(family)
     one = cached(private_copy(model))
     with pytest.raises(ModelError, match=rf"{family} gives other logits in ragged batches than alone \(by "):

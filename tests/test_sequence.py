@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import tiny_models
 
-from worker.detokenize import make_decode
-from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
-from worker.sequence import SequenceState
+from speclen.worker.requests.detokenize import make_decode
+from speclen.worker.requests.request import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from speclen.worker.requests.sequence import SequenceState
 
 EOS = tiny_models.EOS_ID
 

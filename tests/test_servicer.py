@@ -14,20 +14,20 @@ import pytest
 import tiny_models
 from grpc import aio
 from prometheus_client import generate_latest
+
+from speclen.transport.aio import prepare_aio
 from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-
-from transport.aio import prepare_aio
-from worker.control_client import ControlClient, WorkerCard
-from worker.engine import Engine
-from worker.engine_thread import EngineThread
-from worker.entrance import Entrance
-from worker.length_table import LengthTable
-from worker.metrics import WorkerMetrics
-from worker.relay import MAX_WAITING_TOKENS, OutputStream
-from worker.request import EngineFailedError, SequenceOutput
-from worker.servicer import GenerationServicer, ModelFacts, caller_of
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.thread import EngineThread
+from speclen.worker.reporting.control_client import ControlClient, WorkerCard
+from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.requests.request import EngineFailedError, SequenceOutput
+from speclen.worker.service.entrance import Entrance
+from speclen.worker.service.metrics import WorkerMetrics
+from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputStream
+from speclen.worker.service.servicer import GenerationServicer, ModelFacts, caller_of
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from store_rows import context, moment, report, rows, store_now, worker
 
-from store.connection import StoreError
-from store.database import Store
-from store.files import StoreGoneError, is_locked, lock_path
-from store.records import Commit, StateRow
+from speclen.store.connection import StoreError
+from speclen.store.database import Store
+from speclen.store.files import StoreGoneError, is_locked, lock_path
+from speclen.store.records import Commit, StateRow
 
 
 def wait_until(condition, timeout_s: float = 10.0) -> None:

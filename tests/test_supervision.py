@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import worker.supervision
-from worker.supervision import PartFailedError, Supervisor, describe
+import speclen.worker.service.supervision
+from speclen.worker.service.supervision import PartFailedError, Supervisor, describe
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(speclen.worker.service.supervision, "FIRST_PAUSE_S", 0.01)
 
 
 def run(test: Any) -> None:

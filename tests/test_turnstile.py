@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from worker.request import QueueFullError
-from worker.turnstile import Turnstile
+from speclen.worker.requests.request import QueueFullError
+from speclen.worker.service.turnstile import Turnstile
 
 
 class Requests:

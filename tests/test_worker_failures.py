@@ -16,10 +16,10 @@ from typing import Any
 import grpc
 import pytest
 import tiny_models
+
+from speclen.console.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-
-from cli.processes import Child
 
 SCRIPT = Path(__file__).with_name("failing_worker.py")
 

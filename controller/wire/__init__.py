@@ -1,0 +1,1 @@
+"""Messages of the protocol: checked, read into the estimator's values, written."""

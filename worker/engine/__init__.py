@@ -1,0 +1,1 @@
+"""Continuous batching: rows, plans, speculative steps."""

@@ -1,0 +1,275 @@
+"""The engine: continuous batching with one speculative step per iteration.
+
+The life of a request: `submit` checks it and puts it in the inbox; `step` gives its sequences rows and lets all decoding
+rows take one speculative step together, in which prompts are fed along in chunks; every new token goes to the request's
+callback; a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called
+from any.
+
+What fails. A step that fails is run again in parts, and a part that fails ends its own requests: `_run_and_commit`.
+
+What is promised. Greedy output is what the target alone writes, and sampled output follows the target's distribution,
+whatever is drafted and whoever shares the batch. A request with a seed gives the same tokens alone and in any batch, at any
+speculation lengths: its noise goes by seed, sequence and position only. Both hold as far as the arithmetic allows: sums
+depend on the shape of a product in their last bits, so two tokens whose logits (with noise, where sampled) agree to
+about 1e-5 in float32 may change places. In 16 bits such near ties are common enough that outputs of different batches
+drift apart after some tens to hundreds of tokens, with and without speculation, as in any batching engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.inbox import Inbox
+from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
+from speclen.worker.engine.outbox import Outbox, Totals, describe
+from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.scheduler import Scheduler
+from speclen.worker.engine.step_plan import StepPlan, plan_lengths
+from speclen.worker.engine.step_runner import StepRunner, StepTokens
+from speclen.worker.models.loading import ModelPair
+from speclen.worker.requests.detokenize import make_decode
+from speclen.worker.requests.request import EngineFailedError, GenerationRequest
+from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
+from speclen.worker.requests.validation import check_request
+
+__all__ = ["Engine", "EngineConfig", "EngineLoad"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class EngineLoad(Totals):
+    """What the engine is doing, and its totals. num_kv_tokens_*: of KV, as held by the rows and as fits at most."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_kv_tokens_used: int = 0
+    num_kv_tokens_total: int = 0
+
+
+class Engine:
+    """Serves a pair of models. recorder: see `prepare`. Raises ModelError when a model cannot be served exactly."""
+
+    def __init__(
+        self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser, recorder: Recorder | None = None
+    ) -> None:
+        self.pair = pair
+        self.config = config
+        self._chooser = chooser
+        self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
+        prepared = prepare(pair, config, recorder)
+        self.target, self.draft = prepared.target, prepared.draft
+        self.max_batch_size = prepared.max_batch_size
+        self.max_context_length = prepared.max_context_length
+        self.scheduler = Scheduler(
+            self.target.pool,
+            self.draft.pool if self.draft is not None else None,
+            prepared.max_batch_size,
+            prepared.max_kv_tokens,
+            slack=config.max_speculation_length,
+            vocab_size=pair.vocab_size,
+            prefill_chunk=config.prefill_chunk,
+        )
+        generator = torch.Generator(pair.device)
+        generator.seed() if config.seed is None else generator.manual_seed(config.seed)
+        self.runner = StepRunner(self.target, self.draft, config.prefill_chunk, generator)
+        self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
+        self._inbox = Inbox(config.max_waiting)
+        self._outbox = Outbox(self._inbox.forget)
+
+    # Called from any thread.
+
+    def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
+        """Queue a request. on_output is called from the engine's thread and must not block.
+
+        Raises ValueError naming the field, QueueFullError, DrainingError, or EngineFailedError.
+        """
+        check_request(request, self.pair.vocab_size, self.max_context_length, self.config.max_speculation_length)
+        sequences = make_sequences(
+            request,
+            on_output,
+            decode=self._decode_text[not request.sampling.include_special_tokens],
+            eos_token_ids=self.pair.eos_token_ids,
+            max_context_length=self.max_context_length,
+            may_draft=self.draft is not None,
+        )
+        self.scheduler.check_fits(sequences[0])
+        self._inbox.put(request.request_id, sequences, self.scheduler.num_waiting)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request after the running step; whether it was running or waiting."""
+        return self._inbox.abort(request_id)
+
+    def drain(self) -> None:
+        """Take no new requests; those accepted go on to their end."""
+        self._inbox.drain()
+
+    def stop(self) -> None:
+        """Let `run` return after the running step; what is unfinished is aborted."""
+        self._inbox.stop()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it can serve."""
+        return self._inbox.failure
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with that many CPU threads from the next step on."""
+        self._wanted_threads = num_threads
+
+    def load(self) -> EngineLoad:
+        """A snapshot; its numbers may be of neighbouring steps."""
+        return EngineLoad(
+            **asdict(self._outbox.totals),
+            num_running=len(self.scheduler.rows),
+            num_waiting=self._inbox.num_incoming + self.scheduler.num_waiting,
+            num_kv_tokens_used=self.scheduler.num_kv_tokens(),
+            num_kv_tokens_total=self.scheduler.max_kv_tokens,
+        )
+
+    # The engine's thread.
+
+    def run(self) -> None:
+        """Step until `stop`; sleep when there is nothing to do.
+
+        An exception outside of what a step runs ends all requests, and the engine goes on empty. If even that fails, the
+        engine ends: requests are told, and EngineFailedError is raised here and from then on by `submit`.
+        """
+        try:
+            stopping = False
+            while not stopping:
+                stopping = self._inbox.wait(busy=not self.scheduler.is_idle)
+                try:
+                    self.step()
+                except Exception as error:
+                    log.exception("an iteration failed outside its step; all requests end")
+                    self._recover(error)
+        except BaseException as error:
+            raise self._fail(error) from error
+
+    def _recover(self, error: Exception) -> None:
+        """Begin anew with empty rows, since nobody knows what state they are in."""
+        unfinished = self._inbox.give_up()
+        self.scheduler.clear()
+        self._outbox.abort(unfinished, error)
+
+    def _fail(self, error: BaseException) -> EngineFailedError:
+        """Tell every request that the engine has ended; whatever else is wrong must not keep it from that."""
+        log.critical("the engine ends", exc_info=error)
+        failure = EngineFailedError(f"the engine has ended ({describe(error)}): start the worker again")
+        failure.__cause__ = error
+        self.scheduler.rows.clear()
+        self.scheduler.waiting.clear()
+        self._outbox.abort(self._inbox.give_up(failure), failure)
+        return failure
+
+    @torch.inference_mode()
+    def step(self) -> StepResult | None:
+        """One iteration: give rows, let those that decode take a step, and feed prompts along. None when no row decoded."""
+        started = time.perf_counter()
+        self._adjust_threads()
+        self._take_in()
+        plan, choice = self._schedule()
+        if not plan.sequences:
+            return None
+        result = self._run_and_commit(plan, started)
+        if result is not None:
+            self._chooser.report(choice, result)
+        return result
+
+    def _adjust_threads(self) -> None:
+        wanted = self._wanted_threads
+        if wanted != self.num_threads:
+            torch.set_num_threads(wanted)
+            self.num_threads = wanted
+
+    def _take_in(self) -> None:
+        """Queue what was submitted and end what was aborted since the last step."""
+        incoming, aborting = self._inbox.take()
+        for sequences in incoming:
+            self.scheduler.add(sequences)
+        if aborting:
+            for request_id in aborting:
+                self._outbox.abort(self.scheduler.drop_waiting(request_id))
+            self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
+
+    def _schedule(self) -> tuple[StepPlan, LengthChoice]:
+        """Give rows, and decide what the next step runs; with the choice that its lengths follow."""
+        for sequence, error in self.scheduler.admit():
+            log.error("request %s cannot start; it ends", sequence.request.request_id, exc_info=error)
+            self._outbox.abort([sequence], error)
+        copied = self._start_copies()
+        rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
+        prefilled = copied or bool(chunks)
+        choice = self._chooser.choice_for(len(rows), with_prompts=prefilled) if rows else LengthChoice(0)
+        wanted = min(choice.speculation_length, self.config.max_speculation_length)
+        lengths = plan_lengths(rows, wanted, self.target.max_context_length)
+        return StepPlan(rows, self.scheduler.num_drafting, lengths, chunks, prefilled), choice
+
+    def _start_copies(self) -> bool:
+        """Start the sequences that share their prompt with one that has fed it; whether there were any."""
+        copied = False
+        while (pair := self.scheduler.next_copy()) is not None:
+            sequence, source = pair
+            try:
+                ids, logprobs = self.runner.copy_prompt(sequence, source)
+            except Exception as error:
+                log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
+                self._end([sequence], error)
+            else:
+                self._outbox.hand_out(sequence, ids, logprobs)
+                self.scheduler.settle([sequence])
+                copied = True
+        return copied
+
+    def _run_and_commit(self, plan: StepPlan, started: float) -> StepResult | None:
+        """Run a plan, hand out its tokens and settle the rows; None when no row decoded.
+
+        A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other. A
+        part that fails ends its requests, not the engine. Every try makes its rules and its batch anew, and finds the rows
+        where they are by then.
+        """
+        try:
+            tokens = self.runner.run(plan)
+        except Exception as error:
+            if len(parts := plan.apart()) > 1:
+                log.exception(
+                    "%d rows and %d prompts failed together; they run apart", len(plan.rows), len(plan.chunks)
+                )
+                results = [self._run_and_commit(part, started) for part in parts]
+                return results[0]
+            log.exception("a step of %d rows and %d prompts failed; it ends them", len(plan.rows), len(plan.chunks))
+            self._end(plan.sequences, error)
+            return None
+        return self._commit(plan, tokens, started)
+
+    def _commit(self, plan: StepPlan, tokens: StepTokens, started: float) -> StepResult | None:
+        """Hand out the tokens of a step, and settle who has which row; what the step was worth, None when no row decoded."""
+        mean_context_length = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
+        self._outbox.count_step(plan.rows, plan.draft_lengths)
+        new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
+        kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
+        self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
+        if not plan.rows:
+            return None
+        return StepResult(
+            batch_size=len(plan.rows),
+            speculation_length=plan.speculation_length,
+            latency_s=time.perf_counter() - started,
+            accepted_histogram=plan.histogram(kept[: len(plan.rows)]),
+            mean_context_length=mean_context_length,
+            flags=frozenset(tokens.flags | plan.flags),
+        )
+
+    def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
+        """Abort sequences that have rows. error: None when somebody asked for it."""
+        sequences = list(sequences)
+        self._outbox.abort(sequences, error)
+        self.scheduler.settle(sequences)

@@ -1,0 +1,121 @@
+"""What one step runs: which rows decode, how far each may speculate, and which prompts go along. No model is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from speclen.worker.engine.length_chooser import StepFlag
+from speclen.worker.engine.speculative import StepBatch
+from speclen.worker.requests.sequence import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """The next tokens to feed of a sequence: ids, whose first has the place `start` in it."""
+
+    sequence: SequenceState
+    start: int
+    ids: list[int]
+
+    @property
+    def end(self) -> int:
+        """How many of the sequence's tokens are fed with it."""
+        return self.start + len(self.ids)
+
+    @property
+    def completes_prompt(self) -> bool:
+        return self.end == self.sequence.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
+
+    draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. chunks: of
+    prompts. prefilled: whether time goes into prompts as well, the ones that were copied included. sequences: everyone who
+    takes part, the rows and then those whose prompts are fed.
+    """
+
+    rows: list[SequenceState]
+    num_drafting: int
+    draft_lengths: list[int]
+    chunks: list[PromptChunk]
+    prefilled: bool
+    speculation_length: int = field(init=False)
+    sequences: list[SequenceState] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.speculation_length = max(self.draft_lengths, default=0)
+        self.sequences = self.rows + [chunk.sequence for chunk in self.chunks]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some rows draft less than others."""
+        return min(self.draft_lengths, default=0) < self.speculation_length
+
+    @property
+    def flags(self) -> set[StepFlag]:
+        """What can be said beforehand of why the step must not teach."""
+        flags = {StepFlag.PREFILL} if self.prefilled else set()
+        return flags | {StepFlag.MIXED_LENGTHS} if self.is_mixed else flags
+
+    def apart(self) -> list[StepPlan]:
+        """The same work in as many plans as can be: the rows, then every prompt by itself."""
+        decoding = [replace(self, chunks=[])] if self.rows else []
+        return decoding + [StepPlan([], 0, [], [chunk], True) for chunk in self.chunks]
+
+    def histogram(self, num_accepted: Sequence[int]) -> tuple[int, ...]:
+        """How many rows accepted exactly 0, 1, ..., speculation_length tokens. num_accepted: by row."""
+        counts = [0] * (self.speculation_length + 1)
+        for number in num_accepted:
+            counts[number] += 1
+        return tuple(counts)
+
+
+def plan_lengths(rows: Sequence[SequenceState], chosen_length: int, max_context_length: int) -> list[int]:
+    """Draft tokens per row, for a step whose table says `chosen_length`.
+
+    A row's own length goes before the table's, and no row drafts beyond the context. Nothing is drafted that no row
+    could use: the length is cut when all rows are that near to their last token. A single row near its end drafts on
+    with the others, and what it does not need is cut from its output: so its step still teaches.
+    """
+    lengths, useful = [], 0
+    for row in rows:
+        own = row.fixed_length if row.fixed_length is not None else chosen_length
+        length = min(own, max_context_length - len(row.tokens)) if row.may_draft else 0
+        lengths.append(length)
+        useful = max(useful, min(length, row.num_left - 1))
+    return [min(length, useful) for length in lengths]
+
+
+def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[PromptChunk]:
+    """Up to `budget` tokens of prompts, first come first served.
+
+    Of sequences that share a prompt one feeds it; the next ones wait until they can copy what it led to.
+    """
+    chunks: list[PromptChunk] = []
+    for sequence in prefilling:
+        shared = sequence.shared
+        if budget <= 0 or (shared is not None and any(chunk.sequence.shared is shared for chunk in chunks)):
+            break
+        start = sequence.target_length
+        chunks.append(PromptChunk(sequence, start, sequence.tokens[start : start + budget]))
+        budget -= len(chunks[-1].ids)
+    return chunks
+
+
+def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
+    """Tensors of the plan's rows. width: how many of the last tokens of each row the draft is fed."""
+    num_tokens = [len(row.tokens) for row in plan.rows]
+    longest = max(num_tokens)
+    return StepBatch(
+        num_tokens=torch.tensor(num_tokens, device=device),
+        longest=longest,
+        recent_ids=torch.tensor([row.tokens[-width:] for row in plan.rows], device=device),
+        num_drafting=plan.num_drafting,
+        caps=torch.tensor(plan.draft_lengths, device=device) if plan.is_mixed else None,
+        start=longest if min(num_tokens) == longest else None,
+    )

@@ -1,0 +1,223 @@
+"""Runs the models for one plan after the other. Knows nothing of queues and callers, and moves no row. One thread.
+
+Prompts go through the target in the pass that verifies the drafts of the rows that decode: a pass of twice the tokens
+takes less than twice the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from speclen.worker.backends.cached_model import CachedModel, PassPart
+from speclen.worker.engine.length_chooser import StepFlag
+from speclen.worker.engine.logprobs import token_logprobs
+from speclen.worker.engine.speculative import speculative_step
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan, make_batch
+from speclen.worker.requests.request import TokenLogprobs
+from speclen.worker.requests.sequence import SequenceState
+from speclen.worker.sampling.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
+
+# A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
+CATCH_UP_WIDTH = 16
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """New tokens of each of the plan's sequences, in its order; none where a prompt goes on.
+
+    logprobs: likewise, None where nobody asked for them. flags: what the runner knows of why the step must not teach.
+    """
+
+    ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
+    flags: set[StepFlag] = field(default_factory=set)
+
+
+class StepRunner:
+    """draft: None when nothing can be drafted. prefill_chunk: tokens that the draft catches up with in one pass."""
+
+    def __init__(
+        self, target: CachedModel, draft: CachedModel | None, prefill_chunk: int, generator: torch.Generator
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self._prefill_chunk = prefill_chunk
+        self._generator = generator
+        self._device = target.pool.device
+        self._greedy = GreedyRule()
+        self._sampled_rows: list[SequenceState] = []
+        self._sampling = BatchSampling([], self._device)  # of _sampled_rows
+        self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
+        self._seen_shapes: set[tuple[int, int]] = set()
+
+    def run(self, plan: StepPlan) -> StepTokens:
+        """Take a step of the plan's rows and feed its prompts.
+
+        It may fail and be called again, with any part of the plan: of the sequences nothing has changed then but how
+        much of them the draft holds.
+        """
+        tokens = StepTokens()
+        prompts = self._prompt_parts(self.target, plan.chunks)
+        prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.plain_forward_parts(prompts)
+        self._feed_draft([chunk for chunk in plan.chunks if self._draft_goes_along(chunk)])
+        for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
+            ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else ([], None)
+            tokens.ids.append(ids)
+            tokens.logprobs.append(logprobs)
+        self._note_held(plan, tokens)
+        return tokens
+
+    def copy_prompt(
+        self, sequence: SequenceState, source: SequenceState
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Give a sequence what `source` holds of the prompt they share; the token that follows it, as in StepTokens."""
+        assert sequence.shared is not None
+        assert sequence.shared.logits is not None
+        length = sequence.num_prompt_tokens
+        self.target.pool.copy(source.row, sequence.row, length)
+        sequence.target_length = length
+        if self.draft is not None and source.draft_length >= length:
+            self.draft.pool.copy(source.row, sequence.row, length)
+            sequence.draft_length = length
+        return self._first_token(sequence, sequence.shared.logits)
+
+    def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
+        """Move on how much of the sequences the models hold: all but the pending token, which is the last new one."""
+        length = plan.speculation_length
+        for at, row in enumerate(plan.rows):
+            num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at])
+            row.target_length = num_fed + num_new
+            if length and at < plan.num_drafting:
+                row.draft_length = num_fed + min(num_new, length)
+        for chunk in plan.chunks:
+            chunk.sequence.target_length = chunk.end
+
+    # Decoding.
+
+    def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
+        """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
+        length, num_recorded = plan.speculation_length, self._num_recorded()
+        self._speculating = length > 0
+        width = self._catch_up(plan, tokens.flags) if length else 1
+        self._note_written(plan)
+        batch = make_batch(plan, width, self._device)
+        num_accepted, ids, (logits, *prompt_logits) = speculative_step(
+            self.target, self.draft, batch, length, self._batch_rule(plan.rows), prompts
+        )
+        # The step's one synchronisation with the device.
+        table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
+        tokens.ids += [row[1 : row[0] + 2] for row in table]
+        tokens.logprobs += self._logprobs(plan.rows, logits, ids)
+        shape = (len(plan.rows), length)
+        if shape not in self._seen_shapes:
+            tokens.flags.add(StepFlag.FIRST_USE)
+        self._seen_shapes.add(shape)
+        if self._num_recorded() != num_recorded:
+            tokens.flags.add(StepFlag.COMPILATION)
+        return prompt_logits
+
+    def _note_written(self, plan: StepPlan) -> None:
+        """Before the passes: what they write has to be handed back even if they fail."""
+        length = plan.speculation_length
+        for row, sequence in enumerate(plan.rows):
+            held = len(sequence.tokens)
+            self.target.pool.note_written(row, held + length)
+            if length and row < plan.num_drafting:
+                assert self.draft is not None
+                self.draft.pool.note_written(row, held - 1 + length)
+
+    def _num_recorded(self) -> int:
+        return self.target.num_recorded + (self.draft.num_recorded if self.draft is not None else 0)
+
+    def _catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> int:
+        """How many recent tokens the draft's first pass must be fed; flagged when the draft had fallen behind.
+
+        It lacks one token after a step that accepted everything; more means that steps went by without it.
+        """
+        drafting = plan.rows[: plan.num_drafting]
+        behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
+        if behind <= 1:
+            return 1 + behind
+        flags.add(StepFlag.CATCH_UP)
+        if behind < CATCH_UP_WIDTH and min(len(row.tokens) for row in plan.rows) > behind:
+            return 1 + behind
+        self._feed_missing(drafting)
+        return 1
+
+    def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:
+        """Give the draft all that it lacks but the pending tokens, at most `prefill_chunk` tokens in a pass."""
+        chunks: list[PromptChunk] = []
+        room = self._prefill_chunk
+        for sequence in drafting:
+            at, end = sequence.draft_length, len(sequence.tokens) - 1
+            while at < end:
+                chunks.append(PromptChunk(sequence, at, sequence.tokens[at : min(end, at + room)]))
+                at = chunks[-1].end
+                room -= len(chunks[-1].ids)
+                if not room:
+                    self._feed_draft(chunks)
+                    chunks, room = [], self._prefill_chunk
+        self._feed_draft(chunks)
+
+    # Prompts.
+
+    def _prompt_parts(self, model: CachedModel, chunks: Sequence[PromptChunk]) -> list[PassPart]:
+        for chunk in chunks:
+            model.pool.note_written(chunk.sequence.row, chunk.end)
+        return [model.prompt_part(chunk.sequence.row, chunk.ids, chunk.start) for chunk in chunks]
+
+    def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
+        if not chunks:
+            return
+        assert self.draft is not None
+        self.draft.plain_forward_parts(self._prompt_parts(self.draft, chunks))
+        for chunk in chunks:
+            chunk.sequence.draft_length = chunk.end
+
+    def _draft_goes_along(self, chunk: PromptChunk) -> bool:
+        """Whether the draft is fed the prompt as well: where it will be asked for tokens next."""
+        sequence = chunk.sequence
+        wanted = self._speculating or bool(sequence.fixed_length)
+        return wanted and sequence.may_draft and sequence.draft_length == chunk.start
+
+    def _after_prompt(
+        self, sequence: SequenceState, logits: torch.Tensor
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        if sequence.shared is not None:
+            sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
+        return self._first_token(sequence, logits)
+
+    def _first_token(
+        self, sequence: SequenceState, logits: torch.Tensor
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Choose the token that follows the prompt. logits: [1, 1, vocab]."""
+        rule = self._rule(BatchSampling([sequence.sampling], self._device), [sequence])
+        nothing_drafted = torch.zeros((1, 0), dtype=torch.long, device=self._device)
+        _, ids = rule.decide(logits, nothing_drafted, None)
+        return ids[0].tolist(), self._logprobs([sequence], logits, ids)[0]
+
+    # Choosing.
+
+    def _batch_rule(self, rows: list[SequenceState]) -> TokenRule:
+        """How the rows choose their tokens. Of its own for every try of a step, since a rule keeps what was drafted."""
+        if rows != self._sampled_rows:
+            self._sampling = BatchSampling([row.sampling for row in rows], self._device)
+            self._sampled_rows = rows
+        return self._rule(self._sampling, rows)
+
+    def _rule(self, sampling: BatchSampling, rows: Sequence[SequenceState]) -> TokenRule:
+        if sampling.is_plain_greedy:
+            return self._greedy
+        positions = torch.tensor([row.num_output_tokens for row in rows], device=self._device)
+        return SamplingRule(sampling, positions, self._generator)
+
+    @staticmethod
+    def _logprobs(
+        rows: Sequence[SequenceState], logits: torch.Tensor, ids: torch.Tensor
+    ) -> list[list[TokenLogprobs] | None]:
+        wanted = [(at, row.request.sampling.logprobs) for at, row in enumerate(rows)]
+        found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
+        return [found.get(at) for at in range(len(rows))]

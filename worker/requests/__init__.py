@@ -1,0 +1,1 @@
+"""What callers ask for, and each output in the making."""

@@ -1,0 +1,23 @@
+"""Where requests wait before they reach the engine: for their text to be encoded, and for their turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speclen.worker.requests.text_encoder import TextEncoder
+from speclen.worker.service.turnstile import Turnstile
+
+
+class Entrance:
+    """For one event loop. num_rows: of the engine. max_waiting: requests that may wait for a row, here or in the engine."""
+
+    def __init__(self, tokenizer: Any, max_context_length: int, num_rows: int, max_waiting: int) -> None:
+        self.encoder = TextEncoder(tokenizer, max_context_length)
+        # Some wait in the engine, so that a row that becomes free is taken in the next step.
+        num_ahead = min(max_waiting, max(1, num_rows // 4))
+        self.turnstile = Turnstile(num_rows + num_ahead, max_waiting - num_ahead)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here."""
+        return self.encoder.num_waiting + self.turnstile.num_waiting

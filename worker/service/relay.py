@@ -1,0 +1,93 @@
+"""Carries outputs from the engine's thread to the event loop, many at a time.
+
+Waking the event loop for every row of every step would cost more of the interpreter than decoding does, and the engine
+shares that interpreter. So outputs gather here, and the loop is woken at once only for what somebody waits for (the
+first tokens of a sequence, its end) and otherwise once per interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from speclen.worker.requests.request import SequenceOutput
+
+# Tokens of one request that wait for its client at most: with 20 log probabilities each they take some 30 MB.
+MAX_WAITING_TOKENS = 16_384
+
+
+@dataclass(slots=True)
+class OutputStream:
+    """Outputs of one request on the event loop's side. failure: why none will follow any more.
+
+    num_tokens: in `waiting`. on_overflow: called when they are more than MAX_WAITING_TOKENS.
+    """
+
+    waiting: list[SequenceOutput] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: Exception | None = None
+    num_tokens: int = 0
+    on_overflow: Callable[[], None] | None = None
+
+    def put(self, output: SequenceOutput) -> None:
+        self.waiting.append(output)
+        self.num_tokens += len(output.token_ids)
+        self.arrived.set()
+        if self.num_tokens > MAX_WAITING_TOKENS and self.on_overflow is not None:
+            self.on_overflow()
+
+    def fail(self, error: Exception) -> None:
+        """Let `next` raise the error once it has given what there is."""
+        self.failure = error
+        self.arrived.set()
+
+    async def next(self) -> list[SequenceOutput]:
+        """Everything that arrived since the last call, in order; waits for at least one. Raises the failure."""
+        await self.arrived.wait()
+        if self.failure is not None and not self.waiting:
+            raise self.failure
+        if self.failure is None:
+            self.arrived.clear()
+        outputs, self.waiting, self.num_tokens = self.waiting, [], 0
+        return outputs
+
+
+class OutputRelay:
+    """Streams by request id; `put` is for the engine's thread, everything else for the event loop's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        self._loop = loop
+        self._interval_s = interval_s
+        self._gathered: deque[tuple[OutputStream, SequenceOutput]] = deque()
+        self._scheduled = False  # a timed delivery is under way; set and cleared on the event loop
+        self._urgent = False  # an immediate delivery is under way
+
+    def put(self, stream: OutputStream, output: SequenceOutput) -> None:
+        self._gathered.append((stream, output))
+        urgent = output.finish_reason is not None or output.num_steps <= 1
+        if urgent and not self._urgent:
+            self._urgent = True
+            self._call(self._deliver)
+        elif not urgent and not self._scheduled:
+            self._scheduled = True
+            self._call(self._deliver_later)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody listens any more
+            self._loop.call_soon_threadsafe(callback)
+
+    def _deliver_later(self) -> None:
+        self._loop.call_later(self._interval_s, self._deliver_timed)
+
+    def _deliver_timed(self) -> None:
+        self._scheduled = False
+        self._deliver()
+
+    def _deliver(self) -> None:
+        self._urgent = False
+        while self._gathered:
+            stream, output = self._gathered.popleft()
+            stream.put(output)
