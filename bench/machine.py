@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from worker.devices import device_name, processor_name
+from speclen.worker.models.devices import device_name, processor_name
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -20,25 +20,33 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cli.errors import UserError
+from speclen.launch.errors import UserError
 
 # verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
 VERBS: dict[str, tuple[str, str, str]] = {
-    "up": ("cli.up", "up", "Run a controller and workers in one terminal."),
-    "controller": ("cli.controller", "controller", "Run the controller: learns the lengths, keeps them in SQLite."),
-    "worker": ("cli.worker", "worker", "Run a worker: serves Generate and reports every step."),
-    "generate": ("cli.generate", "generate", "Send one prompt to a worker and print what it generates."),
-    "top": ("cli.top", "top", "Watch workers: requests, throughput, lengths in use."),
-    "tables": ("cli.tables", "tables", "Show the learned table of a database."),
-    "explain": ("cli.explain", "explain", "Why a batch size gets its length: the estimates behind a choice."),
-    "replay": ("cli.replay", "replay", "Repeat decisions from stored reports; what other policies would have cost."),
-    "profile": ("cli.profile", "app", "Measure step times and survival offline; look at, and hand on."),
-    "backup": ("cli.backup", "backup", "Copy the database of a running controller to a file."),
-    "export": ("cli.state", "export_state", "Write what was learned as JSON, to move it between fleets."),
-    "import": ("cli.state", "import_state", "Take over what another fleet learned."),
-    "doctor": ("cli.doctor", "doctor", "Check a database and say what to do."),
-    "inspect": ("cli.inspect", "inspect", "Browse the database in a web browser, with charts."),
-    "bench": ("cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
+    "up": ("speclen.cli.up", "up", "Run a controller and workers in one terminal."),
+    "controller": (
+        "speclen.cli.controller",
+        "controller",
+        "Run the controller: learns the lengths, keeps them in SQLite.",
+    ),
+    "worker": ("speclen.cli.worker", "worker", "Run a worker: serves Generate and reports every step."),
+    "generate": ("speclen.cli.generate", "generate", "Send one prompt to a worker and print what it generates."),
+    "top": ("speclen.cli.top", "top", "Watch workers: requests, throughput, lengths in use."),
+    "tables": ("speclen.cli.tables", "tables", "Show the learned table of a database."),
+    "explain": ("speclen.cli.explain", "explain", "Why a batch size gets its length: the estimates behind a choice."),
+    "replay": (
+        "speclen.cli.replay",
+        "replay",
+        "Repeat decisions from stored reports; what other policies would have cost.",
+    ),
+    "profile": ("speclen.cli.profile", "app", "Measure step times and survival offline; look at, and hand on."),
+    "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller to a file."),
+    "export": ("speclen.cli.state", "export_state", "Write what was learned as JSON, to move it between fleets."),
+    "import": ("speclen.cli.state", "import_state", "Take over what another fleet learned."),
+    "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
+    "inspect": ("speclen.cli.inspect", "inspect", "Browse the database in a web browser, with charts."),
+    "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
 }
 # Variables that are not settings of a verb.
 OTHER_VARIABLES = {"SPECLEN_CONFIG", "SPECLEN_FAILPOINT"}

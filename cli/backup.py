@@ -8,9 +8,9 @@ from pathlib import Path
 
 import typer
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
-from store.connection import Connection, sqlite3
+from speclen.launch.database import DB_OPTION, reading
+from speclen.launch.errors import UserError
+from speclen.store.connection import Connection, sqlite3
 
 
 def backup(

@@ -8,14 +8,18 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from worker.spinning import set_spins
+from speclen.worker.backends.spinning import set_spins
 
 # verb: (module, function, one line for the overview)
 VERBS: dict[str, tuple[str, str, str]] = {
-    "serve": ("bench.serve", "serve", "Latency of real traffic under every policy, interleaved."),
-    "step": ("bench.step", "step", "Cost and yield of single steps, beside transformers' generation."),
-    "policy": ("bench.policy", "policy", "Regret of learning policies in a simulation."),
-    "controller": ("bench.controller", "controller", "Reports a second and round trips of the controller."),
+    "serve": ("speclen.bench.serving.serve", "serve", "Latency of real traffic under every policy, interleaved."),
+    "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps, beside transformers' generation."),
+    "policy": ("speclen.bench.simulation.policy", "policy", "Regret of learning policies in a simulation."),
+    "controller": (
+        "speclen.bench.service.controller",
+        "controller",
+        "Reports a second and round trips of the controller.",
+    ),
 }
 
 
@@ -64,6 +68,6 @@ def bench() -> None:
 
     Example: speclen bench serve --track time-varying --compare adaptive,none,oracle --repeats 3
     """
-    from cli.processes import end_as_by_ctrl_c  # here, for the overview's sake
+    from speclen.launch.processes import end_as_by_ctrl_c  # here, for the overview's sake
 
     end_as_by_ctrl_c()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from cli.errors import UserError
+from speclen.launch.errors import UserError
 
 
 def controller(
@@ -43,9 +43,9 @@ def controller(
     Example: speclen controller --listen 127.0.0.1:7070 --db speclen.db --metrics-listen 127.0.0.1:9090
     """
     options = dict(locals())
-    from controller.config import ControllerConfig  # here, so that --help is quick
-    from controller.logs import set_up_logs
-    from controller.server import serve
+    from speclen.controller.config import ControllerConfig  # here, so that --help is quick
+    from speclen.controller.service.logs import set_up_logs
+    from speclen.controller.service.server import serve
 
     set_up_logs(sys.stderr)
     try:

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
-from store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, is_locked, sqlite3
-from store.migration_steps import STEPS
-from store.migrations import applied_steps, refuse_newer
-from store.queries import view_rows
+from speclen.launch.database import DB_OPTION, reading
+from speclen.launch.errors import UserError
+from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, is_locked, sqlite3
+from speclen.store.migration_steps import STEPS
+from speclen.store.migrations import applied_steps, refuse_newer
+from speclen.store.queries import view_rows
 
 # Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
 LOW_SPACE_BYTES = 1 << 30

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
-from cli.history import find_context, key_of, last_change, name_of, restored
-from controller.explain import Explanation, in_words
-from controller.explain import explain as explain_choice
-from store.queries import load_state
+from speclen.controller.analysis.explain import Explanation, in_words
+from speclen.controller.analysis.explain import explain as explain_choice
+from speclen.launch.database import DB_OPTION, reading
+from speclen.launch.errors import UserError
+from speclen.launch.history import find_context, key_of, last_change, name_of, restored
+from speclen.store.queries import load_state
 
 
 def explain(

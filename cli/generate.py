@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
+
+from speclen.launch.errors import UserError
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-
-from cli.errors import UserError
 
 
 def parse_speculation(text: str) -> pb.Speculation:

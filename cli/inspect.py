@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
+from speclen.launch.database import DB_OPTION, reading
+from speclen.launch.errors import UserError
 
 if TYPE_CHECKING:
     from datasette.app import Datasette

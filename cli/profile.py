@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli.database import DATABASE, reading
-from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
-from worker.spinning import set_spins
+from speclen.launch.database import DATABASE, reading
+from speclen.launch.errors import UserError
+from speclen.launch.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from speclen.worker.backends.spinning import set_spins
 
 if TYPE_CHECKING:
-    from cli.profile_document import ProfileDocument
-    from controller.core import ContextKey
-    from worker.models import ModelPair
-    from worker.profiler import ProfileSettings
+    from speclen.bench.profile.document import ProfileDocument
+    from speclen.controller.estimator.core import ContextKey
+    from speclen.worker.models.loading import ModelPair
+    from speclen.worker.profiling.profiler import ProfileSettings
 
 app = typer.Typer(
     add_completion=False,
@@ -77,11 +77,11 @@ def run(
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
     set_spins()  # before torch is imported
-    from cli.profile_document import write_document
-    from cli.profile_import import import_profile
-    from cli.profile_run import file_stem, measure, say
-    from worker.profiler import ProfileSettings, quick_settings
-    from worker.prompts import held_out_texts, texts_from_file
+    from speclen.bench.profile.document import write_document
+    from speclen.bench.profile.importing import import_profile
+    from speclen.bench.profile.run import file_stem, measure, say
+    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
+    from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
     pair = load(target, draft, device, dtype, threads)
@@ -124,8 +124,8 @@ def plot(
 
     Example: speclen profile plot latest --out profile.svg
     """
-    from cli.profile_analysis import analyse
-    from cli.profile_plot import plot as draw
+    from speclen.bench.profile.analysis import analyse
+    from speclen.bench.profile.plot import plot as draw
 
     document = find(profile, db)
     draw(document, analyse(document), out)
@@ -142,7 +142,7 @@ def export(
 
     Example: speclen profile export latest --out profile.json
     """
-    from cli.profile_document import write_document
+    from speclen.bench.profile.document import write_document
 
     content = find(profile, db).to_json()
     if out is None:
@@ -171,9 +171,9 @@ def import_(
 
     Example: speclen profile import profile.json --target bundled:target-60m
     """
-    from cli.profile_document import read_document
-    from cli.profile_import import import_profile
-    from cli.profile_run import core_context
+    from speclen.bench.profile.document import read_document
+    from speclen.bench.profile.importing import import_profile
+    from speclen.bench.profile.run import core_context
 
     document = read_document(profile)
     here = core_context(load(target, draft, device, dtype, threads))
@@ -196,7 +196,7 @@ def diff(
 
     Example: speclen profile diff before.json latest
     """
-    from cli.profile_show import differences, show_difference
+    from speclen.bench.profile.show import differences, show_difference
 
     documents = (find(first, db), find(second, db))
     if not differences(*documents):
@@ -223,8 +223,8 @@ def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
 
 def load(target: str, draft: str, device: str, dtype: str, threads: int) -> ModelPair:
     """The pair, with torch set to the threads that a worker would take. Raises UserError."""
-    from worker.models import load_pair
-    from worker.threads import set_threads
+    from speclen.worker.backends.threads import set_threads
+    from speclen.worker.models.loading import load_pair
 
     try:
         pair = load_pair(target, draft or None, device, dtype)
@@ -242,8 +242,8 @@ def adjusted(settings: ProfileSettings, precision: float, temperature: float, se
 
 def find(profile: str, db: Path) -> ProfileDocument:
     """A profile by file name, id or "latest". Raises UserError saying which there are."""
-    from cli.profile_document import from_store, read_document
-    from store.profiles import stored_profiles
+    from speclen.bench.profile.document import from_store, read_document
+    from speclen.store.profiles import stored_profiles
 
     if profile != "latest" and not profile.isdecimal():
         return read_document(Path(profile))
@@ -272,8 +272,8 @@ def check_same_context(path: Path, theirs: ContextKey, here: ContextKey, as_prio
 
 
 def present(document: ProfileDocument, as_json: bool) -> None:
-    from cli.profile_analysis import analyse, analysis_json
-    from cli.profile_show import show as show_tables
+    from speclen.bench.profile.analysis import analyse, analysis_json
+    from speclen.bench.profile.show import show as show_tables
 
     analysis = analyse(document)
     if as_json:

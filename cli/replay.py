@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
-from cli.history import bucket_spec, events, key_of, name_of, stored_state
-from controller.policies import is_policy
-from controller.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
-from controller.replay import replay as replay_events
-from store.queries import load_state, view_rows
-from store.records import StoredState
+from speclen.controller.analysis.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
+from speclen.controller.analysis.replay import replay as replay_events
+from speclen.controller.estimator.policies import is_policy
+from speclen.launch.database import DB_OPTION, reading
+from speclen.launch.errors import UserError
+from speclen.launch.history import bucket_spec, events, key_of, name_of, stored_state
+from speclen.store.queries import load_state, view_rows
+from speclen.store.records import StoredState
 
 COMPARED = "adaptive,profile,fixed:1,fixed:2,fixed:4,none"
 

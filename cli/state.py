@@ -12,12 +12,12 @@ from typing import Any
 
 import typer
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
-from store import queries
-from store.connection import Connection, StoreError
-from store.database import Store
-from store.records import AcceptanceRow, Commit, ContextRow, LatencyCellRow, StateRow, StoredState
+from speclen.launch.database import DB_OPTION, reading
+from speclen.launch.errors import UserError
+from speclen.store import queries
+from speclen.store.connection import Connection, StoreError
+from speclen.store.database import Store
+from speclen.store.records import AcceptanceRow, Commit, ContextRow, LatencyCellRow, StateRow, StoredState
 
 FORMAT = "speclen learned state"
 VERSION = 1
@@ -134,8 +134,8 @@ def read_document(file: Path) -> dict[str, Any]:
 
 def check_usable(file: Path, document: dict[str, Any]) -> None:
     """Raises UserError unless a controller could go on from the document, so that no controller fails at its start."""
-    from controller.controller import Controller
-    from controller.core import ContextKey, Limits
+    from speclen.controller.estimator.controller import Controller
+    from speclen.controller.estimator.core import ContextKey, Limits
 
     try:
         pairs = {(pair["target"], pair["draft"]): pair["state"] for pair in document["pairs"]}

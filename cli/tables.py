@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cli.database import DB_OPTION, reading
-from cli.errors import UserError
-from store.queries import view_rows
+from speclen.launch.database import DB_OPTION, reading
+from speclen.launch.errors import UserError
+from speclen.store.queries import view_rows
 
 Row = dict[str, Any]
 

@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

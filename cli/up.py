@@ -8,9 +8,9 @@ from pathlib import Path
 
 import typer
 
-from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
-from cli.processes import Child, end_as_by_ctrl_c
+from speclen.launch.errors import UserError
+from speclen.launch.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from speclen.launch.processes import Child, end_as_by_ctrl_c
 
 START_TIMEOUT_S = 180.0
 
@@ -53,7 +53,7 @@ def up(
             child.wait_until_serving(START_TIMEOUT_S, say)
             say(f"the {child.name} is serving")
         if demo:
-            from cli.demo import run_demo
+            from speclen.launch.demo import run_demo
 
             run_demo([child.address for child in children[1:]], data_dir / "speclen.db")
         print_addresses(children, data_dir)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import typer
 
-from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
-from worker.spinning import set_spins
+from speclen.launch.errors import UserError
+from speclen.launch.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from speclen.worker.backends.spinning import set_spins
 
 
 def worker(
@@ -56,8 +56,8 @@ def worker(
     options = dict(locals())
     progress(f"starting a worker on {listen}")
     set_spins()  # before torch is imported
-    from worker.config import WorkerConfig  # here, since torch takes seconds to import
-    from worker.server import serve
+    from speclen.worker.config import WorkerConfig  # here, since torch takes seconds to import
+    from speclen.worker.service.server import serve
 
     try:
         asyncio.run(serve(WorkerConfig(**options), progress))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transport.address import check_exposure
-from transport.credentials import ServerSecurity
+from speclen.transport.address import check_exposure
+from speclen.transport.credentials import ServerSecurity
 
 
 @dataclass(frozen=True, slots=True)

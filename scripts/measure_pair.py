@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import typer
 
-from worker.engine import Engine, EngineConfig
-from worker.models import BUNDLED_FOLDER, ModelPair, load_pair
-from worker.prompts import PromptSource, held_out_texts
-from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import LengthChoice, StepResult
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.steps import LengthChoice, StepResult
+from speclen.worker.models.loading import BUNDLED_FOLDER, ModelPair, load_pair
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
 LENGTH = 8
 

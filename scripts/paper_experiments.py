@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from worker.spinning import SPINS
+from speclen.worker.backends.spinning import SPINS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
 
@@ -30,18 +30,18 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.machine import machine
-from bench.profiled_server import Machine, Policy, adaptive, fixed, from_table, make_traffic, serve
-from cli.profile_analysis import analyse, analysis_json
-from cli.profile_document import ProfileDocument, from_result, parse_document, write_document
-from cli.profile_plot import plot
-from cli.profile_run import core_context
-from cli.profile_show import show
-from worker.models import ModelPair, load_pair
-from worker.profile_samples import ProfileResult
-from worker.profiler import ProfileProgress, Profiler, ProfileSettings
-from worker.prompts import PromptSource, held_out_texts
-from worker.threads import set_threads
+from speclen.bench.machine import machine
+from speclen.bench.profile.analysis import analyse, analysis_json
+from speclen.bench.profile.document import ProfileDocument, from_result, parse_document, write_document
+from speclen.bench.profile.plot import plot
+from speclen.bench.profile.run import core_context
+from speclen.bench.profile.show import show
+from speclen.bench.simulation.profiled_server import Machine, Policy, adaptive, fixed, from_table, make_traffic, serve
+from speclen.worker.backends.threads import set_threads
+from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.profiling.profiler import ProfileProgress, Profiler, ProfileSettings
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
+from speclen.worker.profiling.samples import ProfileResult
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 

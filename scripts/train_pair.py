@@ -24,11 +24,11 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from worker.engine import Engine, EngineConfig
-from worker.models import load_pair
-from worker.prompts import library_files
-from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import FixedLength
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.steps import FixedLength
+from speclen.worker.models.loading import load_pair
+from speclen.worker.profiling.prompts import library_files
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 512

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from store.records import (
+from speclen.store.records import (
     AcceptanceRow,
     Commit,
     ContextRow,

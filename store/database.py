@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store import queries
-from store.batch import Batch, OnDone
-from store.connection import (
+from speclen.store import queries
+from speclen.store.batch import Batch, OnDone
+from speclen.store.connection import (
     Connection,
     CorruptStoreError,
     StoreError,
@@ -28,11 +28,11 @@ from store.connection import (
     refusal,
     sqlite3,
 )
-from store.failpoints import Failpoints
-from store.migrations import migrate
-from store.records import Commit, StoredState, StoreHealth
-from store.retention import Retention, give_back_space
-from store.transaction import write
+from speclen.store.failpoints import Failpoints
+from speclen.store.migrations import migrate
+from speclen.store.records import Commit, StoredState, StoreHealth
+from speclen.store.retention import Retention, give_back_space
+from speclen.store.transaction import write
 
 # Tables that grow with the number of reports.
 LARGE_TABLES = ("step_reports", "prediction_windows")

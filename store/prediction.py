@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from store.connection import Connection
-from store.records import ReportRow
+from speclen.store.connection import Connection
+from speclen.store.records import ReportRow
 
 WINDOW_S = 60.0
 

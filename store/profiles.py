@@ -6,9 +6,9 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, fields
 
-from store.connection import Connection
-from store.queries import contexts
-from store.records import ContextRow, ProfileCellRow, ProfileRow
+from speclen.store.connection import Connection
+from speclen.store.queries import contexts
+from speclen.store.records import ContextRow, ProfileCellRow, ProfileRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from store.connection import Connection
-from store.records import AcceptanceRow, ContextRow, LatencyCellRow, ReportRow, StoredState, WorkerRow
+from speclen.store.connection import Connection
+from speclen.store.records import AcceptanceRow, ContextRow, LatencyCellRow, ReportRow, StoredState, WorkerRow
 
 Row = TypeVar("Row", AcceptanceRow, ContextRow, LatencyCellRow, WorkerRow)
 

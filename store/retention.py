@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from store.connection import Connection
+from speclen.store.connection import Connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from store.connection import Connection, sqlite3
-from store.records import (
+from speclen.store.connection import Connection, sqlite3
+from speclen.store.records import (
     AcceptanceRow,
     ContextRow,
     DecisionRow,

@@ -6,13 +6,13 @@ import json
 import time
 from collections.abc import Iterable
 
-from store import statements
-from store.batch import Batch
-from store.connection import Connection
-from store.failpoints import Failpoints
-from store.prediction import add_predictions
-from store.records import ProfileRow
-from store.retention import Retention, enforce_retention
+from speclen.store import statements
+from speclen.store.batch import Batch
+from speclen.store.connection import Connection
+from speclen.store.failpoints import Failpoints
+from speclen.store.prediction import add_predictions
+from speclen.store.records import ProfileRow
+from speclen.store.retention import Retention, enforce_retention
 
 
 def write(connection: Connection, batch: Batch, retention: Retention, failpoints: Failpoints) -> list[str]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from transport.aio import prepare_aio
+from speclen.transport.aio import prepare_aio
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

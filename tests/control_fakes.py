@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from grpc import aio
+
+from speclen.controller.config import ControllerConfig
+from speclen.controller.service.server import Running, running
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-
-from controller.config import ControllerConfig
-from controller.server import Running, running
 
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:test", dtype="float32")
 LIMITS = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)

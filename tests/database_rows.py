@@ -7,10 +7,10 @@ from pathlib import Path
 
 from store_rows import NOW, cell, context, decision, report, store_now, worker
 
-from controller.controller import Controller
-from controller.core import ContextKey, Limits, StepObservation
-from store.database import Store
-from store.records import AcceptanceRow, Commit, StateRow
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
+from speclen.store.database import Store
+from speclen.store.records import AcceptanceRow, Commit, StateRow
 
 KEY = ContextKey("t", "d", "cpu:test", "float32")
 

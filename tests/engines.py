@@ -11,11 +11,11 @@ from typing import Any
 import tiny_models
 import torch
 
-from worker.captured_model import Recorder
-from worker.engine import Engine, EngineConfig
-from worker.models import ModelPair
-from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import FixedLength, LengthChoice, LengthChooser, StepResult
+from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.steps import FixedLength, LengthChoice, LengthChooser, StepResult
+from speclen.worker.models.loading import ModelPair
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from store_rows import NOW, cell, context, decision, report, store_now, worker
 
-from store.database import Store
-from store.records import AcceptanceRow, Commit, LatencyCellRow
+from speclen.store.database import Store
+from speclen.store.records import AcceptanceRow, Commit, LatencyCellRow
 
 # Survival of draft positions 1 to 4 and the step time of batch size b at length s: b=1 gains from length 3, b=8 from 1.
 SURVIVAL = (0.75, 0.5625, 0.4219, 0.3164)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 from grpc import aio
+
 from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc

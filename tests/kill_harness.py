@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import grpc
+
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -180,7 +181,14 @@ FORKED = multiprocessing.get_context("forkserver")
 # time, one for its own process and one in passing, multiprocessing lets the later one put 255 in its place.
 POLLING = threading.Lock()
 FORKED.set_forkserver_preload(
-    ["cli.app", "cli.controller", "controller.logs", "controller.server", "kill_harness", "pytest"]
+    [
+        "speclen.cli.app",
+        "speclen.cli.controller",
+        "speclen.controller.service.logs",
+        "speclen.controller.service.server",
+        "kill_harness",
+        "pytest",
+    ]
 )
 
 
@@ -191,7 +199,7 @@ def command_line(database: Path) -> list[str]:
 
 def run_forked(database: Path, failpoint: str, log: Path, output: Connection) -> None:
     """The same as `speclen controller`, in a process that was forked for it."""
-    from cli.app import main
+    from speclen.cli.app import main
 
     os.dup2(output.fileno(), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
@@ -216,7 +224,7 @@ class ControllerProcess:
         else:
             with log.open("ab") as errors:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "cli.app", *command_line(database)[1:]],
+                    [sys.executable, "-m", "speclen.cli.app", *command_line(database)[1:]],
                     stdout=writing.fileno(),
                     stderr=errors,
                     env={**os.environ, "SPECLEN_FAILPOINT": failpoint},

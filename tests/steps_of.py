@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from controller.controller import Controller
-from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
 
 KEY = ContextKey("target", "draft", "device", "float32")
 LIMITS = Limits(32, 8)

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from store.connection import sqlite3
-from store.database import Store
-from store.records import Commit, ContextRow, DecisionRow, LatencyCellRow, ReportRow, StateRow, WorkerRow
+from speclen.store.connection import sqlite3
+from speclen.store.database import Store
+from speclen.store.records import Commit, ContextRow, DecisionRow, LatencyCellRow, ReportRow, StateRow, WorkerRow
 
 NOW = float(int(time.time()))  # recent: retention deletes what is old
 

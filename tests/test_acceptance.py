@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from controller.acceptance import AcceptanceModel, band_of
+from speclen.controller.estimator.acceptance import AcceptanceModel, band_of
 
 # Published for a real pair; the geometric law through its first entry is far off at the end.
 REAL_SURVIVAL = (0.78, 0.58, 0.43, 0.33, 0.27, 0.22, 0.19)

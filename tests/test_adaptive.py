@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench.players import make_player
-from bench.scenarios import SCENARIOS
-from bench.simulator import World
-from controller.core import StepObservation
+from speclen.bench.simulation.players import make_player
+from speclen.bench.simulation.scenarios import SCENARIOS
+from speclen.bench.simulation.simulator import World
+from speclen.controller.estimator.core import StepObservation
 from tests.steps_of import KEY, Steps, controller_for, serve
 
 
@@ -49,7 +49,7 @@ def test_at_no_time_is_it_much_behind_the_profiles_table(scenario, seed):
 
 
 def test_the_share_can_be_configured():
-    from controller.policies.adaptive import AdaptivePolicy
+    from speclen.controller.estimator.policies.adaptive import AdaptivePolicy
 
     controller = controller_for(Steps(1))
     model = controller.model(KEY)

@@ -8,11 +8,11 @@ import pytest
 from control_fakes import run, served
 from typer.testing import CliRunner
 
-from bench import swarm
-from bench.controller import controller
-from bench.swarm import SimulatedWorker, round_trips, simulated_steps, throughput
-from controller.core import Limits
-from controller.ingest import Group, Origin, read_reports
+from speclen.bench.service import swarm
+from speclen.bench.service.controller import controller
+from speclen.bench.service.swarm import SimulatedWorker, round_trips, simulated_steps, throughput
+from speclen.controller.estimator.core import Limits
+from speclen.controller.service.ingest import Group, Origin, read_reports
 
 
 def test_simulated_steps_are_plausible_and_repeatable():

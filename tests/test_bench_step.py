@@ -10,12 +10,12 @@ import tiny_models
 import torch
 from typer.testing import CliRunner
 
-import bench.step
-from bench.engine_run import EngineBench
-from bench.spread import ratio, spread
-from bench.transformers_baseline import TransformersBaseline
-from cli.errors import UserError
-from worker.models import ModelPair, load_pair
+import speclen.bench.engine.step
+from speclen.bench.engine.run import EngineBench
+from speclen.bench.engine.transformers_baseline import TransformersBaseline
+from speclen.bench.spread import ratio, spread
+from speclen.launch.errors import UserError
+from speclen.worker.models.loading import ModelPair, load_pair
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
 
 
 def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str], tmp_path: Path) -> None:
-    app = bench.step.typer.Typer()
-    app.command()(bench.step.step)
+    app = speclen.bench.engine.step.typer.Typer()
+    app.command()(speclen.bench.engine.step.step)
     out = tmp_path / "result.json"
     arguments = ["--target", folders[0], "--draft", folders[1], "--dtype", "float32", "--device", "cpu"]
     arguments += ["--batch-sizes", "2,1", "--lengths", "2", "--prompt-tokens", "8", "--new-tokens", "12"]
@@ -111,4 +111,4 @@ def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str
     defaults |= {"batch_sizes": "1", "lengths": "2", "prompt_tokens": 8, "new_tokens": 8, "repeats": 1, "threads": 0}
     defaults |= {"prompts": None, "seed": 0, "baselines": False, "as_json": False, "out": None}
     with pytest.raises(UserError, match=reason):
-        bench.step.step(**(defaults | arguments))
+        speclen.bench.engine.step.step(**(defaults | arguments))

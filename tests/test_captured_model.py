@@ -11,9 +11,9 @@ import torch
 from engines import RandomLengths
 from test_lossless import Traffic, check_greedy
 
-from worker.captured_model import CapturedModel, Recording, RerunRecorder, padded_rows, reach
-from worker.engine import Engine
-from worker.steps import StepFlag
+from speclen.worker.backends.captured_model import CapturedModel, Recording, RerunRecorder, padded_rows, reach
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.steps import StepFlag
 
 
 class CountingRecorder(RerunRecorder):

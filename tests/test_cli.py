@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from cli.app import VERBS, main
-from cli.errors import UserError
+from speclen.cli.app import VERBS, main
+from speclen.launch.errors import UserError
 
 
 def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cli.app", *arguments],
+        [sys.executable, "-m", "speclen.cli.app", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": "120", **environment},

@@ -8,9 +8,9 @@ import pytest
 from database_rows import write_database
 from store_rows import moment, report, rows, store_now
 
-from cli.backup import backup
-from cli.errors import UserError
-from store.database import Store
+from speclen.cli.backup import backup
+from speclen.launch.errors import UserError
+from speclen.store.database import Store
 
 
 def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):

@@ -10,15 +10,15 @@ from database_rows import write_database
 from store_rows import moment, report, rows, store_now
 from typer.testing import CliRunner
 
-from cli import doctor as module
-from cli.app import app
-from cli.doctor import examine
-from cli.errors import UserError
-from store import migrations
-from store.connection import connect_writer, sqlite3
-from store.database import Store
-from store.migration_steps import STEPS
-from store.migrations import migrate
+from speclen.cli import doctor as module
+from speclen.cli.app import app
+from speclen.cli.doctor import examine
+from speclen.launch.errors import UserError
+from speclen.store import migrations
+from speclen.store.connection import connect_writer, sqlite3
+from speclen.store.database import Store
+from speclen.store.migration_steps import STEPS
+from speclen.store.migrations import migrate
 
 
 def statuses(path, **options) -> dict[str, str]:

@@ -19,10 +19,10 @@ import pytest
 from database_rows import write_database
 from store_rows import cell, report, rows, store_now
 
-from cli.errors import UserError
-from cli.inspect import METADATA, address, create_application
-from store.database import Store
-from store.records import Commit
+from speclen.cli.inspect import METADATA, address, create_application
+from speclen.launch.errors import UserError
+from speclen.store.database import Store
+from speclen.store.records import Commit
 
 pytest.importorskip("datasette_dashboards", reason="needs pip install 'speclen[inspect]'")
 
@@ -144,9 +144,7 @@ def test_a_missing_database_is_one_sentence(tmp_path):
 
 @contextmanager
 def serving(database: Path, port: int):
-    script = (
-        "import sys; from pathlib import Path; from cli.inspect import inspect; inspect(Path(sys.argv[1]), sys.argv[2])"
-    )
+    script = "import sys; from pathlib import Path; from speclen.cli.inspect import inspect; inspect(Path(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-c", script.replace("sys.argv[2])", "sys.argv[2], False, False)"), str(database)]
     with subprocess.Popen([*command, f"127.0.0.1:{port}"], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -163,7 +161,7 @@ def test_a_taken_port_is_one_sentence(database, unused_port):
         command = [
             sys.executable,
             "-m",
-            "cli.app",
+            "speclen.cli.app",
             "inspect",
             "--db",
             str(database),

@@ -12,22 +12,22 @@ from typing import Any
 import grpc
 import pytest
 import tiny_models
-from speclen.v1 import control_pb2 as pb
-from speclen.v1 import control_pb2_grpc as rpc
 from typer.testing import CliRunner
 
-import cli.profile
-from cli.errors import UserError
-from cli.profile_analysis import analyse, ms_per_token
-from cli.profile_document import ProfileDocument, read_document
-from controller.core import ContextKey, Profile, ProfileCell
-from store.connection import connect_reader
-from store.profiles import stored_profiles
-from store.queries import view_rows
-from worker.length_table import LengthTable
-from worker.profile_file import foreign_parts, table_from_file
-from worker.profile_request import knows_context, profile_request
-from worker.profile_samples import ProfileSamples
+import speclen.cli.profile
+from speclen.bench.profile.analysis import analyse, ms_per_token
+from speclen.bench.profile.document import ProfileDocument, read_document
+from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
+from speclen.launch.errors import UserError
+from speclen.store.connection import connect_reader
+from speclen.store.profiles import stored_profiles
+from speclen.store.queries import view_rows
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+from speclen.worker.profiling.file import foreign_parts, table_from_file
+from speclen.worker.profiling.request import knows_context, profile_request
+from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.reporting.length_table import LengthTable
 
 KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")
 
@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def call(*arguments: object) -> Any:
     """Runs the verb; errors of the user are raised."""
-    return CliRunner().invoke(cli.profile.app, [str(a) for a in arguments], catch_exceptions=False)
+    return CliRunner().invoke(speclen.cli.profile.app, [str(a) for a in arguments], catch_exceptions=False)
 
 
 def fail(*arguments: object) -> str:

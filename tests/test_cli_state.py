@@ -8,12 +8,12 @@ import pytest
 from database_rows import KEY, estimator, write_database
 from store_rows import context, rows, store_now
 
-from cli.errors import UserError
-from cli.state import export_state, import_state
-from controller.controller import Controller
-from controller.core import Limits, StepObservation
-from store.database import Store
-from store.records import Commit, StateRow, StoredState
+from speclen.cli.state import export_state, import_state
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import Limits, StepObservation
+from speclen.launch.errors import UserError
+from speclen.store.database import Store
+from speclen.store.records import Commit, StateRow, StoredState
 
 
 def load(path) -> StoredState:

@@ -17,11 +17,11 @@ from database_rows import write_database
 from store_rows import cell, context, rows, store_now
 from typer.testing import CliRunner
 
-from cli.app import app
-from cli.errors import UserError
-from cli.tables import learned_rows
-from store.database import Store
-from store.records import Commit
+from speclen.cli.app import app
+from speclen.cli.tables import learned_rows
+from speclen.launch.errors import UserError
+from speclen.store.database import Store
+from speclen.store.records import Commit
 
 
 @pytest.fixture
@@ -71,7 +71,17 @@ def test_an_empty_database_says_what_to_do(tmp_path):
 
 def test_watching_follows_the_controller(database):
     store = Store.open(database)
-    command = [sys.executable, "-m", "cli.app", "tables", "--db", str(database), "--watch", "--interval-s", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "speclen.cli.app",
+        "tables",
+        "--db",
+        str(database),
+        "--watch",
+        "--interval-s",
+        "0.1",
+    ]
     environment = {**os.environ, "COLUMNS": "160", "FORCE_COLOR": "1", "TERM": "xterm"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}
     # A shell's background job, which the tests may be, ignores SIGINT and hands that on.

@@ -5,12 +5,12 @@ import time
 
 import pytest
 from grpc import aio
+
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-
-from worker.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
-from worker.length_table import LengthTable
-from worker.steps import LengthChoice, StepFlag, StepResult
+from speclen.worker.engine.steps import LengthChoice, StepFlag, StepResult
+from speclen.worker.reporting.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
+from speclen.worker.reporting.length_table import LengthTable
 
 MAX_BATCH, MAX_LENGTH = 8, 4
 QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)

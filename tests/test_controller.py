@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from controller.controller import Controller
-from controller.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from controller.policies import POLICIES
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from speclen.controller.estimator.policies import POLICIES
 from tests.steps_of import KEY, LIMITS, Steps, controller_for, profile_of, serve, step_time
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.config import ControllerConfig
+from speclen.controller.config import ControllerConfig
 
 
 def test_the_defaults_are_the_documented_ones():

@@ -6,13 +6,13 @@ from control_fakes import group, identity, registration, report, run, served
 from grpc import aio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from speclen.v1 import control_pb2 as pb
 
-from controller.config import ControllerConfig
-from controller.server import create_fleet
-from controller.servicer import registration as read_registration
-from controller.validation import InvalidMessageError, read_profile
-from store.records import StoredState
+from speclen.controller.config import ControllerConfig
+from speclen.controller.service.server import create_fleet
+from speclen.controller.service.servicer import registration as read_registration
+from speclen.controller.service.validation import InvalidMessageError, read_profile
+from speclen.store.records import StoredState
+from speclen.v1 import control_pb2 as pb
 
 SERVICE = "/speclen.v1.ControlService/"
 # gRPC itself answers UNKNOWN to a unary message that it cannot parse, INTERNAL to one that it cannot even frame.

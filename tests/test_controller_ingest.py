@@ -7,13 +7,13 @@ import pytest
 from control_fakes import report
 from hypothesis import given
 from hypothesis import strategies as st
-from speclen.v1 import control_pb2 as pb
 
-from controller import ingest
-from controller.core import Limits, StepObservation
-from controller.flags import named_flags
-from controller.ingest import Group, Origin, read_reports
-from controller.validation import MAX_INTEGER, explain_report
+from speclen.controller.estimator.core import Limits, StepObservation
+from speclen.controller.service import ingest
+from speclen.controller.service.flags import named_flags
+from speclen.controller.service.ingest import Group, Origin, read_reports
+from speclen.controller.service.validation import MAX_INTEGER, explain_report
+from speclen.v1 import control_pb2 as pb
 
 LIMITS = Limits(max_batch_size=32, max_speculation_length=4)
 ORIGIN = Origin(context_id=3, worker_key=5, epoch=7, received_at=11.0)

@@ -7,13 +7,13 @@ import time
 import pytest
 from control_fakes import report
 
-from controller.config import ControllerConfig
-from controller.core import ContextKey, Limits
-from controller.fleet import MANY_REPORTS, MANY_WORKERS, Fleet, batches
-from controller.journal import JournalSettings
-from controller.registry import Context, Registration, Worker
-from controller.server import create_fleet
-from store.records import Commit, StoredState, StoreHealth
+from speclen.controller.config import ControllerConfig
+from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.service.fleet import MANY_REPORTS, MANY_WORKERS, Fleet, batches
+from speclen.controller.service.journal import JournalSettings
+from speclen.controller.service.registry import Context, Registration, Worker
+from speclen.controller.service.server import create_fleet
+from speclen.store.records import Commit, StoredState, StoreHealth
 
 CONTEXT = Context(1, ContextKey("t", "d", "cpu", "float32"), Limits(32, 4), 0.0)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from control_fakes import group, identity, registration, report, run, served, status_of
 from prometheus_client import CollectorRegistry, generate_latest
-from speclen.v1 import control_pb2 as pb
 
-from controller.config import ControllerConfig
-from controller.core import Bucket, Choice, StepObservation, Table
-from controller.metrics import ControllerCollector, serve_metrics
-from controller.prediction import PredictionError
+from speclen.controller.config import ControllerConfig
+from speclen.controller.estimator.core import Bucket, Choice, StepObservation, Table
+from speclen.controller.estimator.prediction import PredictionError
+from speclen.controller.service.metrics import ControllerCollector, serve_metrics
+from speclen.v1 import control_pb2 as pb
 
 BUCKET = Bucket(2, 3, 4)
 DOCUMENT = Path(__file__).parent.parent / "docs" / "controller.md"

@@ -11,19 +11,19 @@ from pathlib import Path
 import grpc
 import pytest
 from control_fakes import group, identity, registration
+
+from speclen.store.connection import connect_reader, connect_writer
+from speclen.store.database import Store
+from speclen.store.queries import stored_reports, workers
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-
-from store.connection import connect_reader, connect_writer
-from store.database import Store
-from store.queries import stored_reports, workers
 
 PATIENCE_S = 90  # a start takes half a second of processor time; the machine may be busy
 
 
 def start(*options: str, **more) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "cli.app", "controller", "--listen", "127.0.0.1:0", *options],
+        [sys.executable, "-m", "speclen.cli.app", "controller", "--listen", "127.0.0.1:0", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,7 +75,7 @@ def test_serves_saves_and_stops_when_told(tmp_path):
 
 def test_is_light_enough_to_start_in_a_moment():
     """The kill test starts hundreds of controllers, and an operator restarts one under load."""
-    code = "import sys, cli.controller, controller.server; print(*sys.modules)"
+    code = "import sys, speclen.cli.controller, speclen.controller.service.server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     heavy = {"torch", "transformers", "matplotlib", "sqlite_utils", "prometheus_client", "pydantic"}
     assert not heavy & set(loaded)

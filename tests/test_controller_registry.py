@@ -2,8 +2,8 @@
 
 import pytest
 
-from controller.core import ContextKey, Limits
-from controller.registry import (
+from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.service.registry import (
     Context,
     ContextChangedError,
     FullError,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.sequence import MAX_RANGES, SeqWindow
+from speclen.controller.service.sequence import MAX_RANGES, SeqWindow
 
 arrivals = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=20), max_size=20)
 

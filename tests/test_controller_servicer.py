@@ -8,11 +8,11 @@ from control_fakes import CONTEXT, LIMITS, group, identity, registration, report
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from speclen.store.connection import connect_reader
+from speclen.store.queries import stored_reports, workers
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-
-from store.connection import connect_reader
-from store.queries import stored_reports, workers
 
 PROFILE = pb.ImportProfileRequest(
     context=CONTEXT,

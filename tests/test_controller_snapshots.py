@@ -5,14 +5,14 @@ import json
 import pytest
 from control_fakes import report
 
-from controller.config import ControllerConfig
-from controller.core import ContextKey, Limits, Profile, ProfileCell
-from controller.fleet import Fleet
-from controller.registry import Registration
-from controller.server import create_fleet, open_store
-from store.connection import connect_reader
-from store.queries import view_rows
-from store.records import Commit, StoredState
+from speclen.controller.config import ControllerConfig
+from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell
+from speclen.controller.service.fleet import Fleet
+from speclen.controller.service.registry import Registration
+from speclen.controller.service.server import create_fleet, open_store
+from speclen.store.connection import connect_reader
+from speclen.store.queries import view_rows
+from speclen.store.records import Commit, StoredState
 
 KEY = ContextKey("t", "d", "cpu", "float32")
 ELSEWHERE = ContextKey("t", "d", "cuda", "float32")

@@ -6,10 +6,10 @@ import time
 import pytest
 from control_fakes import group, identity, registration, report, run, served, status_of, until_durable
 from grpc import aio
+
+from speclen.controller.service.streams import StreamSettings
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-
-from controller.streams import StreamSettings
 
 
 async def opened(at, worker_id="w", epoch=7):

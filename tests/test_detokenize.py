@@ -10,7 +10,7 @@ import tiny_models
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from worker.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode
+from speclen.worker.engine.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode
 
 TEXTS = ["plain words, and more", "naïve café", "北京 и Москва", "🙂🙃 two", "tab\tnewline\n  spaces", "é"]
 

@@ -13,8 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kill_harness import ControllerProcess, ReportingWorker
-from speclen.v1 import control_pb2 as pb
 from store_rows import rows
+
+from speclen.v1 import control_pb2 as pb
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

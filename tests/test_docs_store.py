@@ -9,9 +9,9 @@ import pytest
 from example_database import write_example
 from tabulate import tabulate
 
-from store.connection import sqlite3
-from store.failpoints import FAILPOINTS
-from store.retention import Retention
+from speclen.store.connection import sqlite3
+from speclen.store.failpoints import FAILPOINTS
+from speclen.store.retention import Retention
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "store.md").read_text()
 EXAMPLES = re.findall(r"```sql\n(.*?)```\n+```text\n(.*?)```", DOCUMENT, re.DOTALL)

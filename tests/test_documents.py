@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from cli.app import VERBS, app, checked_keys, load_verb
+from speclen.cli.app import VERBS, app, checked_keys, load_verb
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 import tiny_models
+
+from speclen.launch.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-
-from cli.processes import Child
 
 PROMPT = "def add(a, b):\n    return"
 

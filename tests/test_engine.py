@@ -12,11 +12,11 @@ import tiny_models
 import torch
 from engines import Collected, RandomLengths, finish, generate, make_engine, make_pair, request
 
-from worker.cached_model import PassPart
-from worker.engine import Engine
-from worker.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
-from worker.sequence import Sequence
-from worker.steps import FixedLength, LengthChoice, StepFlag, StepResult
+from speclen.worker.backends.cached_model import PassPart
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
+from speclen.worker.engine.sequence import Sequence
+from speclen.worker.engine.steps import FixedLength, LengthChoice, StepFlag, StepResult
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 

@@ -5,13 +5,13 @@ import json
 import pytest
 import typer
 from control_fakes import CONTEXT, LIMITS, identity, registration, run, served
-from speclen.v1 import control_pb2 as pb
 from typer.testing import CliRunner
 
-from cli.explain import explain as explain_verb
-from cli.replay import replay as replay_verb
-from controller.explain import Change, explain, in_words
-from controller.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
+from speclen.cli.explain import explain as explain_verb
+from speclen.cli.replay import replay as replay_verb
+from speclen.controller.analysis.explain import Change, explain, in_words
+from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
+from speclen.v1 import control_pb2 as pb
 from tests.steps_of import KEY, Steps, controller_for, profile_of, serve
 from tests.steps_of import LIMITS as STEP_LIMITS
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import check, checks
-from bench.gpu.passes import weight_bytes
-from worker.models import load_pair
+from speclen.bench.gpu import check, checks
+from speclen.bench.gpu.passes import weight_bytes
+from speclen.worker.models.loading import load_pair
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -37,7 +37,14 @@ def test_packages_import_only_what_lies_below_them(package):
         assert roots <= ALLOWED[package] | {package}, f"{path.relative_to(ROOT)} imports {roots}"
 
 
-@pytest.mark.parametrize("module", ["controller.controller", "controller.replay", "controller.explain"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "speclen.controller.estimator.controller",
+        "speclen.controller.analysis.replay",
+        "speclen.controller.analysis.explain",
+    ],
+)
 def test_the_estimator_knows_nothing_of_transport_or_storage(module):
     forbidden = {"asyncio", "google", "grpc", "speclen", "sqlite3", "sqlite_utils", "store", "torch"}
     code = f"import sys, {module}; print(*(set({sorted(forbidden)}) & sys.modules.keys()))"
@@ -48,10 +55,19 @@ def test_the_estimator_knows_nothing_of_transport_or_storage(module):
 def test_sampling_and_kv_cache_know_nothing_of_requests():
     for name in WORKER_CORE:
         names = imported(ROOT / "worker" / f"{name}.py")
-        assert not {n for n in names if n.startswith(("worker.request", "worker.engine", "worker.scheduler"))}, name
+        assert not {
+            n
+            for n in names
+            if n.startswith(
+                ("speclen.worker.engine.request", "speclen.worker.engine.engine", "speclen.worker.engine.scheduler")
+            )
+        }, name
 
 
-@pytest.mark.parametrize("module", ["controller.server", "store", "cli.app", "cli.generate", "cli.up"])
+@pytest.mark.parametrize(
+    "module",
+    ["speclen.controller.service.server", "store", "speclen.cli.app", "speclen.cli.generate", "speclen.cli.up"],
+)
 def test_light_programs_never_import_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -59,7 +75,7 @@ def test_light_programs_never_import_torch(module):
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen", "structlog", "typer"}
-    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import bench.gpu.check"
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import speclen.bench.gpu.check"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -24,14 +24,14 @@ import pytest
 from kill_harness import EPOCH, Lane, step_report
 from store_rows import moment, report, rows, store_now
 
-from controller.controller import Controller
-from controller.core import ContextKey, Limits, StepObservation
-from store.connection import connect_reader
-from store.database import Store, StoreConfig
-from store.failpoints import FAILPOINTS, Failpoints
-from store.queries import contexts, stored_reports, view_rows, workers
-from store.records import ContextRow, ReportRow
-from store.retention import Retention
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
+from speclen.store.connection import connect_reader
+from speclen.store.database import Store, StoreConfig
+from speclen.store.failpoints import FAILPOINTS, Failpoints
+from speclen.store.queries import contexts, stored_reports, view_rows, workers
+from speclen.store.records import ContextRow, ReportRow
+from speclen.store.retention import Retention
 
 # Reached by every commit. The one left out needs a shrinking file, and has a test of its own below.
 COMMIT_FAILPOINTS = [name for name in FAILPOINTS if name != "after_vacuum"]

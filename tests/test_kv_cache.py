@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from worker.kv_cache import KVPool, LayerShape
+from speclen.worker.backends.kv_cache import KVPool, LayerShape
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8), LayerShape(1, 16)]

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from controller.buckets import buckets_for
-from controller.core import Profile, ProfileCell
-from controller.latency import LatencyModel
+from speclen.controller.estimator.buckets import buckets_for
+from speclen.controller.estimator.core import Profile, ProfileCell
+from speclen.controller.estimator.latency import LatencyModel
 from tests.steps_of import Steps, profile_of, step_time
 
 

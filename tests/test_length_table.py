@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.length_table import BucketLength, LengthTable, ProfiledStep, table_from_profile
+from speclen.worker.reporting.length_table import BucketLength, LengthTable, ProfiledStep, table_from_profile
 
 
 def test_every_batch_size_has_the_length_of_its_bucket():

@@ -10,14 +10,14 @@ import torch
 from engines import make_engine, make_pair
 from torch import nn
 
-import worker.preparation
-from worker.cached_model import CachedModel
-from worker.engine_config import EngineConfig
-from worker.kv_cache import KVPool
-from worker.llama import LlamaDecoder, RMSNorm, merge, rewrite
-from worker.model_check import check_model, inspect_layers
-from worker.packed_linear import PackedLinear, private_copy
-from worker.preparation import prepare
+import speclen.worker.engine.preparation
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.kv_cache import KVPool
+from speclen.worker.backends.llama import LlamaDecoder, RMSNorm, merge, rewrite
+from speclen.worker.backends.packed_linear import PackedLinear, private_copy
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.preparation import prepare
 
 CPU = torch.device("cpu")
 CONTEXT = 200
@@ -131,7 +131,7 @@ def no_longer_there(model: Any, *others: Any) -> Any:
 def test_a_rewritten_model_that_is_wrong_is_replaced(
     wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker.preparation, "rewrite", wrong)
+    monkeypatch.setattr(speclen.worker.engine.preparation, "rewrite", wrong)
     pair = make_pair("llama")
     prepared = prepare(pair, EngineConfig(max_batch_size=2))
     assert type(prepared.target.model) is type(pair.target)

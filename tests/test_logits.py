@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from worker.logits import LogitEdits, RowEdits
+from speclen.worker.sampling.logits import LogitEdits, RowEdits
 
 VOCAB = 11
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ import pytest
 import tiny_models
 from engines import Collected, RandomLengths
 
-from worker.captured_model import Recorder
-from worker.request import FinishReason, GenerationRequest
-from worker.steps import StepFlag
+from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.engine.request import FinishReason, GenerationRequest
+from speclen.worker.engine.steps import StepFlag
 
 TIE = 1e-4
 NUM_REQUESTS = 240  # for each of nine families

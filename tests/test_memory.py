@@ -10,7 +10,7 @@ import sys
 import engines
 import pytest
 
-from worker.request import SequenceOutput
+from speclen.worker.engine.request import SequenceOutput
 
 
 def resident_bytes() -> int:

@@ -1,10 +1,10 @@
 """Absent optional fields mean the default, zero means zero, and a stream's chunks add up to its completion."""
 
 import pytest
-from speclen.v1 import generation_pb2 as pb
 
-from worker.messages import SequenceMessages, to_fixed_length, to_request, to_sampling
-from worker.request import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+from speclen.v1 import generation_pb2 as pb
+from speclen.worker.engine.request import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
+from speclen.worker.service.messages import SequenceMessages, to_fixed_length, to_request, to_sampling
 
 
 def test_absent_fields_keep_their_defaults():

@@ -9,12 +9,12 @@ import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import worker.attention
-from worker.cached_model import CachedModel
-from worker.kv_cache import KVPool
-from worker.model_check import check_model, inspect_layers
-from worker.models import ModelError
-from worker.packed_linear import private_copy
+import speclen.worker.backends.attention
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.kv_cache import KVPool
+from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.models.loading import ModelError
 
 CPU = torch.device("cpu")
 
@@ -114,14 +114,14 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
     family: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its window Mistral is wrong by 0.3 and Gemma 2 by 0.6: that is what the numeric comparison is for."""
-    honest = worker.attention.attend_rows
+    honest = speclen.worker.backends.attention.attend_rows
 
     def forgetful(*args: Any, **options: Any) -> Any:
         if "row_attention" in options:
             options.pop(forgotten, None)
         return honest(*args, **options)
 
-    monkeypatch.setattr(worker.attention, "attend_rows", forgetful)
+    monkeypatch.setattr(speclen.worker.backends.attention, "attend_rows", forgetful)
     model = tiny_models.build(family)
     one = cached(private_copy(model))
     with pytest.raises(ModelError, match=rf"{family} gives other logits in ragged batches than alone \(by "):

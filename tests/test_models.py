@@ -11,9 +11,9 @@ import tiny_models
 import torch
 from transformers import PreTrainedTokenizerFast
 
-import worker.models
-from worker.identity import model_name
-from worker.models import BUNDLED_FOLDER, ModelError, load_pair, resolve_device, resolve_dtype
+import speclen.worker.models.loading
+from speclen.worker.models.loading import BUNDLED_FOLDER, ModelError, load_pair, resolve_device, resolve_dtype
+from speclen.worker.reporting.identity import model_name
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def load(folder: Path, target: str, draft: str | None = None) -> worker.models.ModelPair:
+def load(folder: Path, target: str, draft: str | None = None) -> speclen.worker.models.loading.ModelPair:
     return load_pair(str(folder / target), str(folder / draft) if draft else None, "cpu", "float32")
 
 
@@ -154,9 +154,9 @@ def test_names_that_lead_nowhere_say_what_to_name_instead(
     folder: Path, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "target").exists() or (folder / "target").symlink_to(folder / "llama")
-    monkeypatch.setattr(worker.models, "BUNDLED_FOLDER", folder)
+    monkeypatch.setattr(speclen.worker.models.loading, "BUNDLED_FOLDER", folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    worker.models._is_offline.cache_clear()
+    speclen.worker.models.loading._is_offline.cache_clear()
     with pytest.raises(ModelError, match=reason) as error:
         load_pair(name, None, "cpu")
     assert name in str(error.value)
@@ -182,7 +182,7 @@ def test_unknown_devices_and_dtypes_are_named(folder: Path) -> None:
 def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for fast, small, large in ((True, torch.float32, torch.bfloat16), (False, torch.float32, torch.float32)):
-        monkeypatch.setattr(worker.models, "cpu_has_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(speclen.worker.models.loading, "cpu_has_bfloat16", lambda fast=fast: fast)
         assert resolve_dtype("auto", cpu, 5_000_000) is small
         assert resolve_dtype("auto", cpu, 60_000_000) is large
     assert resolve_dtype("float16", cpu, 60_000_000) is torch.float16

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from worker.noise import exponential, make_key
+from speclen.worker.sampling.noise import exponential, make_key
 
 
 def test_a_row_has_the_same_noise_alone_and_in_any_batch() -> None:

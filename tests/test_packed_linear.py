@@ -7,7 +7,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from worker.packed_linear import PackedLinear, num_packed_bytes, pack_linears, private_copy
+from speclen.worker.backends.packed_linear import PackedLinear, num_packed_bytes, pack_linears, private_copy
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

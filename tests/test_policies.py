@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from controller.acceptance import AcceptanceModel
-from controller.buckets import buckets_for
-from controller.context import ContextModel
-from controller.core import Limits, StepObservation
-from controller.policies import POLICIES, is_policy, make_policy
+from speclen.controller.estimator.acceptance import AcceptanceModel
+from speclen.controller.estimator.buckets import buckets_for
+from speclen.controller.estimator.context import ContextModel
+from speclen.controller.estimator.core import Limits, StepObservation
+from speclen.controller.estimator.policies import POLICIES, is_policy, make_policy
 from tests.steps_of import KEY, LIMITS, Steps, profile_of
 
 COMPARISONS = sorted(set(POLICIES) - {"adaptive"})
@@ -122,6 +122,6 @@ def test_names():
 
 
 def test_a_step_counts_the_bonus_token_for_every_row():
-    from controller.policies.cells import tokens_per_row
+    from speclen.controller.estimator.policies.cells import tokens_per_row
 
     assert tokens_per_row(StepObservation(4, 2, 0.01, (1, 1, 2))) == 1.0 + 5.0 / 4.0

@@ -8,13 +8,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.closed_loop import ClosedLoop
-from bench.players import make_player
-from bench.policy import Job, play, policy, summarise
-from bench.scenarios import SCENARIOS
-from bench.simulator import Engine, World
-from cli.errors import UserError
-from controller.core import StepObservation
+from speclen.bench.simulation.closed_loop import ClosedLoop
+from speclen.bench.simulation.players import make_player
+from speclen.bench.simulation.policy import Job, play, policy, summarise
+from speclen.bench.simulation.scenarios import SCENARIOS
+from speclen.bench.simulation.simulator import Engine, World
+from speclen.controller.estimator.core import StepObservation
+from speclen.launch.errors import UserError
 
 
 class Clairvoyant:

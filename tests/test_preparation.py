@@ -9,11 +9,11 @@ import pytest
 import tiny_models
 import torch
 
-import worker.preparation
-from worker.engine_config import EngineConfig
-from worker.models import ModelError
-from worker.packed_linear import PackedLinear
-from worker.preparation import prepare
+import speclen.worker.engine.preparation
+from speclen.worker.backends.packed_linear import PackedLinear
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.preparation import prepare
+from speclen.worker.models.loading import ModelError
 
 
 def test_the_callers_models_stay_as_they_are() -> None:
@@ -31,7 +31,7 @@ def storages(model: torch.nn.Module) -> set[int]:
 
 
 def test_weights_are_not_copied_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.preparation, "free_memory", lambda device: 2**16)
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 2**16)
     prepared = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2))
     assert not any(isinstance(module, PackedLinear) for module in prepared.target.model.modules())
     # Two layers of two heads of 8 in each model: 512 bytes a token, and half of 64 KiB may be used.
@@ -63,22 +63,22 @@ def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
 ) -> None:
     """The arithmetic alone: 0.8 of 1 MiB in rows of 512 bytes a token, each with 6 tokens more that a step may
     overshoot and 7 that rows of a recorded pass may write which are only there to fill it up."""
-    monkeypatch.setattr(worker.preparation, "free_memory", lambda device: free)
-    monkeypatch.setattr(worker.preparation, "LEAST_CONTEXT", least)
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: free)
+    monkeypatch.setattr(speclen.worker.engine.preparation, "LEAST_CONTEXT", least)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"))
     config = EngineConfig(max_batch_size=16, max_speculation_length=6, max_context_length=asked)
-    assert worker.preparation._rows_and_context(pair, config, 512) == expected
+    assert speclen.worker.engine.preparation._rows_and_context(pair, config, 512) == expected
 
 
 def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.preparation, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 1000)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"))
     with pytest.raises(ModelError, match=r"a single row of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
-        worker.preparation._rows_and_context(pair, EngineConfig(max_batch_size=16), 512)
+        speclen.worker.engine.preparation._rows_and_context(pair, EngineConfig(max_batch_size=16), 512)
 
 
 def test_an_engine_has_the_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.preparation, "_rows_and_context", lambda pair, config, size: (3, 100))
+    monkeypatch.setattr(speclen.worker.engine.preparation, "_rows_and_context", lambda pair, config, size: (3, 100))
     engine = engines.make_engine(max_batch_size=16)
     assert (engine.max_batch_size, engine.max_context_length) == (3, 100)
     requests = [engines.request(str(at), [1, 2, 3], max_tokens=5) for at in range(8)]

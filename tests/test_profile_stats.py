@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worker.profile_stats import (
+from speclen.worker.profiling.stats import (
     context_slope,
     expected_tokens_error,
     measured_cells,

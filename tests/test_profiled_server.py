@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.profiled_server import Machine, Traffic, adaptive, fixed, from_table, make_traffic, serve
-from controller.core import Profile, ProfileCell
+from speclen.bench.simulation.profiled_server import Machine, Traffic, adaptive, fixed, from_table, make_traffic, serve
+from speclen.controller.estimator.core import Profile, ProfileCell
 
 SURVIVAL = (0.7, 0.5, 0.38, 0.3)
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import tiny_models
 
-import worker.profiler
-from worker.engine import Engine, EngineConfig
-from worker.models import ModelPair, load_pair
-from worker.profile_samples import ProfileSamples
-from worker.profiler import Profiler, ProfileSettings, fit_settings, quick_profile, quick_settings
-from worker.prompts import PromptSource
-from worker.request import GenerationRequest, SamplingParams
-from worker.steps import FixedLength
+import speclen.worker.profiling.profiler
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import GenerationRequest, SamplingParams
+from speclen.worker.engine.steps import FixedLength
+from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, quick_profile, quick_settings
+from speclen.worker.profiling.prompts import PromptSource
+from speclen.worker.profiling.samples import ProfileSamples
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
 GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=20.0, precision=0.6, prompt_tokens=(8, 24))
@@ -140,7 +140,7 @@ def test_the_largest_batch_that_fits_in_kv_memory_is_found_and_said(
     probe = profiler(pair)
     row = GRID.prompt_tokens[-1] + probe._round_tokens() + GRID.lengths[-1]
     short = functools.partial(EngineConfig, max_kv_tokens=int(3.5 * row))
-    monkeypatch.setattr(worker.profiler, "EngineConfig", short)
+    monkeypatch.setattr(speclen.worker.profiling.profiler, "EngineConfig", short)
     one_prompt = ProfileSettings(GRID.batch_sizes, GRID.lengths, precision=0.5, prompt_tokens=(24,))
     with profiler(pair, one_prompt) as running:
         samples = running.run()
@@ -157,7 +157,7 @@ def test_an_engine_that_cannot_be_built_for_the_largest_batch_is_built_for_half(
             raise MemoryError("the pool does not fit")
         return Engine(pair, config, chooser)
 
-    monkeypatch.setattr(worker.profiler, "Engine", build)
+    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", build)
     with profiler(pair) as running:
         samples = running.run()
     assert samples.largest_batch_size == 2
@@ -166,7 +166,7 @@ def test_an_engine_that_cannot_be_built_for_the_largest_batch_is_built_for_half(
     def never(pair: ModelPair, config: EngineConfig, chooser: Any) -> Engine:
         raise MemoryError("the pool does not fit")
 
-    monkeypatch.setattr(worker.profiler, "Engine", never)
+    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", never)
     with pytest.raises(MemoryError):
         profiler(pair)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 
-from worker.prompts import PromptSource, held_out_texts, is_held_out, texts_from_file
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts, is_held_out, texts_from_file
 
 
 def test_prompts_have_the_length_asked_for_even_beyond_one_text() -> None:

@@ -3,8 +3,8 @@
 import asyncio
 import threading
 
-from worker.relay import OutputRelay, OutputStream
-from worker.request import FinishReason, SequenceOutput
+from speclen.worker.engine.request import FinishReason, SequenceOutput
+from speclen.worker.service.relay import OutputRelay, OutputStream
 
 
 def output(number: int, last: bool = False) -> SequenceOutput:

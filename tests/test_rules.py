@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.noise import make_key
-from worker.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule, TokenRule
+from speclen.worker.sampling.noise import make_key
+from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule, TokenRule
 
 VOCAB = 5
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 
-from worker.sampling import accept_matching, acceptance, choose, distribution, recovery, verify
+from speclen.worker.sampling.verification import accept_matching, acceptance, choose, distribution, recovery, verify
 
 VOCAB = 3
 

@@ -6,10 +6,10 @@ import random
 
 import torch
 
-from worker.kv_cache import KVPool, LayerShape
-from worker.request import GenerationRequest, SamplingParams
-from worker.scheduler import Scheduler
-from worker.sequence import Sequence
+from speclen.worker.backends.kv_cache import KVPool, LayerShape
+from speclen.worker.engine.request import GenerationRequest, SamplingParams
+from speclen.worker.engine.scheduler import Scheduler
+from speclen.worker.engine.sequence import Sequence
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import tiny_models
 
-from worker.detokenize import make_decode
-from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
-from worker.sequence import Sequence
+from speclen.worker.engine.detokenize import make_decode
+from speclen.worker.engine.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
+from speclen.worker.engine.sequence import Sequence
 
 EOS = tiny_models.EOS_ID
 

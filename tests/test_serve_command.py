@@ -11,15 +11,15 @@ import pytest
 import tiny_models
 from typer.testing import CliRunner
 
-from bench.survey import Survey
-from cli.bench import app
-from cli.errors import UserError
+from speclen.bench.serving.survey import Survey
+from speclen.cli.bench import app
+from speclen.launch.errors import UserError
 
 SPELLED = "for=3 load=0.5"
 
 
 def speclen(*arguments, timeout=280):
-    command = [sys.executable, "-m", "cli.app", "bench", *arguments]
+    command = [sys.executable, "-m", "speclen.cli.app", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -77,7 +77,7 @@ def children_of(pid):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_sigterm_leaves_no_processes_behind(pair, survey):
     target, draft = pair
-    command = [sys.executable, "-m", "cli.app", "bench", "serve", "--track", SPELLED, "--compare", "adaptive"]
+    command = [sys.executable, "-m", "speclen.cli.app", "bench", "serve", "--track", SPELLED, "--compare", "adaptive"]
     command += ["--repeats", "1", "--target", target, "--draft", draft, "--device", "cpu", "--survey", str(survey)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
         deadline = time.monotonic() + 120
@@ -120,7 +120,7 @@ def test_a_wrong_profile_must_be_from_elsewhere(survey, tmp_path):
 
 def test_the_overview_of_benchmarks_needs_no_model_library():
     code = (
-        "import sys, typer; from cli.bench import app; group = typer.main.get_command(app)\n"
+        "import sys, typer; from speclen.cli.bench import app; group = typer.main.get_command(app)\n"
         "try: group(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"

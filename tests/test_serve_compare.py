@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench import headline, marked
-from bench.compare import best_fixed, compare_runs, run_all
-from bench.fleet import Contender, parse_contenders
-from bench.load import Outcome
-from bench.plot import plot
-from bench.report import print_comparison, to_json, write_requests
-from bench.run_track import TrackRun, failed_run
-from bench.tracks import make_track
-from bench.watch import Sample
-from cli.errors import UserError
+from speclen.bench import marked
+from speclen.bench.report import headline
+from speclen.bench.report.compare import best_fixed, compare_runs, run_all
+from speclen.bench.report.plot import plot
+from speclen.bench.report.report import print_comparison, to_json, write_requests
+from speclen.bench.serving.fleet import Contender, parse_contenders
+from speclen.bench.serving.load import Outcome
+from speclen.bench.serving.run_track import TrackRun, failed_run
+from speclen.bench.serving.tracks import make_track
+from speclen.bench.serving.watch import Sample
+from speclen.launch.errors import UserError
 
 TRACK = make_track("time-varying", 700.0, seed=1)
 # Mean latency of each policy, in units of what the request takes at best.

@@ -6,11 +6,18 @@ import json
 import pytest
 from fake_generation import FakeService, serving
 
-from bench.load import Progress, closed_loop, make_request, open_loop
-from bench.survey import Survey, capacity_cells, concurrencies_up_to, exhaustive_cells, load_survey, measure
-from bench.tracks import Arrival
-from bench.watch import over_time, reached_steps_at, watch
-from worker.profile_file import table_from_file
+from speclen.bench.serving.load import Progress, closed_loop, make_request, open_loop
+from speclen.bench.serving.survey import (
+    Survey,
+    capacity_cells,
+    concurrencies_up_to,
+    exhaustive_cells,
+    load_survey,
+    measure,
+)
+from speclen.bench.serving.tracks import Arrival
+from speclen.bench.serving.watch import over_time, reached_steps_at, watch
+from speclen.worker.profiling.file import table_from_file
 
 
 def arrivals(times, num_tokens=10):

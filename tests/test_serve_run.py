@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 from fake_generation import FakeService, serving
 
-from bench import run_track as module
-from bench.fleet import Contender
-from bench.run_track import run_track
-from bench.tracks import Arrival, Track
+from speclen.bench.serving import run_track as module
+from speclen.bench.serving.fleet import Contender
+from speclen.bench.serving.run_track import run_track
+from speclen.bench.serving.tracks import Arrival, Track
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.stats import distribution, ratio_of_means, too_short
+from speclen.bench.report.stats import distribution, ratio_of_means, too_short
 
 TRUE_RATIO = 1.1
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench.track_file import load_track, save_track
-from bench.tracks import MEAN_OUTPUT_TOKENS, SCENARIOS, arrival_times, make_track, scenario_of
+from speclen.bench.serving.track_file import load_track, save_track
+from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, SCENARIOS, arrival_times, make_track, scenario_of
 
 CAPACITY = 700.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from store_rows import cell, context, decision, moment, report, worker
 
-from store.batch import Batch
-from store.records import Commit, StateRow
+from speclen.store.batch import Batch
+from speclen.store.records import Commit, StateRow
 
 
 def absorb_all(*commits: Commit, max_reports: int = 1000) -> Batch:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from store_rows import NOW, cell, context, decision, moment, report, rows, store_now, system_sqlite_rows, worker
 
-from store.connection import OLDEST_SAFE_SQLITE, CorruptStoreError, StoreError, connect_reader, sqlite3
-from store.database import Store, StoreConfig
-from store.queries import stored_reports
-from store.records import Commit, StateRow, StoredState
+from speclen.store.connection import OLDEST_SAFE_SQLITE, CorruptStoreError, StoreError, connect_reader, sqlite3
+from speclen.store.database import Store, StoreConfig
+from speclen.store.queries import stored_reports
+from speclen.store.records import Commit, StateRow, StoredState
 
 
 def test_an_empty_store_has_nothing_to_go_on_with(tmp_path):
@@ -115,7 +115,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path):
     first = Store.open(tmp_path / "s.db")
     with pytest.raises(StoreError, match=rf"in use by another controller \(process {os.getpid()}\).*--db"):
         Store.open(tmp_path / "s.db")
-    script = "import sys; from store.database import Store; Store.open(sys.argv[1])"
+    script = "import sys; from speclen.store.database import Store; Store.open(sys.argv[1])"
     other = subprocess.run([sys.executable, "-c", script, str(tmp_path / "s.db")], capture_output=True, text=True)
     assert other.returncode != 0
     assert f"(process {os.getpid()})" in other.stderr

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from store_rows import NOW, cell, context, decision, moment, report, rows, store_now
 
-from store.database import Store, StoreConfig
-from store.records import Commit
-from store.retention import EXTRA_ROWS_PER_COMMIT, VACUUM_ABOVE_PAGES, Retention
+from speclen.store.database import Store, StoreConfig
+from speclen.store.records import Commit
+from speclen.store.retention import EXTRA_ROWS_PER_COMMIT, VACUUM_ABOVE_PAGES, Retention
 
 DAY = 86400.0
 

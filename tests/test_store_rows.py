@@ -7,9 +7,9 @@ import math
 import pytest
 from store_rows import cell, context, moment, report, rows, store_now, worker
 
-from store.database import Store
-from store.records import AcceptanceRow, Commit, ProfileCellRow, ProfileRow, StateRow
-from store.statements import BLOCKS
+from speclen.store.database import Store
+from speclen.store.records import AcceptanceRow, Commit, ProfileCellRow, ProfileRow, StateRow
+from speclen.store.statements import BLOCKS
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import time
 import pytest
 from store_rows import NOW, cell, context, decision, moment, report, rows, store_now, system_sqlite_rows, worker
 
-from store.connection import connect_reader
-from store.database import Store
-from store.queries import view_rows
-from store.records import Commit
+from speclen.store.connection import connect_reader
+from speclen.store.database import Store
+from speclen.store.queries import view_rows
+from speclen.store.records import Commit
 
 LEARNED_TABLE_COLUMNS = [
     *("context", "batch_bucket", "batch_min", "batch_max", "speculation_length", "expected_tokens", "step_ms"),

@@ -12,12 +12,12 @@ import pytest
 import torch
 from engines import make_pair
 
-from worker import threads
-from worker.engine import Engine, EngineConfig
-from worker.engine_thread import EngineThread
-from worker.spinning import SPINS, set_spins
-from worker.steps import FixedLength
-from worker.threads import ThreadChoice, Usage, free_cores, read_usage, waited_share, watch_cores
+from speclen.worker.backends import threads
+from speclen.worker.backends.spinning import SPINS, set_spins
+from speclen.worker.backends.threads import ThreadChoice, Usage, free_cores, read_usage, waited_share, watch_cores
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.steps import FixedLength
+from speclen.worker.engine.thread import EngineThread
 
 
 def test_a_crowded_machine_takes_a_thread_at_a_time():
@@ -68,7 +68,7 @@ def test_a_busy_neighbour_on_the_same_core_is_seen():
     core = min(threads.usable_cores())
     script = (
         f"import os, sys, time; os.sched_setaffinity(0, {{{core}}})\n"
-        "from worker.threads import read_usage, waited_share\n"
+        "from speclen.worker.backends.threads import read_usage, waited_share\n"
         f"before = read_usage({{{core}}})\n"
         "end = time.monotonic() + 1.0\n"
         "while time.monotonic() < end: pass\n"

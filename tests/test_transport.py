@@ -8,8 +8,8 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from transport.address import check_exposure, check_free, split_address
-from transport.credentials import ClientSecurity, ServerSecurity, read_token
+from speclen.transport.address import check_exposure, check_free, split_address
+from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_token
 
 TOKEN = "0123456789abcdef"
 

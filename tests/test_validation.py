@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from worker.request import GenerationRequest, SamplingParams
-from worker.validation import check_request
+from speclen.worker.engine.request import GenerationRequest, SamplingParams
+from speclen.worker.engine.validation import check_request
 
 VOCAB, CONTEXT, LENGTH = 100, 32, 8
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from worker.config import WorkerConfig, parse_policy
-from worker.server import initial_table
-from worker.threads import default_threads
+from speclen.worker.backends.threads import default_threads
+from speclen.worker.config import WorkerConfig, parse_policy
+from speclen.worker.service.server import initial_table
 
 
 @pytest.mark.parametrize(

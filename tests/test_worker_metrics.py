@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 from prometheus_client import generate_latest
-from speclen.v1 import control_pb2 as pb
 
-from worker.control_client import ControlClient, WorkerCard
-from worker.length_table import LengthTable
-from worker.metrics import WorkerMetrics
-from worker.steps import LengthChoice, StepResult
+from speclen.v1 import control_pb2 as pb
+from speclen.worker.engine.steps import LengthChoice, StepResult
+from speclen.worker.reporting.control_client import ControlClient, WorkerCard
+from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.service.metrics import WorkerMetrics
 
 
 @dataclass

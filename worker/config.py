@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from transport.credentials import ClientSecurity, ServerSecurity
+from speclen.transport.credentials import ClientSecurity, ServerSecurity
 
 POLICY = re.compile(r"adaptive|profile|none|fixed:(\d{1,2})")
 
@@ -20,7 +20,7 @@ class WorkerConfig:
     target: str = "bundled:target"  # directory, hub id or bundled name
     draft: str = "bundled:draft"  # the same; empty: no draft, plain decoding
     device: str = "auto"  # CUDA where there is one, else CPU
-    dtype: str = "auto"  # see worker/models.py
+    dtype: str = "auto"  # see worker/models/loading.py
     max_batch_size: int = 32  # rows decoding in one step
     max_length: int = 8  # largest speculation length
     max_waiting: int = 256  # requests that may queue; one more is refused at once
@@ -29,7 +29,7 @@ class WorkerConfig:
     profile: Path | None = None  # profile as JSON, the table to start with and that of policy `profile`
     quick_profile_s: float = 0.0  # unknown to the controller: measure this long before serving; 0: learn while serving
     worker_id: str = ""  # stable name; empty: host name and port
-    threads: int = 0  # torch threads on CPU; 0: see worker/threads.py
+    threads: int = 0  # torch threads on CPU; 0: see worker/backends/threads.py
     stream_interval_s: float = 0.02  # chunks of a stream are gathered for this long
     drain_timeout_s: float = 30.0  # SIGTERM: running requests have this long to finish
     metrics_listen: str = ""  # HOST:PORT of the Prometheus page; empty: none

@@ -18,15 +18,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from bench.engine_run import EngineBench
-from bench.gpu.checks import run_checks
-from bench.gpu.grid import Cell, prompt_source, run_baselines, run_grid, serve_and_learn
-from bench.gpu.passes import PassTime, copy_bandwidth, time_pass
-from bench.gpu.plots import draw
-from bench.gpu.sizes import DRY, FULL, Sizes
-from bench.machine import machine
-from worker.captured_model import RerunRecorder
-from worker.models import load_pair
+from speclen.bench.engine.run import EngineBench
+from speclen.bench.gpu.checks import run_checks
+from speclen.bench.gpu.grid import Cell, prompt_source, run_baselines, run_grid, serve_and_learn
+from speclen.bench.gpu.passes import PassTime, copy_bandwidth, time_pass
+from speclen.bench.gpu.plots import draw
+from speclen.bench.gpu.sizes import DRY, FULL, Sizes
+from speclen.bench.machine import machine
+from speclen.worker.backends.captured_model import RerunRecorder
+from speclen.worker.models.loading import load_pair
 
 
 def main() -> int:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bench.gpu.sizes import Sizes
-from worker.captured_model import CapturedModel, Recorder
-from worker.engine import Engine, EngineConfig
-from worker.models import ModelPair
-from worker.prompts import PromptSource, held_out_texts
-from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import LengthChoice, StepResult
+from speclen.bench.gpu.sizes import Sizes
+from speclen.worker.backends.captured_model import CapturedModel, Recorder
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.steps import LengthChoice, StepResult
+from speclen.worker.models.loading import ModelPair
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
 Prompt = tuple[int, ...]
 # Two tokens whose float32 logits lie closer are a tie, which any shape of a product may break its own way.

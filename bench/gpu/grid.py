@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.engine_run import EngineBench
-from bench.gpu.passes import busy_times
-from bench.gpu.sizes import Sizes
-from bench.transformers_baseline import TransformersBaseline
-from controller.controller import Controller
-from controller.core import ContextKey, Limits, StepObservation
-from controller.flags import named_flags
-from worker.engine import Engine, EngineConfig
-from worker.models import ModelPair
-from worker.prompts import PromptSource, held_out_texts
-from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import LengthChoice, StepResult
+from speclen.bench.engine.run import EngineBench
+from speclen.bench.engine.transformers_baseline import TransformersBaseline
+from speclen.bench.gpu.passes import busy_times
+from speclen.bench.gpu.sizes import Sizes
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
+from speclen.controller.service.flags import named_flags
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.steps import LengthChoice, StepResult
+from speclen.worker.models.loading import ModelPair
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
 Say = Callable[[str], None]
 

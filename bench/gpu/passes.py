@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from worker import step_runner
-from worker.attention import RowAttention, StepMasks
-from worker.cached_model import CachedModel
-from worker.speculative import speculative_step
+from speclen.worker.backends.attention import RowAttention, StepMasks
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.engine import step_runner
+from speclen.worker.engine.speculative import speculative_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import typer
 
-from bench.prompts import PromptDrawer
-from worker.models import load_pair
+from speclen.bench.serving.prompts import PromptDrawer
+from speclen.worker.models.loading import load_pair
 
 
 def main(

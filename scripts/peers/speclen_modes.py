@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import typer
 from closed_loop import Clients, Prompt, Requests, summary
-from speclen.v1 import generation_pb2_grpc as rpc
 
-from bench.fleet import Contender, Fleet, WorkerSettings
-from bench.load import make_request
+from speclen.bench.serving.fleet import Contender, Fleet, WorkerSettings
+from speclen.bench.serving.load import make_request
+from speclen.v1 import generation_pb2_grpc as rpc
 
 
 class Client:

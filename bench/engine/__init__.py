@@ -1,0 +1,1 @@
+"""Single steps of the engine, beside transformers' generation."""

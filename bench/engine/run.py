@@ -1,0 +1,95 @@
+"""Drives the engine with one batch at one speculation length, and splits its steps into draft, verify and the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.backends.forward_clock import ForwardClock
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.steps import FixedLength, StepResult
+from speclen.worker.models.loading import ModelPair
+
+
+@dataclass(slots=True)
+class TimedStep:
+    """A step at full batch size that no flag excludes, with the seconds its forwards took; None where unknown."""
+
+    result: StepResult
+    draft_s: float | None
+    verify_s: float | None
+
+
+@dataclass(slots=True)
+class EngineRun:
+    """seconds: from submitting the first prompt to the last token. steps: those at full batch size.
+
+    outputs: token ids by number of the prompt. aborted: numbers of sequences that the engine gave up on.
+    """
+
+    seconds: float
+    steps: list[TimedStep] = field(default_factory=list)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    aborted: list[int] = field(default_factory=list)
+
+
+class EngineBench:
+    """One engine over a pair, run again and again with other batches and lengths."""
+
+    def __init__(self, pair: ModelPair, max_batch_size: int, max_length: int, recorder: Recorder | None = None) -> None:
+        self.chooser = FixedLength(0)
+        self.synchronous = pair.device.type == "cpu"
+        config = EngineConfig(
+            max_batch_size=max_batch_size, max_speculation_length=max_length, max_waiting=max_batch_size
+        )
+        self.engine = Engine(pair, config, self.chooser, recorder)
+        # The engine runs copies of the pair's models.
+        self.target_clock = ForwardClock(self.engine.target.model)
+        self.draft_clock = ForwardClock(self.engine.draft.model if self.engine.draft is not None else None)
+
+    def run(self, prompts: Sequence[tuple[int, ...]], new_tokens: int, length: int) -> EngineRun:
+        """Greedy generation of new_tokens for every prompt at once. Raises RuntimeError if a sequence fails."""
+        self.chooser.speculation_length = length
+        run = EngineRun(0.0)
+        unfinished = set(range(len(prompts)))
+        sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        start = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            run.outputs[number] = []
+            request = GenerationRequest(f"bench-{number}", tuple(prompt), sampling)
+            self.engine.submit(request, self._receiver(number, run, unfinished))
+        while unfinished:
+            self._step(run, len(prompts))
+            if run.aborted:
+                raise RuntimeError(f"the engine gave up on sequence {run.aborted[0]} at length {length}")
+        run.seconds = time.perf_counter() - start
+        return run
+
+    def _step(self, run: EngineRun, batch_size: int) -> None:
+        draft_before, verify_before = self.draft_clock.seconds, self.target_clock.seconds
+        result = self.engine.step()
+        # At the end of a sequence a step may use less than the length asked for: it says nothing about that length.
+        wanted = self.chooser.speculation_length
+        if result is None or result.batch_size != batch_size or result.speculation_length != wanted:
+            return
+        if result.flags:
+            return
+        draft_s = self.draft_clock.seconds - draft_before if self.synchronous else None
+        verify_s = self.target_clock.seconds - verify_before if self.synchronous else None
+        run.steps.append(TimedStep(result, draft_s, verify_s))
+
+    @staticmethod
+    def _receiver(number: int, run: EngineRun, unfinished: set[int]) -> Callable[[SequenceOutput], None]:
+        def receive(output: SequenceOutput) -> None:
+            run.outputs[number].extend(output.token_ids)
+            if output.finish_reason is FinishReason.ABORT:
+                raise RuntimeError(
+                    f"sequence {number} ended before its {output.num_completion_tokens} tokens were complete"
+                )
+            if output.finish_reason is not None:
+                unfinished.discard(number)
+
+        return receive

@@ -1,0 +1,1 @@
+"""Offline profiles as documents: measured, analysed, shown, handed on."""

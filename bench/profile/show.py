@@ -1,0 +1,157 @@
+"""`speclen profile show` and `diff`: profiles as tables."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from speclen.bench.profile.analysis import Analysis, BatchAnalysis, expected_tokens, ms_per_token
+from speclen.bench.profile.document import ProfileDocument
+from speclen.controller.analysis.paper_model import LONGEST, PaperModel
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+def show(document: ProfileDocument, analysis: Analysis) -> None:
+    """Time per token with the best marked, survival, and the fitted model with where it errs."""
+    out = console()
+    context = document.context
+    out.print(f"[bold]{context.target}[/] with {context.draft}, {context.dtype} on {context.device}", soft_wrap=True)
+    prior = ", measured elsewhere: a starting point only" if document.profile.as_prior else ""
+    out.print(
+        f"{context.engine_fingerprint}; {document.measured_at} UTC; {document.profile.source}{prior}", soft_wrap=True
+    )
+    out.print("\nms per token and row, by batch size and speculation length; * is least")
+    out.print(time_table(analysis))
+    out.print(survival_line(document))
+    if analysis.paper is None:
+        out.print(f"The paper's model is not determined: {analysis.paper_failure}.")
+        return
+    out.print(paper_lines(analysis.paper))
+    out.print("\nBest length: measured, and chosen from this profile; in brackets how much slower that is, as measured")
+    out.print(choice_table(analysis))
+
+
+def time_table(analysis: Analysis) -> Table:
+    lengths = sorted({length for batch in analysis.batches for length in batch.ms_per_token})
+    table = Table()
+    table.add_column("batch", justify="right")
+    for length in lengths:
+        table.add_column(str(length), justify="right")
+    table.add_column("gain over 0", justify="right")
+    for batch in analysis.batches:
+        cells = [time_cell(batch, length) for length in lengths]
+        table.add_row(str(batch.batch_size), *cells, "" if batch.gain is None else f"{batch.gain:.2f}x")
+    return table
+
+
+def time_cell(batch: BatchAnalysis, length: int) -> Text:
+    value = batch.ms_per_token.get(length)
+    if value is None:
+        return Text("")
+    best = length == batch.best_length
+    return Text(f"{'*' if best else ''}{value:.3g}", style="bold green" if best else "")
+
+
+def survival_line(document: ProfileDocument) -> str:
+    profile = document.profile
+    if not profile.survival:
+        return "No survival was measured: only length 0 was run."
+    shares = " ".join(f"{value:.3f}" for value in profile.survival)
+    rows = ", ".join(f"{count:,}" for count in profile.num_survival_rows)
+    tokens = expected_tokens(profile, len(profile.survival))
+    return (
+        f"survival by position: {shares} (of {rows} rows); {tokens:.2f} tokens a step at length {len(profile.survival)}"
+    )
+
+
+def paper_lines(paper: PaperModel) -> str:
+    apart = ""
+    if paper.draft_pass_s is not None:
+        alphas = ", ".join(f"{size}: {1e3 * (paper.alpha_s(size) or 0):.3g}" for size in paper.slope_s)
+        apart = f"; draft pass t_S {1e3 * paper.draft_pass_s:.3g} ms, so alpha_b in ms by batch size: {alphas}"
+    slopes = ", ".join(f"{size}: {1e3 * slope:.3g}" for size, slope in paper.slope_s.items())
+    accepted = f"accepted {paper.c:.3g} * s^{paper.gamma:.3g} (error {paper.accepted_error:.1%})"
+    step = f"step {1e3 * paper.beta_s:.3g} ms + s * A_b (error {paper.step_error:.1%})"
+    return f"The paper's model: {accepted}; {step}, A_b in ms by batch size: {slopes}{apart}"
+
+
+def choice_table(analysis: Analysis) -> Table:
+    table = Table()
+    for name in ("batch", "measured", "paper's model", "its optimum", "its ceiling", "our estimator"):
+        table.add_column(name, justify="right")
+    for batch in analysis.batches:
+        table.add_row(
+            str(batch.batch_size),
+            str(batch.best_length),
+            choice(batch.paper_length, batch.paper_excess),
+            within(batch.paper_optimum),
+            within(batch.paper_ceiling),
+            choice(batch.estimator_length, batch.estimator_excess),
+        )
+    return table
+
+
+def within(length: float | None) -> str:
+    if length is None:
+        return ""
+    return f"over {LONGEST}" if length >= LONGEST else f"{length:.2f}"
+
+
+def choice(length: int | None, excess: float | None) -> str:
+    if length is None:
+        return ""
+    return f"{length} (not measured)" if excess is None else f"{length} ({excess:.1%})"
+
+
+def show_difference(first: ProfileDocument, second: ProfileDocument) -> None:
+    """What changed from the first to the second: contexts, step times, best lengths, survival."""
+    out = console()
+    for name in ("target", "draft", "device", "dtype", "engine_fingerprint"):
+        before, after = getattr(first.context, name), getattr(second.context, name)
+        if before != after:
+            out.print(f"{name}: {before} -> {after}")
+    out.print("Step times; ! where the change is outside its 95% interval")
+    out.print(difference_table(first, second))
+    for position, (before, after) in enumerate(zip(first.profile.survival, second.profile.survival, strict=False), 1):
+        out.print(f"survival of position {position}: {before:.3f} -> {after:.3f}")
+
+
+def difference_table(first: ProfileDocument, second: ProfileDocument) -> Table:
+    """Step times of cells that both have; the change is marked where it exceeds the 95% interval of the difference."""
+    table = Table()
+    for name in ("batch", "length", "first ms", "second ms", "change", "ms per token"):
+        table.add_column(name, justify="right")
+    for row in differences(first, second):
+        mark = " !" if row.is_certain else ""
+        per_token = f"{row.first_ms_per_token:.3g} -> {row.second_ms_per_token:.3g}"
+        times = [f"{row.first_ms:.4g}", f"{row.second_ms:.4g}", f"{row.second_ms / row.first_ms - 1:+.1%}{mark}"]
+        table.add_row(str(row.batch_size), str(row.speculation_length), *times, per_token)
+    return table
+
+
+class Difference:
+    """One cell of two profiles."""
+
+    def __init__(self, documents: tuple[ProfileDocument, ProfileDocument], key: tuple[int, int]) -> None:
+        first, second = (
+            next(c for c in document.profile.cells if (c.batch_size, c.speculation_length) == key)
+            for document in documents
+        )
+        self.batch_size, self.speculation_length = key
+        self.first_ms, self.second_ms = 1e3 * first.step_s, 1e3 * second.step_s
+        self.first_ms_per_token = ms_per_token(documents[0].profile, first)
+        self.second_ms_per_token = ms_per_token(documents[1].profile, second)
+        error = (first.step_s_stderr**2 + second.step_s_stderr**2) ** 0.5
+        self.is_certain = abs(second.step_s - first.step_s) > 1.96 * error
+
+
+def differences(first: ProfileDocument, second: ProfileDocument) -> list[Difference]:
+    """Cells that both profiles have, by batch size and length."""
+    keys = [{(c.batch_size, c.speculation_length) for c in d.profile.cells} for d in (first, second)]
+    return [Difference((first, second), key) for key in sorted(keys[0] & keys[1])]

@@ -1,0 +1,1 @@
+"""What serving runs showed: statistics, tables, pictures."""

@@ -1,0 +1,1 @@
+"""The controller and the store under load."""

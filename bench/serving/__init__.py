@@ -1,0 +1,1 @@
+"""Serving real traffic under every policy."""

@@ -1,0 +1,209 @@
+"""The client of the serving benchmark: sends requests over gRPC and notes when their tokens came.
+
+Open loop: a request is sent when the track says so, whether or not earlier ones have finished, and its latency counts
+from that moment, so that a server which falls behind cannot hide it. Closed loop: a fixed number of requests at a time,
+to measure what a batch size yields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from speclen.bench.serving.tracks import Arrival
+from speclen.transport.aio import prepare_aio
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+
+CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 16 * 1024 * 1024)]
+REQUEST_TIMEOUT_S = 120.0
+Prompt = Sequence[int]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times in seconds since the track began; None: it never came to that.
+
+    error: empty for a request that got all the tokens it asked for.
+    """
+
+    index: int
+    at_s: float
+    sent_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    error: str = ""
+
+    @property
+    def latency_s(self) -> float:
+        assert self.finished_s is not None
+        return self.finished_s - self.at_s
+
+
+def make_request(prompt: Prompt, num_tokens: int, fixed_length: int | None = None) -> pb.GenerateRequest:
+    """Greedy, past end tokens: every policy then generates the same tokens, and equally many."""
+    request = pb.GenerateRequest(
+        tokenized=pb.TokenizedInput(input_ids=prompt),
+        sampling_params=pb.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        stream=True,
+    )
+    if fixed_length == 0:
+        request.speculation.mode = pb.Speculation.MODE_OFF
+    elif fixed_length is not None:
+        request.speculation.mode = pb.Speculation.MODE_FIXED
+        request.speculation.length = fixed_length
+    return request
+
+
+async def follow(call: Any, outcome: Outcome, clock: Callable[[], float], num_tokens: int) -> None:
+    """Read one answer to its end and fill in the outcome; errors end up in it, too."""
+    try:
+        async for response in call:
+            if outcome.first_token_s is None:
+                outcome.first_token_s = clock()
+            if response.HasField("chunk"):
+                outcome.num_tokens += len(response.chunk.token_ids)
+            else:
+                note_completion(response.complete, outcome, clock(), num_tokens)
+    except aio.AioRpcError as error:
+        outcome.error = f"{error.code().name}: {error.details()}"
+        return
+    if outcome.finished_s is None and not outcome.error:
+        outcome.error = "the stream ended without a completion"
+
+
+def note_completion(complete: pb.GenerateComplete, outcome: Outcome, now: float, num_tokens: int) -> None:
+    outcome.num_tokens = len(complete.output_ids)
+    stats = complete.speculation
+    outcome.num_steps = stats.num_steps
+    outcome.num_draft_tokens = stats.num_draft_tokens
+    outcome.num_accepted_tokens = stats.num_accepted_tokens
+    if outcome.num_tokens < num_tokens:
+        outcome.error = f"{outcome.num_tokens} tokens instead of {num_tokens}"
+    else:
+        outcome.finished_s = now
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the live display reads while a track runs."""
+
+    num_sent: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    latency_sum_s: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        if outcome.error:
+            self.num_failed += 1
+            return
+        self.num_finished += 1
+        self.latency_sum_s += outcome.latency_s
+
+    def __str__(self) -> str:
+        mean = f", mean latency {self.latency_sum_s / self.num_finished:.2f} s" if self.num_finished else ""
+        failed = f", {self.num_failed} FAILED" if self.num_failed else ""
+        return f"{self.num_sent} sent, {self.num_finished} finished{failed}{mean}"
+
+
+async def open_loop(
+    address: str,
+    arrivals: Sequence[Arrival],
+    prompts: Sequence[Prompt],
+    progress: Progress,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> list[Outcome]:
+    """Send every request at its time and wait for all answers; one outcome per arrival, in order."""
+    prepare_aio()
+    outcomes = [Outcome(index, arrival.at_s) for index, arrival in enumerate(arrivals)]
+    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        begin = time.monotonic()
+
+        def clock() -> float:
+            return time.monotonic() - begin
+
+        async def one(outcome: Outcome) -> None:
+            num_tokens = arrivals[outcome.index].output_tokens
+            request = make_request(prompts[outcome.index], num_tokens)
+            outcome.sent_s = clock()
+            progress.num_sent += 1
+            await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)
+            progress.add(outcome)
+
+        async with asyncio.TaskGroup() as group:
+            for outcome in outcomes:
+                await asyncio.sleep(max(0.0, outcome.at_s - clock()))
+                group.create_task(one(outcome))
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """What a closed loop brought: tokens in so many seconds, and tokens per row and step (bonus included)."""
+
+    tokens: int
+    seconds: float
+    tokens_per_step: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+async def closed_loop(
+    address: str,
+    concurrency: int,
+    fixed_length: int,
+    next_prompt: Callable[[], Prompt],
+    num_tokens: int,
+    warm_up_s: float,
+    measure_s: float,
+) -> Yield:
+    """Keep `concurrency` requests running at one speculation length; count the tokens that come while measuring.
+
+    Raises grpc.RpcError when a request fails: a survey with holes in it would be worth nothing.
+    """
+    counted = accepted = steps = 0
+    begin = time.monotonic() + warm_up_s
+    end = begin + measure_s
+
+    async def client(stub: Any, offset: int) -> None:
+        nonlocal counted, accepted, steps
+        # Rows start at different lengths, so that they neither begin nor end together.
+        wanted = max(1, num_tokens * (offset + 1) // concurrency)
+        while time.monotonic() < end:
+            call = stub.Generate(make_request(next_prompt(), wanted, fixed_length), timeout=REQUEST_TIMEOUT_S)
+            wanted = num_tokens
+            async for response in call:
+                now = time.monotonic()
+                if begin <= now < end:
+                    counted += len(response.chunk.token_ids)
+                if response.HasField("complete"):
+                    steps += response.complete.speculation.num_steps
+                    accepted += response.complete.speculation.num_accepted_tokens
+                if now >= end:
+                    call.cancel()
+                    return
+
+    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        stub = rpc.GenerationServiceStub(channel)
+        await asyncio.gather(*(client(stub, offset) for offset in range(concurrency)))
+    return Yield(counted, measure_s, 1 + accepted / steps if steps else 1.0)
+
+
+def explain(error: grpc.RpcError, address: str) -> str:
+    """One sentence about a failed call."""
+    if isinstance(error, aio.AioRpcError):
+        return f"the worker at {address} answered {error.code().name}: {error.details()}"
+    return f"the worker at {address} failed: {error}"

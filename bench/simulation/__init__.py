@@ -1,0 +1,1 @@
+"""Policies against simulated machines and traffic."""

@@ -1,0 +1,53 @@
+"""Draws the outcome of `speclen bench policy`: scores by scenario, and regret over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from speclen.bench.simulation.scenarios import SCENARIOS
+
+if TYPE_CHECKING:
+    from speclen.bench.simulation.policy import Outcome, Summary
+
+
+def draw(outcomes: list[Outcome], summaries: list[Summary], path: Path) -> None:
+    """Write one picture: left the median score (whisker to the worst seed), right the median regret of all scenarios."""
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_scores(left, [each for each in summaries if not SCENARIOS[each.scenario].closed_loop])
+    _draw_regret(right, [each for each in outcomes if each.regret])
+    figure.savefig(path, dpi=120)
+
+
+def _draw_scores(axes: Axes, summaries: list[Summary]) -> None:
+    scenarios = list(dict.fromkeys(each.scenario for each in summaries))
+    policies = list(dict.fromkeys(each.policy for each in summaries))
+    for index, policy in enumerate(policies):
+        mine = {each.scenario: each for each in summaries if each.policy == policy}
+        rows = [place + 0.8 * index / len(policies) - 0.4 for place, name in enumerate(scenarios) if name in mine]
+        medians = [mine[name].median for name in scenarios if name in mine]
+        worst = [mine[name].worst for name in scenarios if name in mine]
+        axes.hlines(rows, worst, medians, color=f"C{index % 10}", alpha=0.4)
+        axes.plot(medians, rows, "o" if policy == "adaptive" else ".", color=f"C{index % 10}", label=policy)
+    axes.set_yticks(range(len(scenarios)), [SCENARIOS[name].title for name in scenarios])
+    axes.invert_yaxis()
+    axes.set_xlim(left=75.0, right=101.0)
+    axes.set_xlabel("goodput, % of a clairvoyant's (median, line to the worst seed)")
+    axes.legend(fontsize="small", loc="lower left")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_regret(axes: Axes, outcomes: list[Outcome]) -> None:
+    for index, policy in enumerate(dict.fromkeys(each.policy for each in outcomes)):
+        curves = np.array([each.regret for each in outcomes if each.policy == policy])
+        moments = np.linspace(0.0, 100.0, curves.shape[1])
+        axes.plot(moments, np.maximum(np.median(curves, axis=0), 0.1), color=f"C{index % 10}", label=policy)
+    axes.set_yscale("log")
+    axes.set_xlabel("course of a run, %")
+    axes.set_ylabel("cumulative regret, steps (median over scenarios and seeds)")
+    axes.grid(alpha=0.3)

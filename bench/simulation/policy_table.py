@@ -1,0 +1,83 @@
+"""Write the table of docs/policy.md from docs/results/policy.json, after adding newer runs to it.
+
+`python -m speclen.bench.simulation.policy_table NEW.json` takes the result of `speclen bench policy --json`: its runs replace those of
+the same scenario and policy, so that after a change of one policy only that one needs to be run again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from speclen.bench.marked import insert
+from speclen.bench.simulation.policy import COMPARED
+from speclen.bench.simulation.scenarios import SCENARIOS
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "docs" / "results" / "policy.json", ROOT / "docs" / "policy.md"
+FIXED = "best fixed"
+
+
+def merge(old: dict[str, Any], new: dict[str, Any], commit: str) -> dict[str, Any]:
+    """Raises ValueError when the two are of different seeds or lengths of runs."""
+    for name in ("seeds", "steps"):
+        if old[name] != new[name]:
+            raise ValueError(f"{name} is {new[name]} in the new runs, but {old[name]} in those that are there")
+    replaced = {(row["scenario"], row["policy"]) for row in new["summary"]}
+    for kind in ("summary", "runs"):
+        kept = [row for row in old[kind] if (row["scenario"], row["policy"]) not in replaced]
+        old[kind] = kept + [{k: v for k, v in row.items() if k != "regret"} for row in new[kind]]
+    for scenario, policy in sorted(replaced):
+        old.setdefault("commits", {})[f"{scenario} {policy}"] = commit
+    return old
+
+
+def cell(row: dict[str, Any] | None, decimals: int = 0) -> str:
+    """Median and worst."""
+    return "–" if row is None else f"{row['median']:.1f}/{row['worst']:.{decimals}f}"
+
+
+def lines(document: dict[str, Any]) -> list[str]:
+    """The table's lines: every scenario, adaptive first, and the best of the fixed lengths for all of them."""
+    rows = {(row["scenario"], row["policy"]): row for row in document["summary"]}
+    others = [name for name in COMPARED if name != "adaptive" and not name.startswith("fixed:")]
+    order = ["profile", FIXED, *(name for name in others if name != "profile")]
+    table = [
+        f"| {' | '.join(['Scenario', '**adaptive**', *order, 'adaptive recovers in', 'regret'])} |",
+        "|---" * (len(order) + 4) + "|",
+    ]
+    for name, scenario in SCENARIOS.items():
+        ours, closed = rows.get((name, "adaptive")), scenario.closed_loop
+        fixed = [row for (where, policy), row in rows.items() if where == name and policy.startswith("fixed:")]
+        # In a closed loop the figure is latency: lower is better.
+        best = (min if closed else max)(fixed, key=lambda row: row["median"]) if fixed else None
+        cells = [cell(best if policy == FIXED else rows.get((name, policy))) for policy in order]
+        recovery = regret = ""
+        if ours and ours["recovery_median"] is not None:
+            recovery = f"{ours['recovery_median']:.0f} / {ours['recovery_worst']:.0f}"
+        if ours and ours["regret_median"] is not None:
+            regret = f"{ours['regret_median']:.0f}"
+        table.append(f"| {' | '.join([scenario.title, f'**{cell(ours, decimals=1)}**', *cells, recovery, regret])} |")
+    return table
+
+
+def main(new: Path | None = typer.Argument(None, help="Result of `speclen bench policy --json` to add.")) -> None:
+    """Add runs and write the table."""
+    document = json.loads(RESULTS.read_text("utf-8"))
+    if new is not None:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        document = merge(document, json.loads(new.read_text("utf-8")), commit)
+        # One row a line, for people and for git.
+        text = json.dumps(document, separators=(",", ":")).replace('{"scenario"', '\n{"scenario"')
+        RESULTS.write_text(text + "\n", "utf-8")
+    PAGE.write_text(insert(PAGE.read_text("utf-8"), "policy_table", "\n".join(lines(document))), "utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,149 @@
+"""The situations in which policies are compared, each a change to one world. Names are what `--scenario` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from speclen.bench.simulation.world import Machine, Requests
+
+
+def _same_machine(machine: Machine) -> Machine:
+    return machine
+
+
+def _same_requests(requests: Requests) -> Requests:
+    return requests
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From this share of the run on, the world differs so from the one at the start."""
+
+    start: float
+    machine: Callable[[Machine], Machine] = _same_machine
+    requests: Callable[[Requests], Requests] = _same_requests
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One situation. Loads are shares of max_batch that a phase of arrivals keeps busy on average."""
+
+    name: str
+    title: str
+    phases: tuple[Phase, ...] = (Phase(0.0),)
+    # "own", "none", "other": of another device but taken for this one's, "foreign": of another device and known to be,
+    # "never": step times x3 wherever drafting is on
+    profile: str = "own"
+    profile_noise: float = 0.015  # log-sd of its cells; more where the machine's speed changed between them
+    loads: tuple[float, ...] = (0.03, 0.12, 0.3, 0.6, 0.95)
+    max_batch: int = 32
+    noise: float = 0.05
+    slow_share: float = 0.01  # steps that take 5 to 20 times as long
+    pause_share: float = 0.0  # steps with 100 to 400 ms on top
+    wander: float = 0.0  # log-sd per 1000 steps of a slow random drift of draft and verify times
+    neighbour: float = 1.0  # steps take this many times as long while a neighbour uses the device, a third of the time
+    bump: float = 0.03
+    cliff: bool = False
+    steady_batch: int = 0  # batch size that hardly moves; 0: follow the queue
+    hard_with_load: bool = False  # hard requests come when it is busy
+    num_workers: int = 1
+    stale_steps: int = 4  # steps of a worker that are reported together: 100 ms at 40 steps a second
+    delay_steps: int = 0  # steps of the whole fleet that pass before such a group arrives
+    context_growth: bool = False
+    closed_loop: bool = False
+    buckets: str = "each"
+    device: str = "accelerator"  # "cpu": no knee to speak of, large bumps; see bench/simulation/world.py
+    run_share: float = 1.0  # of the steps asked for
+    phase_steps: int = 750  # arrivals change their rate and burstiness this often
+    mean_new_tokens: float = 96.0
+    # Some steps say nothing about time: those that feed a prompt, the first after length 0, the first of their shape.
+    engine_flags: bool = False
+
+
+def _drop(factor: float) -> tuple[Phase, ...]:
+    return (Phase(0.0), Phase(1 / 3, requests=lambda requests: requests.scaled(factor)), Phase(2 / 3))
+
+
+def _slow_draft(factor: float) -> tuple[Phase, ...]:
+    return (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.slower_draft(factor)), Phase(2 / 3))
+
+
+_THROTTLED = (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.throttled(2.0)), Phase(2 / 3))
+_BUSY = (0.6, 0.8, 0.95)
+
+
+def _first_minute(name: str, title: str, profile: str) -> Scenario:
+    """What a worker on two cores goes through in its first minute, in about 1000 steps."""
+    return Scenario(
+        name,
+        title,
+        profile=profile,
+        loads=(0.05, 0.15, 0.5, 0.9),
+        max_batch=16,
+        noise=0.1,
+        slow_share=0.005,
+        neighbour=1.4,
+        bump=0.06,
+        stale_steps=8,
+        buckets="doubling",
+        device="cpu",
+        run_share=1 / 12,
+        phase_steps=100,
+        mean_new_tokens=64.0,
+        engine_flags=True,
+    )
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("stationary", "stationary"),
+        Scenario("cold", "cold start, no profile", profile="none"),
+        Scenario("throttled", "device twice as slow, and back", phases=_THROTTLED),
+        Scenario("draft-x2", "draft twice as slow, and back", phases=_slow_draft(2.0)),
+        Scenario("steady-x3", "steady batch near 4, draft x3 and back", phases=_slow_draft(3.0), steady_batch=4),
+        Scenario("acceptance", "acceptance halves, and back", phases=_drop(0.5)),
+        Scenario("acceptance-to-0", "same under high load: 0 becomes best", phases=_drop(0.2), loads=_BUSY),
+        Scenario("other-hardware", "profile of other hardware", profile="other"),
+        Scenario("never", 'profile says "never speculate"', profile="never"),
+        Scenario("256", "256 buckets", max_batch=256),
+        Scenario(
+            "tails", "slow steps x5, noise 10%, drift", phases=_drop(0.6), noise=0.10, slow_share=0.05, wander=0.05
+        ),
+        Scenario("neighbour", "a neighbour slows the device by half, on and off", noise=0.12, neighbour=1.5),
+        Scenario("stale", "8 workers, 50 steps stale, drift", phases=_drop(0.5), num_workers=8, delay_steps=50),
+        Scenario("cliffs", "8% bumps and a latency cliff, no profile", profile="none", bump=0.08, cliff=True),
+        Scenario(
+            "correlated",
+            "acceptance falls with load, 8 stale workers",
+            hard_with_load=True,
+            num_workers=8,
+            delay_steps=50,
+        ),
+        Scenario("pauses-1", "pauses of 100-400 ms in 1% of steps", pause_share=0.01),
+        Scenario("pauses-5", "pauses of 100-400 ms in 5% of steps", pause_share=0.05),
+        Scenario("context", "context length grows", context_growth=True),
+        Scenario("closed", "closed loop, acceptance halves and returns", phases=_drop(0.5), closed_loop=True),
+        Scenario("coarse", "8 workers that report 50 steps at once", num_workers=8, stale_steps=50),
+        Scenario("doubling", "stationary, buckets 1, 2, 3-4, 5-8, ...", buckets="doubling"),
+        _first_minute("first-minute", "a CPU's first 1000 steps", "own"),
+        replace(
+            _first_minute("first-minute-noisy", "the same, cells of the profile 12% off", "own"), profile_noise=0.12
+        ),
+        _first_minute("first-minute-cold", "the same, no profile", "none"),
+        _first_minute("first-minute-foreign", "the same, profile of another device", "foreign"),
+    )
+}
+
+
+def hard_share_at(load: float, requests: Requests) -> float:
+    """Share of hard requests among arrivals when the batch is that full."""
+    return float(np.clip(requests.hard_share + 0.6 * (load - 0.4), 0.05, 0.95))
+
+
+def shortened(scenario: Scenario) -> Scenario:
+    """The same without drift, for tests that need a quiet world."""
+    return replace(scenario, phases=(Phase(0.0),), wander=0.0)

@@ -1,0 +1,1 @@
+"""Decisions explained and repeated, and the paper's fitted model."""

@@ -1,0 +1,200 @@
+"""What happened, again: the same events give the same decisions, and show what another policy would have cost.
+
+Events are plain values in the order in which a controller met them; reading them from a database is the caller's job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from speclen.controller.estimator.acceptance import band_of
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.buckets import DOUBLING
+from speclen.controller.estimator.context import ContextModel
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import ContextKey, Decision, DriftEvent, Limits, Profile, StepObservation
+from speclen.controller.estimator.policies import Policy, make_policy
+
+
+@dataclass(frozen=True, slots=True)
+class ContextAdded:
+    """A worker of this context registered, the first one or one with larger limits."""
+
+    key: ContextKey
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileImported:
+    """A profile seeded a context."""
+
+    key: ContextKey
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True)
+class GroupObserved:
+    """Reports that were learned from in one call. workers: who sent each of them."""
+
+    group_id: int
+    key: ContextKey
+    workers: Sequence[str]
+    observations: Sequence[StepObservation]
+
+
+Event = ContextAdded | ProfileImported | GroupObserved
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedDecision:
+    """A decision, and the last group that was learned from before it (0: none)."""
+
+    after_group_id: int
+    decision: Decision
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a controller did with the events."""
+
+    controller: Controller
+    decisions: list[ReplayedDecision] = field(default_factory=list)
+    drift_events: list[DriftEvent] = field(default_factory=list)
+    num_groups: int = 0
+    num_reports: int = 0
+
+
+def replay(events: Iterable[Event], policy: str = "adaptive", seed: int = 0, buckets: str = DOUBLING) -> Replay:
+    """Give the events to a fresh controller. Raises KeyError if a context reports before it was added."""
+    result = Replay(Controller(policy, seed, buckets))
+    last_group_id = 0
+    for event in events:
+        decisions: list[Decision] = []
+        match event:
+            case ContextAdded():
+                result.controller.add_context(event.key, event.limits)
+            case ProfileImported():
+                decisions = result.controller.seed_profile(event.key, event.profile).decisions
+            case GroupObserved():
+                outcome = result.controller.observe(event.key, event.observations, event.workers)
+                decisions = outcome.decisions
+                result.drift_events += outcome.drift_events
+                result.num_groups += 1
+                result.num_reports += len(event.observations)
+                last_group_id = event.group_id
+        result.decisions += [ReplayedDecision(last_group_id, decision) for decision in decisions]
+    return result
+
+
+@dataclass(slots=True)
+class PolicyCost:
+    """Time that a policy would have needed for the tokens that were generated.
+
+    actual_s: time that the observed steps took, and the same by the estimates (predicted_s); the quotient corrects
+    policy_s, which is by the estimates as well. Steps before anything was known are left out.
+    """
+
+    policy: str
+    num_steps: int = 0
+    actual_s: float = 0.0
+    predicted_s: float = 0.0
+    policy_raw_s: float = 0.0
+
+    @property
+    def policy_s(self) -> float:
+        """Estimated time of the policy, in seconds."""
+        return self.policy_raw_s * (self.actual_s / self.predicted_s) if self.predicted_s else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Estimated time over the time it took; below 1 the policy would have been faster."""
+        return self.policy_raw_s / self.predicted_s if self.predicted_s else 1.0
+
+
+def cost_of(
+    events: Iterable[Event], policies: Sequence[str], seed: int = 0, buckets: str = DOUBLING
+) -> list[PolicyCost]:
+    """What other policies would have cost: for each context, in order of appearance, one entry per policy.
+
+    The adaptive estimator follows the events and says what each length would have taken at that moment. Another
+    policy sees what it would have seen: for the length that it plays, accepted runs are cut from the real ones, or
+    continued by chance with the estimated acceptance, and the real step's noise is put on the predicted time.
+    """
+    controller = Controller("adaptive", seed, buckets)
+    shadows: dict[ContextKey, list[_Shadow]] = {}
+    for event in events:
+        match event:
+            case ContextAdded():
+                controller.add_context(event.key, event.limits)
+                model = controller.model(event.key)
+                if event.key not in shadows:
+                    shadows[event.key] = [
+                        _Shadow(model, make_policy(policy, model, seed), policy, seed) for policy in policies
+                    ]
+                for shadow in shadows[event.key]:
+                    shadow.policy.extend()
+            case ProfileImported():
+                controller.seed_profile(event.key, event.profile)
+                for shadow in shadows[event.key]:
+                    shadow.policy.seed(event.profile)
+            case GroupObserved():
+                controller.observe(event.key, event.observations, event.workers)
+                for shadow in shadows[event.key]:
+                    shadow.follow(event.observations)
+    return [shadow.cost for some in shadows.values() for shadow in some]
+
+
+class _Shadow:
+    """A policy that plays along without being heard."""
+
+    def __init__(self, model: ContextModel, policy: Policy, name: str, seed: int) -> None:
+        self.model = model
+        self.policy = policy
+        self.rng = np.random.default_rng(seed)
+        self.cost = PolicyCost(name)
+
+    def follow(self, observations: Sequence[StepObservation]) -> None:
+        """Count what the policy would have cost in these steps, and let it learn from them."""
+        if not self.model.latency.known:
+            return
+        rate: FloatArray = self.model.seconds / self.model.tokens
+        bucket_of = self.model.latency.bucket_of
+        buckets, seen = [], []
+        for real in observations:
+            bucket = int(bucket_of[real.batch_size])
+            length = self.policy.pull(bucket)
+            if real.teaches_latency:
+                accepted = sum(run * rows for run, rows in enumerate(real.accepted_histogram))
+                tokens = 1.0 + accepted / real.batch_size
+                self.cost.num_steps += 1
+                self.cost.actual_s += real.latency_s
+                self.cost.predicted_s += tokens * float(rate[bucket, real.speculation_length])
+                self.cost.policy_raw_s += tokens * float(rate[bucket, length])
+            buckets.append(bucket)
+            seen.append(self._imagine(real, bucket, length))
+        self.policy.update(np.array(buckets), seen)
+
+    def _imagine(self, real: StepObservation, bucket: int, length: int) -> StepObservation:
+        """The step as it would have been at another length."""
+        histogram = list(real.accepted_histogram)
+        if length < real.speculation_length:
+            histogram = [*histogram[:length], sum(histogram[length:])]
+        chances = self.model.acceptance.band_acceptance[band_of(real.batch_size)]
+        for position in range(real.speculation_length, length):
+            passed = int(self.rng.binomial(histogram[-1], float(chances[position])))
+            histogram[-1] -= passed
+            histogram.append(passed)
+        seconds = self.model.seconds[bucket]
+        taken = real.latency_s * float(seconds[length] / seconds[real.speculation_length])
+        return StepObservation(
+            real.batch_size,
+            length,
+            taken,
+            tuple(histogram),
+            real.mean_context_length,
+            real.teaches_latency,
+            real.teaches_acceptance,
+        )

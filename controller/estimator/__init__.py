@@ -1,0 +1,1 @@
+"""What is learned from steps, and which length is chosen: no I/O, no clock, no gRPC."""

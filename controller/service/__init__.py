@@ -1,0 +1,1 @@
+"""The controller as a service: reports in, tables out, everything kept."""

@@ -1,0 +1,273 @@
+"""What the service does, without a word of gRPC: workers come and report, tables go back.
+
+The heart is `take` (sort out repetitions, refuse what is not plausible) and `learn` (update the estimator, note it for
+the disk). Between the two, reports wait for each other, up to 200 ms: what a call of the estimator costs hardly depends
+on the number of reports in it, and an answer does not have to wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, groupby
+
+import structlog
+
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import (
+    ContextKey,
+    LearnedRow,
+    Limits,
+    ObserveOutcome,
+    Probe,
+    Profile,
+    StepObservation,
+    Table,
+)
+from speclen.controller.estimator.prediction import PredictionError
+from speclen.controller.service.ingest import Group, Origin, read_reports
+from speclen.controller.service.journal import Journal
+from speclen.controller.service.registry import Context, Registration, Registry, Worker
+from speclen.controller.service.validation import InvalidMessageError
+from speclen.v1 import control_pb2 as pb
+
+log = structlog.get_logger()
+
+# Workers with another policy do not use the table, so a probe would be lost on them.
+FOLLOWS_TABLE = ("", "adaptive")
+# Reports that are learned from without waiting for more: by then the estimator's cost per call is spread
+# thin, and one call still takes less than two milliseconds.
+MANY_REPORTS = 512
+# Seconds for which reports wait for others. Simulated first minutes do not tell 50 ms of staleness from 300.
+LEARN_INTERVAL_S = 0.2
+# Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
+# to wait for the call, which takes about a millisecond for so many.
+MANY_WORKERS = 4
+# Seconds after which the database is told that a worker without reports is alive.
+QUIET_NOTE_S = 10.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start of the process, for the metrics. Refused, drift: by reason, by factor."""
+
+    num_reports: int = 0
+    num_repeated: int = 0
+    num_missing: int = 0
+    num_groups: int = 0
+    num_decisions: int = 0
+    num_probes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    drift: Counter[str] = field(default_factory=Counter)
+
+
+class Fleet:
+    """Estimator, registry and journal, kept in step. Everything happens on one thread.
+
+    on_change is called when a length in a context's table has changed.
+    """
+
+    def __init__(
+        self,
+        estimator: Controller,
+        registry: Registry,
+        journal: Journal,
+        clock: Callable[[], float],
+        last_group_id: int = 0,
+    ) -> None:
+        self.estimator = estimator
+        self.registry = registry
+        self.journal = journal
+        self.clock = clock
+        self.last_group_id = last_group_id
+        self.totals = Totals()
+        self.prediction: dict[ContextKey, PredictionError] = {}
+        self.on_change: Callable[[Context], None] = lambda context: None
+        self._tables: dict[ContextKey, Table] = {}
+        self._waiting: dict[str, Worker] = {}
+        # Buckets for which a context has no probe to give until it has learned more.
+        self._no_probe: dict[ContextKey, set[int]] = {}
+
+    def register(self, registration: Registration) -> Worker:
+        """Introduce a worker; raises what Registry.register raises."""
+        known = self.registry.workers.get(registration.worker_id)
+        if known is not None:
+            self.learn(known)
+        worker = self.registry.register(registration)
+        self._prepare(worker.context)
+        self.journal.note_worker(worker)
+        return worker
+
+    def _prepare(self, context: Context) -> None:
+        self.estimator.add_context(context.key, context.limits)
+        self._tables.pop(context.key, None)
+
+    def take(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[InvalidMessageError]:
+        """Note reports of one worker, each of them once; says which were refused and why."""
+        worker.last_seen_at = now = self.clock()
+        if not reports:
+            if now - worker.noted_at > QUIET_NOTE_S:
+                self.journal.note_worker(worker)
+            return []
+        reports = self._without_repetitions(worker, reports)
+        origin = Origin(worker.context.context_id, worker.worker_key, worker.epoch, now)
+        refusals = read_reports(reports, worker.limits, origin, worker.group)
+        if refusals:
+            worker.num_refused += len(refusals)
+            self.totals.refused.update(error.reason for error in refusals)
+        if worker.group.rows:
+            self._waiting[worker.worker_id] = worker
+        else:
+            self.journal.note_worker(worker)
+        return refusals
+
+    def learn(self, *workers: Worker) -> None:
+        """Learn from the reports that wait of some workers of one context, in one call of the estimator."""
+        workers = tuple(worker for worker in workers if self._waiting.pop(worker.worker_id, None) is not None)
+        if not workers:
+            return
+        context = workers[0].context
+        observations = [step for worker in workers for step in worker.group.observations]
+        senders = [worker.worker_id for worker in workers for _ in worker.group.observations]
+        self._compare(context, observations[-1])
+        try:
+            outcome = self.estimator.observe(context.key, observations, senders)
+        except Exception:  # a mistake of ours must not become a crash that every resent report repeats
+            log.exception("the estimator failed, a group is not learned from", workers=sorted(set(senders)))
+            self._give_up(workers)
+            return
+        self.last_group_id += 1
+        self.totals.num_reports += len(observations)
+        self.totals.num_groups += 1
+        for worker in workers:
+            rows, worker.group = worker.group.rows, Group()
+            worker.num_reports += len(rows)
+            self.journal.note_reports(worker, [(self.last_group_id, *row) for row in rows])
+        self._no_probe.pop(context.key, None)
+        self._note(context, outcome)
+
+    def _give_up(self, workers: Iterable[Worker]) -> None:
+        """Forget the reports that wait, and count them."""
+        for worker in workers:
+            self.totals.refused["estimator"] += len(worker.group.rows)
+            worker.num_refused += len(worker.group.rows)  # they teach nothing, but the database says that they came
+            worker.group = Group()
+            self.journal.note_worker(worker)
+
+    def learn_if_many(self, worker: Worker) -> None:
+        """Do not wait for more reports when there are plenty."""
+        if len(worker.group.rows) >= MANY_REPORTS:
+            self.learn(worker)
+
+    async def learn_for_ever(self) -> None:
+        """Learn a few times a second from what has come meanwhile; cancel to stop."""
+        while True:
+            await asyncio.sleep(LEARN_INTERVAL_S)
+            await self.learn_all()
+
+    async def learn_all(self) -> None:
+        """Learn from everything that waits now; between two calls of the estimator, answer for as long as it took."""
+        for workers in batches(list(self._waiting.values())):
+            started = time.perf_counter()
+            # One that has registered anew in the meantime may have another context by now.
+            self.learn(*(worker for worker in workers if worker.context is workers[0].context))
+            await asyncio.sleep(time.perf_counter() - started)
+
+    def _without_repetitions(self, worker: Worker, reports: Sequence[pb.StepReport]) -> Sequence[pb.StepReport]:
+        window = worker.window
+        missing, repeated = window.num_missing, window.num_repeated
+        new = window.admit([report.seq for report in reports])
+        if new is None:
+            return reports
+        self.totals.num_missing += window.num_missing - missing
+        self.totals.num_repeated += window.num_repeated - repeated
+        return list(compress(reports, new))
+
+    def _compare(self, context: Context, step: StepObservation) -> None:
+        prediction = self.prediction.get(context.key)
+        if prediction is None:
+            prediction = self.prediction[context.key] = PredictionError()
+        prediction.add(self.table(context), step)
+
+    def _note(self, context: Context, outcome: ObserveOutcome) -> None:
+        if outcome.decisions or outcome.drift_events:
+            self.totals.num_decisions += len(outcome.decisions)
+            self.totals.drift.update(event.factor for event in outcome.drift_events)
+            self.journal.note_outcome(context, outcome, self.last_group_id)
+            self._tables.pop(context.key, None)
+            if outcome.decisions:
+                self.on_change(context)
+
+    def table(self, context: Context) -> Table:
+        """The table in use. Its lengths are of this moment, its expected times at most as old as `refresh` allows."""
+        table = self._tables.get(context.key)
+        if table is None:
+            table = self._tables[context.key] = self.estimator.table(context.key)
+        return table
+
+    def refresh(self) -> None:
+        """Have expected times computed anew; lengths never need it. To be called about once a second."""
+        self._tables.clear()
+
+    def take_probes(self, worker: Worker, batch_size: int) -> list[Probe]:
+        """Exploratory lengths for the next steps of this worker, mostly none, at most two: see the policy's length 0."""
+        probe = self.take_probe(worker, batch_size)
+        if probe is None:
+            return []
+        second = None
+        if self.estimator.probe_goes_on(worker.context.key, batch_size):
+            second = self.take_probe(worker, batch_size)
+        return [probe] if second is None else [probe, second]
+
+    def take_probe(self, worker: Worker, batch_size: int) -> Probe | None:
+        """An exploratory length for one step of this worker, mostly none."""
+        key = worker.context.key
+        if worker.policy not in FOLLOWS_TABLE or not 0 < batch_size <= worker.limits.max_batch_size:
+            return None
+        asked = self._no_probe.setdefault(key, set())
+        bucket = self.estimator.bucket_index(key, batch_size)
+        if bucket in asked:
+            return None
+        probe = self.estimator.take_probe(key, batch_size, worker.limits.max_speculation_length)
+        if probe is None:
+            asked.add(bucket)
+            return None
+        self.totals.num_probes += 1
+        return probe
+
+    def import_profile(self, key: ContextKey, profile: Profile) -> int:
+        """Seed a context, known or new; returns the profile's id. Raises FullError."""
+        cells = profile.cells
+        limits = Limits(
+            max(cell.batch_size for cell in cells),
+            max(len(profile.survival), max(cell.speculation_length for cell in cells)),
+        )
+        context = self.registry.context(key, limits)
+        self._prepare(context)
+        profile_id = self.journal.note_profile(context, profile, self.last_group_id)
+        self._note(context, self.estimator.seed_profile(key, profile))
+        return profile_id
+
+    def learned(self, key: ContextKey) -> tuple[int, list[LearnedRow]]:
+        """Version of the table and every row learned. Raises KeyError for an unknown context."""
+        return self.estimator.table(key).version, self.estimator.learned_rows(key)
+
+
+def batches(workers: Iterable[Worker]) -> Iterator[list[Worker]]:
+    """Workers of one context at a time, together with enough reports for a call of the estimator, but not too many."""
+    for _, members in groupby(sorted(workers, key=_by_context), key=_by_context):
+        batch: list[Worker] = []
+        for worker in members:
+            batch.append(worker)
+            if len(batch) >= MANY_WORKERS or sum(len(each.group.rows) for each in batch) >= MANY_REPORTS:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+
+def _by_context(worker: Worker) -> int:
+    return worker.context.context_id

@@ -1,0 +1,152 @@
+"""The path of every report: from a protobuf message to what the estimator learns from and what the store keeps.
+
+It runs once per step of every worker, so it costs a few microseconds and no more: one pass, one comparison chain, and
+what can be known about a histogram (its sum, its text) remembered, since few differ. What the chain refuses is looked at
+again by validation.py, which finds the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import mul
+
+from speclen.controller.estimator.core import Limits, StepObservation
+from speclen.controller.service.flags import Flags
+from speclen.controller.service.validation import (
+    MAX_CONTEXT_LENGTH,
+    MAX_INTEGER,
+    MAX_LATENCY_S,
+    MAX_LENGTH,
+    InvalidMessageError,
+    explain_report,
+    read_flags,
+)
+from speclen.v1 import control_pb2 as pb
+
+RUNS = range(MAX_LENGTH + 1)
+MAX_REMEMBERED = 65_536  # histograms; about 20 MB
+
+# (length, sum, accepted tokens, JSON text)
+HistogramFacts = tuple[int, int, int, str]
+_histograms: dict[tuple[int, ...], HistogramFacts] = {}
+_flags: dict[frozenset[int], Flags] = {}
+_ORDINARY = Flags("", True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a message comes from: what its rows in the store share. Fields as in speclen.store.records.ReportRow."""
+
+    context_id: int
+    worker_key: int
+    epoch: int
+    received_at: float
+
+
+@dataclass(slots=True)
+class Group:
+    """Plausible reports, once for the estimator and once for the store.
+
+    rows: the values of speclen.store.records.ReportRow after group_id, which is known once the group is learned from.
+    """
+
+    observations: list[StepObservation] = field(default_factory=list)
+    rows: list[tuple[object, ...]] = field(default_factory=list)
+
+
+def read_reports(
+    reports: Sequence[pb.StepReport], limits: Limits, origin: Origin, group: Group
+) -> list[InvalidMessageError]:
+    """Add plausible reports to the group; a bad one is refused alone, and the reasons come back."""
+    refusals: list[InvalidMessageError] = []
+    observe, keep = group.observations.append, group.rows.append
+    max_batch_size, max_length = limits.max_batch_size, limits.max_speculation_length
+    context_id, worker_key, epoch, received_at = (
+        origin.context_id,
+        origin.worker_key,
+        origin.epoch,
+        origin.received_at,
+    )
+    known = _histograms
+    for report in reports:
+        seq, batch_size, length, latency_s = (
+            report.seq,
+            report.batch_size,
+            report.speculation_length,
+            report.latency_s,
+        )
+        context_length, version, probe_id = report.mean_context_length, report.decision_version, report.probe_id
+        histogram = tuple(report.accepted_histogram[:])  # the slice makes it twice as fast
+        facts = known.get(histogram) or remember(histogram)
+        if not (
+            0 < batch_size <= max_batch_size
+            and facts[0] == length <= max_length
+            and facts[1] == batch_size
+            and 0.0 < latency_s <= MAX_LATENCY_S
+            and 0.0 <= context_length <= MAX_CONTEXT_LENGTH
+            and 0 < seq <= MAX_INTEGER
+            and version <= MAX_INTEGER
+            and probe_id <= MAX_INTEGER
+        ):
+            error = explain_report(report, limits)
+            assert error is not None, "the two checks of a report disagree"
+            refusals.append(error)
+            continue
+        flags = meaning_of(report) if report.flags else _ORDINARY
+        observe(
+            StepObservation(
+                batch_size,
+                length,
+                latency_s,
+                histogram,
+                context_length,
+                flags.teaches_latency,
+                flags.teaches_acceptance,
+            )
+        )
+        keep(
+            (
+                context_id,
+                worker_key,
+                epoch,
+                seq,
+                batch_size,
+                length,
+                latency_s,
+                facts[3],
+                facts[2],
+                context_length,
+                version,
+                probe_id,
+                flags.names,
+                received_at,
+            )
+        )
+    return refusals
+
+
+def remember(histogram: tuple[int, ...]) -> HistogramFacts:
+    """Length, sum, accepted tokens and JSON text of a histogram."""
+    facts = (
+        len(histogram) - 1,
+        sum(histogram),
+        sum(map(mul, histogram, RUNS)),
+        str(list(histogram)),
+    )
+    if len(histogram) <= len(RUNS):  # a longer one is refused: not worth remembering
+        if len(_histograms) >= MAX_REMEMBERED:
+            _histograms.clear()
+        _histograms[histogram] = facts
+    return facts
+
+
+def meaning_of(report: pb.StepReport) -> Flags:
+    """Flags, remembered as far as all of them are known ones: the values of others are without number."""
+    flags = frozenset(report.flags)
+    meaning = _flags.get(flags)
+    if meaning is None:
+        meaning = read_flags(flags)
+        if "unknown" not in meaning.names:
+            _flags[flags] = meaning
+    return meaning

@@ -1,0 +1,66 @@
+"""Turns the controller's values into messages. The other direction, with its checks, is validation.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from speclen.controller.estimator.core import ContextKey, LearnedRow, Probe, Table
+from speclen.v1 import control_pb2 as pb
+
+
+def context_message(key: ContextKey) -> pb.ContextKey:
+    return pb.ContextKey(
+        target=key.target,
+        draft=key.draft,
+        device=key.device,
+        dtype=key.dtype,
+        engine_fingerprint=key.engine_fingerprint,
+    )
+
+
+def table_message(table: Table) -> pb.LengthTable:
+    return pb.LengthTable(
+        decision_version=table.version,
+        choices=[
+            pb.BucketChoice(
+                batch_min=choice.bucket.batch_min,
+                batch_max=choice.bucket.batch_max,
+                speculation_length=choice.speculation_length,
+                ms_per_token=choice.ms_per_token,
+            )
+            for choice in table.choices
+        ],
+    )
+
+
+def probe_message(probe: Probe, valid_for_s: float) -> pb.Probe:
+    return pb.Probe(
+        probe_id=probe.probe_id,
+        batch_min=probe.bucket.batch_min,
+        batch_max=probe.bucket.batch_max,
+        speculation_length=probe.speculation_length,
+        valid_for_s=valid_for_s,
+    )
+
+
+def learned_table_message(key: ContextKey, version: int, rows: Iterable[LearnedRow]) -> pb.LearnedTable:
+    return pb.LearnedTable(
+        context=context_message(key), decision_version=version, rows=[learned_row_message(row) for row in rows]
+    )
+
+
+def learned_row_message(row: LearnedRow) -> pb.LearnedRow:
+    estimate = row.estimate
+    return pb.LearnedRow(
+        batch_min=row.bucket.batch_min,
+        batch_max=row.bucket.batch_max,
+        speculation_length=estimate.speculation_length,
+        expected_tokens=estimate.expected_tokens,
+        step_ms=1e3 * estimate.step_s,
+        ms_per_token=estimate.ms_per_token,
+        ms_per_token_low=estimate.ms_per_token_low,
+        ms_per_token_high=estimate.ms_per_token_high,
+        num_steps=row.num_steps,
+        source=row.source,
+        is_best=row.is_best,
+    )

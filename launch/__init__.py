@@ -1,0 +1,1 @@
+"""Starting processes, and what every command needs."""

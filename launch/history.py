@@ -1,0 +1,135 @@
+"""What a database remembers, as the values that speclen.controller.analysis.explain and speclen.controller.analysis.replay take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
+
+from speclen.controller.analysis.explain import Change
+from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
+from speclen.controller.estimator.controller import Controller
+from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from speclen.controller.service.flags import named_flags
+from speclen.launch.errors import UserError
+from speclen.store.connection import Connection
+from speclen.store.profiles import StoredProfile, stored_profiles
+from speclen.store.queries import contexts, stored_reports, view_rows, workers
+from speclen.store.records import ContextRow, ReportRow, StoredState
+
+
+def key_of(row: ContextRow) -> ContextKey:
+    """The context of a row."""
+    return ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
+
+
+def limits_of(row: ContextRow) -> Limits:
+    """The largest limits of its workers."""
+    return Limits(row.max_batch_size, row.max_speculation_length)
+
+
+def name_of(key: ContextKey) -> str:
+    """A context in one line."""
+    return f"{key.target} + {key.draft or 'no draft'} on {key.device}, {key.dtype}"
+
+
+def find_context(stored: StoredState, text: str) -> ContextRow:
+    """The context whose id is, or whose name contains, the text. UserError if there is none, or more than one."""
+    found = [row for row in stored.contexts if text == str(row.context_id) or text in name_of(key_of(row))]
+    known = "; ".join(f"{row.context_id}: {name_of(key_of(row))}" for row in stored.contexts)
+    if not stored.contexts:
+        raise UserError("the database holds no context yet: start a worker with this controller first")
+    if not found:
+        raise UserError(f"no context is called {text!r}; known are {known}")
+    if len(found) > 1:
+        raise UserError(f"{text!r} fits several contexts; give the number of one with --context: {known}")
+    return found[0]
+
+
+def stored_state(stored: StoredState, row: ContextRow) -> dict[str, Any]:
+    """The estimator's state of a context. UserError if none was written yet."""
+    text = stored.states.get(("context", str(row.context_id)))
+    if text is None:
+        raise UserError(f"nothing was learned about context {row.context_id} yet: let a worker decode a few steps")
+    state: dict[str, Any] = json.loads(text)
+    return state
+
+
+def bucket_spec(state: dict[str, Any]) -> str:
+    """The buckets that a state was learned with, as `speclen.controller.estimator.buckets` reads them."""
+    return ",".join(str(end) for end in state["buckets"])
+
+
+def restored(stored: StoredState, row: ContextRow) -> Controller:
+    """A controller that believes what the database says about one context."""
+    state, key = stored_state(stored, row), key_of(row)
+    controller = Controller(state["policy"], buckets=bucket_spec(state))
+    pair = stored.states.get(("pair", json.dumps(key.pair)))
+    try:
+        controller.restore(key, limits_of(row), state, None if pair is None else json.loads(pair))
+    except ValueError as error:
+        raise UserError(f"the stored {error}: use the version of speclen that wrote it") from error
+    return controller
+
+
+def last_change(connection: Connection, context_id: int, batch_min: int) -> Change | None:
+    """The newest decision about a bucket."""
+    for row in reversed(view_rows(connection, "decisions")):
+        if (row["context_id"], row["batch_min"]) == (context_id, batch_min):
+            when = datetime.fromtimestamp(row["decided_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            return Change(row["previous_length"], row["speculation_length"], row["reason"], when)
+    return None
+
+
+def events(connection: Connection) -> Iterator[Event]:
+    """Everything that the controller met, in order: contexts when they were made, profiles, groups of reports."""
+    rows = contexts(connection)
+    keys = {row.context_id: key_of(row) for row in rows}
+    names = {worker.worker_key: worker.worker_id for worker in workers(connection)}
+    profiles = stored_profiles(connection)
+    added: set[int] = set()
+    reports = sorted(stored_reports(connection), key=lambda report: report.group_id)
+    for group_id, members in groupby(reports, key=lambda report: report.group_id):
+        group = list(members)
+        for row in rows:
+            if row.context_id not in added and (row.created_at <= group[0].received_at):
+                added.add(row.context_id)
+                yield ContextAdded(key_of(row), limits_of(row))
+        while profiles and profiles[0].profile.after_group_id < group_id and profiles[0].context.context_id in added:
+            yield _imported(profiles.pop(0))
+        senders = [names[report.worker_key] for report in group]
+        yield GroupObserved(group_id, keys[group[0].context_id], senders, [observation_of(report) for report in group])
+    for row in rows:
+        if row.context_id not in added:
+            yield ContextAdded(key_of(row), limits_of(row))
+    for stored in profiles:
+        yield _imported(stored)
+
+
+def _imported(stored: StoredProfile) -> ProfileImported:
+    row = stored.profile
+    cells = tuple(
+        ProfileCell(
+            *(cell.batch_size, cell.speculation_length, cell.step_s),
+            *(cell.step_s_stderr, cell.num_steps, cell.mean_context_length),
+        )
+        for cell in row.cells
+    )
+    profile = Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source)
+    return ProfileImported(key_of(stored.context), profile)
+
+
+def observation_of(report: ReportRow) -> StepObservation:
+    """A stored report as the estimator saw it."""
+    flags = named_flags(report.flags)
+    return StepObservation(
+        report.batch_size,
+        report.speculation_length,
+        report.latency_s,
+        tuple(json.loads(report.accepted_histogram)),
+        report.mean_context_length,
+        flags.teaches_latency,
+        flags.teaches_acceptance,
+    )

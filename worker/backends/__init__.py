@@ -1,0 +1,1 @@
+"""Passes of a model over rows: keys and values, attention, recorded graphs."""

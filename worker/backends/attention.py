@@ -1,0 +1,244 @@
+"""Attention over rows of different lengths, for any model that goes through transformers' AttentionInterface.
+
+`install` points a model at `attend_rows`. The engine then calls the model with `use_cache=False`, positions per row and
+a `RowAttention` as the extra keyword `row_attention`, which transformers hands down to every attention layer. Each layer
+writes this pass's keys and values into the pool at every row's own positions and attends within every row's length. The
+model's code is not touched, and transformers builds no mask of its own.
+
+What all layers share is made once per pass: write positions, and one mask per sliding window.
+
+A pass may also take several groups of rows at once, decoding ones and prompts (`PackedAttention`): the model sees their
+tokens as one long sequence, which is all the same to everything in it but attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from speclen.worker.backends.kv_cache import KVPool
+
+IMPLEMENTATION = "speclen_rows"
+
+
+class StepMasks:
+    """Additive masks of one step: which tokens the queries at given positions may see.
+
+    positions: [rows, columns], where a column is one token position of each row. Passes of the step that use some of
+    these columns share the masks.
+    """
+
+    def __init__(self, positions: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> None:
+        """num_tokens: tokens that any pass reads, more than every position."""
+        self.positions = positions
+        self.num_tokens = num_tokens
+        self.dtype = dtype
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """[rows, 1, columns, num_tokens]: 0 where a query may look, -inf where not. window: tokens seen, itself included."""
+        mask = self._masks.get(window)
+        if mask is None:
+            ages = self.positions[:, None, :, None] - torch.arange(self.num_tokens, device=self.positions.device)
+            hidden = ages < 0 if window is None else (ages < 0) | (ages >= window)
+            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+            mask.masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask
+        return mask
+
+    def first_rows(self, rows: int) -> StepMasks:
+        """The masks of the first rows alone."""
+        return StepMasks(self.positions[:rows], self.num_tokens, self.dtype)
+
+
+class RowAttention:
+    """One pass of one model over rows first_row, first_row + 1, ... of its pool.
+
+    columns: which columns of the masks this pass feeds. start: set when every row writes from that position on, so that
+    writing is a plain copy.
+    """
+
+    def __init__(
+        self, pool: KVPool, masks: StepMasks, columns: slice, first_row: int = 0, start: int | None = None
+    ) -> None:
+        self.pool = pool
+        self.masks = masks
+        self.columns = columns
+        self.first_row = first_row
+        self.start = start
+        self.positions = masks.positions[:, columns]
+        self.num_rows, self.num_queries = self.positions.shape
+        self._write_index: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._grouped: dict[tuple[int | None, int], torch.Tensor] = {}
+        self.num_calls = 0
+
+    def write(self, layer: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store [rows, kv_heads, queries, head_dim] at every row's positions."""
+        if self.start is not None:
+            rows = layer[self.first_row : self.first_row + self.num_rows]
+            rows[:, 0, :, self.start : self.start + self.num_queries] = key
+            rows[:, 1, :, self.start : self.start + self.num_queries] = value
+            return
+        head_dim = key.shape[-1]
+        key_index, value_index = self._indices(key.shape[1])
+        flat = layer.view(-1, head_dim)
+        flat.index_copy_(0, key_index, key.reshape(-1, head_dim))
+        flat.index_copy_(0, value_index, value.reshape(-1, head_dim))
+
+    def _indices(self, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where keys and values go in a layer seen as [rows * 2 * kv_heads * max_length, head_dim]."""
+        cached = self._write_index.get(kv_heads)
+        if cached is None:
+            device, length = self.positions.device, self.pool.max_length
+            rows = torch.arange(self.first_row, self.first_row + self.num_rows, device=device)
+            heads = rows[:, None] * (2 * kv_heads) + torch.arange(kv_heads, device=device)
+            keys = (heads[:, :, None] * length + self.positions[:, None, :]).reshape(-1)
+            cached = self._write_index[kv_heads] = (keys, keys + kv_heads * length)
+        return cached
+
+    def read(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [rows, kv_heads, num_tokens, head_dim] of keys and values."""
+        rows = layer[self.first_row : self.first_row + self.num_rows, :, :, : self.masks.num_tokens]
+        return rows[:, 0], rows[:, 1]
+
+    def mask(self, window: int | None, repeats: int) -> torch.Tensor:
+        """[rows, 1, repeats * queries, num_tokens]: the queries' masks, repeated."""
+        grouped = self._grouped.get((window, repeats))
+        if grouped is None:
+            grouped = self.masks.mask(window)[:, :, self.columns]
+            if repeats > 1:
+                rows, _, queries, tokens = grouped.shape
+                grouped = grouped.expand(rows, repeats, queries, tokens).reshape(rows, 1, repeats * queries, tokens)
+            self._grouped[window, repeats] = grouped
+        return grouped
+
+
+class PackedAttention:
+    """One pass of one model over several groups of rows, whose tokens follow each other in one sequence.
+
+    parts: a group each; their tokens lie row after row. num_padding: tokens at the end that are there only to fill up;
+    they see nothing and nobody sees them.
+    """
+
+    def __init__(self, parts: Sequence[RowAttention], num_padding: int = 0) -> None:
+        self.parts = parts
+        self.num_padding = num_padding
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """[1, heads, tokens, head_dim] as the parts' [rows, heads, queries, head_dim]."""
+        sizes = [part.num_rows * part.num_queries for part in self.parts]
+        *pieces, _ = tensor[0].split([*sizes, self.num_padding], dim=1)
+        return [
+            piece.unflatten(1, (part.num_rows, part.num_queries)).transpose(0, 1)
+            for piece, part in zip(pieces, self.parts, strict=True)
+        ]
+
+    def join(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """The parts' [rows, queries, heads, head_dim] as [1, tokens, heads, head_dim]."""
+        flat = [output.flatten(0, 1) for output in outputs]
+        flat.append(flat[0].new_zeros(self.num_padding, *flat[0].shape[1:]))
+        return torch.cat(flat)[None]
+
+
+def attend_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    row_attention: RowAttention | PackedAttention,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention output [rows, queries, heads, head_dim]. query: [rows, heads, queries, head_dim]; key, value: kv_heads.
+
+    Of a packed pass rows is 1 and queries all of its tokens.
+    """
+    index: int = module.layer_idx  # type: ignore[assignment]
+    return attend(index, row_attention, query, key, value, scaling, sliding_window, softcap), None
+
+
+def attend(
+    layer_index: int,
+    row_attention: RowAttention | PackedAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As attend_rows, for a layer by its place. window: tokens seen, itself included."""
+    if isinstance(row_attention, RowAttention):
+        return _attend(layer_index, row_attention, query, key, value, scaling, window, softcap)
+    queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
+    outputs = [
+        _attend(layer_index, part, q, k, v, scaling, window, softcap)
+        for part, q, k, v in zip(row_attention.parts, queries, keys, values, strict=True)
+    ]
+    return row_attention.join(outputs)
+
+
+def _attend(
+    layer_index: int,
+    row_attention: RowAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of one group of rows, as `attend_rows`.
+
+    Heads that share keys are folded into the query dimension, so that a key is read once for all of them.
+    """
+    rows, heads, queries, head_dim = query.shape
+    layer = row_attention.pool.layers[layer_index]
+    row_attention.num_calls += 1
+    row_attention.write(layer, key, value)
+    keys, values = row_attention.read(layer)
+    kv_heads = keys.shape[1]
+    repeats = heads // kv_heads
+    folded = query.reshape(rows, kv_heads, repeats * queries, head_dim)
+    if softcap is not None:
+        output = _softcapped(folded, keys, values, row_attention.mask(sliding_window, repeats), scaling, softcap)
+    elif folded.shape[2] == 1 and query.dtype != torch.float32 and query.device.type == "cpu":
+        # torch's CPU kernel takes 2 to 3.5 times as long for one 16-bit query as for two.
+        mask = row_attention.mask(sliding_window, 1).expand(-1, -1, 2, -1)
+        doubled = folded.expand(-1, -1, 2, -1)
+        output = F.scaled_dot_product_attention(doubled, keys, values, attn_mask=mask, scale=scaling)[:, :, :1]
+    else:
+        mask = row_attention.mask(sliding_window, repeats)
+        output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    value_dim = output.shape[-1]
+    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2)
+
+
+def _softcapped(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention whose scores are squeezed into (-softcap, softcap), which no fused kernel of torch offers."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, keys.transpose(2, 3)) * scale
+    scores = torch.tanh(scores / softcap) * softcap + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, values)
+
+
+def install(model: Any) -> None:
+    """Make the model's attention go through `attend_rows`. Whether that worked is for `model_check` to find out."""
+    AttentionInterface.register(IMPLEMENTATION, attend_rows)
+    model.set_attn_implementation(IMPLEMENTATION)

@@ -1,0 +1,180 @@
+"""Llama-style models in as few operators as they need.
+
+transformers starts 39 operators in each layer of a Llama, views not counted, most of them on a few kilobytes: a small draft
+spends more time on starting them than on computing. Here are 28: projections that read the same input are one matrix
+product, the rotary embedding turns queries and keys together and looks its angles up, and a norm takes six instead of
+eight of them. The logits differ by rounding alone; `check_model` compares them before anything is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from speclen.worker.backends.attention import PackedAttention, RowAttention, attend
+from speclen.worker.backends.kv_cache import LayerShape
+
+# Classes of transformers whose layers are norm, attention, norm, gated MLP. The last ones normalise every head's queries
+# and keys, too.
+KNOWN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> LlamaDecoder | None:
+    """The same model in fewer operators, or None for other kinds of models and layers that do more than multiply.
+
+    shapes: of the model's layers. The weights are shared: those that were merged are views of the merged ones in
+    `model` from then on.
+    """
+    if type(model).__name__ not in KNOWN_CLASSES or not type(model).__module__.startswith("transformers."):
+        return None
+    # Quantised layers, for instance, cannot be merged.
+    if not all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
+        return None
+    return LlamaDecoder(model, shapes, max_context_length)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension, rounded once at the end."""
+
+    scaled_weight: torch.Tensor
+    scaled_eps: torch.Tensor
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        size = norm.weight.numel()
+        self.weight = norm.weight
+        self.eps = float(norm.variance_epsilon)
+        # x / hypot(|x|, sqrt(size eps)) * sqrt(size) is the same, and |x| is a single operator.
+        self.register_buffer("scaled_weight", norm.weight.detach().float() * size**0.5)
+        self.register_buffer("scaled_eps", torch.tensor((size * self.eps) ** 0.5, device=norm.weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return (wide / torch.hypot(length, self.scaled_eps)).mul_(self.scaled_weight).to(x.dtype)
+
+
+class Layer(nn.Module):
+    """One layer. index: its place in the pool."""
+
+    def __init__(self, layer: Any, index: int, shape: LayerShape) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index = index
+        self.shape = shape
+        self.scaling = attention.scaling
+        self.num_heads = attention.q_proj.out_features // shape.head_dim
+        self.attention_norm = RMSNorm(layer.input_layernorm)
+        self.qkv = merge([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.query_norm = RMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = RMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.output = attention.o_proj
+        self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
+        self.gate_up = merge([mlp.gate_proj, mlp.up_proj])
+        self.activation = mlp.act_fn
+        self.down = mlp.down_proj
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_attention: RowAttention | PackedAttention
+    ) -> torch.Tensor:
+        """x: [rows, queries, hidden]; cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder."""
+        x = x + self.output(self._attend(self.attention_norm(x), cos, sin, row_attention))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(self.activation(gate) * up)
+
+    def _attend(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_attention: RowAttention | PackedAttention
+    ) -> torch.Tensor:
+        heads, kv_heads = self.num_heads, self.shape.kv_heads
+        projected = self.qkv(x).view(*x.shape[:2], heads + 2 * kv_heads, self.shape.head_dim)
+        turning, value = projected.split([heads + kv_heads, kv_heads], dim=2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = turning.split([heads, kv_heads], dim=2)
+            turning = torch.cat([self.query_norm(query), self.key_norm(key)], dim=2)
+        turned = turning * cos + turning.roll(self.shape.head_dim // 2, dims=-1) * sin
+        query, key, value = (part.transpose(1, 2) for part in (*turned.split([heads, kv_heads], dim=2), value))
+        attended = attend(self.index, row_attention, query, key, value, self.scaling, self.shape.window)
+        return attended.flatten(2)
+
+
+class LlamaDecoder(nn.Module):
+    """A Llama-style model of transformers, with the part of its interface that the engine uses.
+
+    angles: [max_context_length, 2, head_dim], of every position the cosines and the sines, the first half of these
+    negated: turning a head by them is x * cos + (x with its halves exchanged) * sin.
+    """
+
+    angles: torch.Tensor
+
+    def __init__(self, model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> None:
+        super().__init__()
+        self.config = model.config
+        self.embedding = model.get_input_embeddings()
+        self.layers = nn.ModuleList(
+            Layer(layer, index, shape)
+            for index, (layer, shape) in enumerate(zip(model.model.layers, shapes, strict=True))
+        )
+        self.norm = RMSNorm(model.model.norm)
+        self.head = model.lm_head
+        weight = self.embedding.weight
+        positions = torch.arange(max_context_length, device=weight.device)[None]
+        cos, sin = model.model.rotary_emb(weight[:1], positions)
+        sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
+        self.register_buffer("angles", torch.stack([cos[0], sin[0]], dim=1))
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of tokens."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer that makes the logits."""
+        return self.head
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        row_attention: RowAttention | PackedAttention,
+        logits_to_keep: int | torch.Tensor,
+        use_cache: bool = False,
+    ) -> CausalLMOutput:
+        """Logits [rows, kept, vocab]. input_ids, position_ids: [rows, queries].
+
+        logits_to_keep: how many of the last positions, or which. use_cache: there is none but row_attention's pool.
+        """
+        cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, row_attention)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=self.head(self.norm(x[:, kept])))
+
+
+def merge(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer that computes what the given ones compute, one after the other.
+
+    It takes no memory: the given layers' weights become views of its own.
+    """
+    first = linears[0]
+    sizes = [linear.out_features for linear in linears]
+    with torch.inference_mode(False), torch.no_grad():
+        merged = nn.Linear(first.in_features, sum(sizes), bias=first.bias is not None, device="meta")
+        merged.weight = _share([linear.weight for linear in linears])
+        if first.bias is not None:
+            merged.bias = _share([linear.bias for linear in linears])
+    return merged
+
+
+def _share(parts: Sequence[torch.Tensor]) -> nn.Parameter:
+    """The parts in one tensor, of which they become views."""
+    whole = nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
+    for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = piece
+    return whole

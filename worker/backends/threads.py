@@ -1,0 +1,137 @@
+"""How many CPU threads a worker's models use: as many as help, and fewer while other processes want the cores.
+
+The threads of a pass wait for each other after every operator, a few hundred times, and spin while they wait, since
+sleeping and waking would take longer than most operators. That is worth up to half as much throughput again on two
+cores that are free. But if another process keeps one of the cores busy, the scheduler lets it run for milliseconds at a
+time, and all threads spin until theirs comes back: then one thread fewer is several times as fast. So the worker watches
+how long its threads wait for a core, and gives one up while that is much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from speclen.worker.models.loading import ModelPair
+
+log = structlog.get_logger()
+
+# A small model has too little work per operator to share it: one thread per this many parameters is where a further
+# thread stops paying, as a rule of thumb.
+PARAMETERS_PER_THREAD = 8_000_000
+
+INTERVAL_S = 0.5
+# Share of the time for which a thread waited for a core. On two cores with controller and clients it was 6 to 10 percent,
+# beside one busy process 30 to 45.
+CROWDED = 0.2
+BUSY = 0.2  # share of the time that a thread must run or want to run to have a say
+FREE_CORE = 0.7  # cores that nobody uses before one more thread is tried
+FIRST_HOLD_S = 2.0  # before a thread that was given up is tried again, doubled with every trial that fails
+TRIAL_S = 5.0  # a thread that is given up again so soon after it was tried has failed
+LONGEST_HOLD_S = 60.0
+
+
+def usable_cores() -> set[int]:
+    """Cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def default_threads(num_cores: int, num_parameters: int) -> int:
+    """CPU threads for a model: one for a small one, at most all cores."""
+    return max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD))
+
+
+def set_threads(threads: int, pair: ModelPair) -> None:
+    """Use that many threads from now on in the calling thread; 0: the default for the pair's target."""
+    num_parameters = sum(parameter.numel() for parameter in pair.target.parameters())
+    torch.set_num_threads(threads or default_threads(len(usable_cores()), num_parameters))
+
+
+class ThreadChoice:
+    """Number of threads, by what is seen of the machine once per interval. most: used while nobody else wants them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.threads = most
+        self._hold_s = FIRST_HOLD_S
+        self._retry_at = self._raised_at = float("-inf")
+
+    def update(self, waited: float, free: float, now: float) -> int:
+        """Threads to use from now on.
+
+        waited: as `waited_share`, and free: as `free_cores`, of the last interval. now: seconds.
+        """
+        if waited > CROWDED and self.threads > 1:
+            failed = now < self._raised_at + TRIAL_S
+            self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S) if failed else FIRST_HOLD_S
+            self._retry_at = now + self._hold_s
+            self.threads -= 1
+        elif self.threads < self.most and free >= FREE_CORE and now >= self._retry_at:
+            self._raised_at = now
+            self.threads += 1
+        return self.threads
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds since some moment. ran, waited: of each of this process's threads, by id. idle: over all usable cores."""
+
+    at: float
+    ran: dict[str, float]
+    waited: dict[str, float]
+    idle: float
+
+
+def read_usage(cores: Iterable[int], proc: Path = Path("/proc")) -> Usage:
+    """What Linux counts. Raises OSError or ValueError where it does not, and on other systems."""
+    ran, waited = {}, {}
+    for thread in os.listdir(proc / "self" / "task"):
+        try:
+            counts = (proc / "self" / "task" / thread / "schedstat").read_text("ascii").split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # It has just ended.
+        ran[thread], waited[thread] = int(counts[0]) / 1e9, int(counts[1]) / 1e9
+    names = {f"cpu{core}" for core in cores}
+    lines = [line.split() for line in (proc / "stat").read_text("ascii").splitlines()]
+    ticks = sum(int(fields[4]) + int(fields[5]) for fields in lines if fields and fields[0] in names)
+    return Usage(time.monotonic(), ran, waited, ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def waited_share(before: Usage, after: Usage) -> float:
+    """Share of the time between that the busy thread waited which waited longest; 0 when none was busy."""
+    elapsed, longest = after.at - before.at, 0.0
+    for thread, ran in after.ran.items():
+        ran -= before.ran.get(thread, 0.0)
+        waited = after.waited[thread] - before.waited.get(thread, 0.0)
+        if ran + waited >= BUSY * elapsed:
+            longest = max(longest, waited / elapsed)
+    return longest
+
+
+def free_cores(before: Usage, after: Usage) -> float:
+    """Cores that nobody used in the time between, on average."""
+    return (after.idle - before.idle) / (after.at - before.at)
+
+
+async def watch_cores(choice: ThreadChoice, use: Callable[[int], None]) -> None:
+    """Call `use` with another number of threads whenever that is the better one, until cancelled."""
+    cores = usable_cores()
+    try:
+        before = read_usage(cores)
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            after = read_usage(cores)
+            threads, waited = choice.threads, waited_share(before, after)
+            if choice.update(waited, free_cores(before, after), after.at) != threads:
+                log.info("CPU threads changed", threads=choice.threads, most=choice.most, waited=f"{waited:.0%}")
+                use(choice.threads)
+            before = after
+    except (OSError, ValueError, IndexError) as error:
+        log.info("the system does not tell how long threads wait: their number stays", reason=str(error))

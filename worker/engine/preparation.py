@@ -1,0 +1,155 @@
+"""Makes a pair of models ready for the engine: private copies, pools that fit the memory, and the check of each model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.captured_model import CapturedModel, GraphRecorder, Recorder
+from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
+from speclen.worker.backends.llama import rewrite
+from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.models.loading import ModelError, ModelPair
+
+log = logging.getLogger(__name__)
+
+# Share of a GPU's free memory that the pools may take: they are allocated in full, and passes need room too.
+GPU_POOL_SHARE = 0.8
+# Tokens that a row should hold at least: rather fewer rows than less than that.
+LEAST_CONTEXT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPair:
+    """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models.
+
+    max_batch_size, max_context_length: what was asked for, or what fits.
+    """
+
+    target: CachedModel
+    draft: CachedModel | None
+    max_batch_size: int
+    max_context_length: int
+    max_kv_tokens: int
+
+
+@torch.inference_mode()
+def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = None) -> PreparedPair:
+    """The pair in the engine's own copies; the caller's models stay as they are and share their weights.
+
+    recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
+    Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
+    """
+    named = [(pair.target, pair.target_name)]
+    if pair.draft is not None and config.max_speculation_length:
+        named.append((pair.draft, pair.draft_name))
+    copies = [private_copy(model) for model, _ in named]
+    layers = [inspect_layers(model, name) for model, (_, name) in zip(copies, named, strict=True)]
+    bytes_per_token = sum(shape.elements_per_token for shapes in layers for shape in shapes) * pair.dtype.itemsize
+    num_rows, context = _rows_and_context(pair, config, bytes_per_token)
+    config = replace(config, max_batch_size=num_rows)
+    rows_tokens = num_rows * (context + config.max_speculation_length)
+    pools = [_make_pool(shapes, config, context, pair) for shapes in layers]
+    cached = [
+        _make_ready(copy, pool, context, config, model, name)
+        for copy, pool, (model, name) in zip(copies, pools, named, strict=True)
+    ]
+    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, rows_tokens)
+    if recorder is None and pair.device.type == "cuda" and config.max_recordings:
+        recorder = GraphRecorder(pair.device)
+    if recorder is not None:
+        cached = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
+    return PreparedPair(cached[0], cached[1] if len(cached) == 2 else None, num_rows, context, kv_tokens)
+
+
+def _make_ready(
+    model: Any, pool: KVPool, context: int, config: EngineConfig, plain_model: Any, name: str
+) -> CachedModel:
+    """The model as the engine runs it, found to compute what plain_model computes. Raises ModelError."""
+
+    def checked(one: Any) -> CachedModel:
+        cached = CachedModel(_pack(one, config), pool, context)
+        if config.check_models:
+            check_model(cached, plain_model, name)
+        return cached
+
+    if config.rewrite_models:
+        try:
+            rewritten = rewrite(model, pool.shapes, context)
+            if rewritten is not None:
+                return checked(rewritten)
+        except Exception as error:  # Whatever a version of transformers has changed, its own operators still do.
+            log.warning("%s runs in transformers' own operators, which is slower: %s", name, error)
+    return checked(model)
+
+
+def _pack(model: Any, config: EngineConfig) -> Any:
+    """The model with its weights laid out for a CPU, where memory allows."""
+    if config.pack_weights and num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
+        pack_linears(model)
+    return model
+
+
+def _make_pool(shapes: Sequence[LayerShape], config: EngineConfig, context: int, pair: ModelPair) -> KVPool:
+    length = context + config.max_speculation_length + _spare_tokens(config)
+    try:
+        return KVPool(shapes, config.max_batch_size, length, pair.dtype, pair.device)
+    except MemoryError as error:
+        raise ModelError(str(error)) from error
+
+
+def _spare_tokens(config: EngineConfig) -> int:
+    """Places per row, beyond all that rows may hold, for the rows that fill up a recorded pass.
+
+    That many queries a row are recorded: verification's, and the draft's two after a step that accepted everything.
+    """
+    return max(2, config.max_speculation_length + 1)
+
+
+def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> tuple[int, int]:
+    """Rows, and tokens that each may hold. On a GPU, where pools are allocated in full, they are cut to what fits."""
+    wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
+    if pair.device.type == "cpu":
+        return wanted
+    budget = int(GPU_POOL_SHARE * free_memory(pair.device))
+    spare = config.max_speculation_length + _spare_tokens(config)
+    least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
+    fitting = fit_rows(*wanted, least, spare, budget // bytes_per_token)
+    if not fitting[0]:
+        raise ModelError(
+            f"a single row of {least} tokens needs more than the {budget / 2**30:.1f} GiB left on {pair.device}: use a "
+            "smaller model or another device"
+        )
+    if fitting != wanted:
+        log.warning(
+            "%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d",
+            *(budget / 2**30, pair.device, *fitting, *wanted),
+        )
+    return fitting
+
+
+def fit_rows(num_rows: int, num_tokens: int, least_tokens: int, spare: int, budget: int) -> tuple[int, int]:
+    """The rows wanted with the tokens wanted, or with fewer, or fewer rows with the least; (0, least) if none fits.
+
+    spare: places per row on top of its tokens. budget: places in memory.
+    """
+    fitting = min(num_tokens, budget // num_rows - spare)
+    if fitting >= least_tokens:
+        return num_rows, fitting
+    return budget // (least_tokens + spare), least_tokens
+
+
+def _kv_tokens(device: torch.device, config: EngineConfig, bytes_per_token: int, rows_tokens: int) -> int:
+    """Tokens that all rows may hold together, at most `rows_tokens`."""
+    if config.max_kv_tokens is not None:
+        return min(rows_tokens, config.max_kv_tokens)
+    if device.type != "cpu":
+        return rows_tokens
+    return min(rows_tokens, free_memory(device) // 2 // bytes_per_token)

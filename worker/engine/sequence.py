@@ -1,0 +1,188 @@
+"""One output in the making: its tokens, its text, where its keys and values stand, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from speclen.worker.engine.detokenize import Decode, Detokenizer, StopStrings
+from speclen.worker.engine.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
+from speclen.worker.sampling import noise
+from speclen.worker.sampling.logits import RowEdits
+from speclen.worker.sampling.rules import RowSampling
+
+OnOutput = Callable[[SequenceOutput], None]
+
+
+@dataclass(slots=True)
+class SharedPrompt:
+    """What the n sequences of a request share: logits [1, 1, vocab] after the prompt, once one of them has fed it."""
+
+    logits: torch.Tensor | None = None
+
+
+class Sequence:
+    """The index-th output of a request.
+
+    tokens: prompt and output. target_length, draft_length: how many of them, from the first on, have keys and values in
+    the models' pools. limit: tokens it may hold at most, prompt included. may_draft: False for rows that opted out.
+    fixed_length: the request's own speculation length, None where the table decides. shared: None when n is 1.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        index: int,
+        on_output: OnOutput,
+        *,
+        decode: Decode,
+        eos_token_ids: tuple[int, ...],
+        max_context_length: int,
+        may_draft: bool,
+        shared: SharedPrompt | None = None,
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.index = index
+        self.on_output = on_output
+        self.shared = shared
+        self.tokens = list(request.prompt_ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.limit = min(self.num_prompt_tokens + sampling.max_tokens, max_context_length)
+        self.fixed_length = request.fixed_length
+        self.may_draft = may_draft and request.fixed_length != 0
+        self.target_length = 0
+        self.draft_length = 0
+        self.num_steps = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.finished = False
+        self.sampling: RowSampling | None = None  # made when the row is admitted
+        self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._ends = self._eos | frozenset(sampling.stop_token_ids)
+        self._detokenizer = Detokenizer(decode, request.prompt_ids)
+        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still put out."""
+        return self.limit - len(self.tokens)
+
+    def start_sampling(self, vocab_size: int, device: torch.device) -> None:
+        """Make what choosing tokens needs; called once, when the sequence gets its row."""
+        self.sampling = make_row_sampling(
+            self.request.sampling, self.index, self.request.prompt_ids, sorted(self._ends), vocab_size, device
+        )
+
+    def accept(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
+        """Append new tokens up to where the sequence ends, and say what the caller is to be told."""
+        sampling = self.request.sampling
+        ids, reason, end_token = self._cut_at_end_token(ids[: self.num_left])
+        visible = self._visible(ids, reason, end_token)
+        matched: int | str | None = end_token
+        if self._stops is None:
+            text = self._detokenizer.push(visible)
+        else:
+            num_searched, text, stop = self._search_stop_strings(visible)
+            if stop is not None:
+                ids, reason, matched = ids[:num_searched], FinishReason.STOP, stop
+        self.tokens += ids
+        # One of them would have come without a draft, too, also where the last that is kept was a drafted one.
+        self.num_accepted_tokens += max(0, len(ids) - 1)
+        if self.sampling is not None and self.sampling.edits is not None:
+            self.sampling.edits.append(ids)
+        if reason is None and self.num_left <= 0:
+            reason = FinishReason.LENGTH
+        if reason is not None and not isinstance(matched, str):
+            text += self._rest()
+        self.finished = reason is not None
+        shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
+        return self._output(tuple(ids), text, shown, reason, matched)
+
+    def abort(self) -> SequenceOutput:
+        """End here; text that was held back is shown."""
+        self.finished = True
+        return self._output((), self._rest(), (), FinishReason.ABORT, None)
+
+    def _output(
+        self,
+        ids: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprobs, ...],
+        reason: FinishReason | None,
+        matched: int | str | None,
+    ) -> SequenceOutput:
+        return SequenceOutput(
+            request_id=self.request.request_id,
+            index=self.index,
+            token_ids=ids,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            matched_stop=matched,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_completion_tokens=self.num_output_tokens,
+            num_steps=self.num_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )
+
+    def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
+        """The tokens up to the first end or stop token, that token included."""
+        if self._ends.isdisjoint(ids):
+            return ids, None, None
+        first_possible = self.request.sampling.min_tokens - self.num_output_tokens
+        for at, token in enumerate(ids):
+            if token in self._ends and at >= first_possible:
+                return ids[: at + 1], FinishReason.STOP, token
+        return ids, None, None
+
+    def _visible(self, ids: list[int], reason: FinishReason | None, matched: int | None) -> list[int]:
+        """The tokens whose text is shown: not the one that ended the output, but for an end token that was asked for."""
+        if reason is not FinishReason.STOP:
+            return ids
+        shown = matched in self._eos and self.request.sampling.include_special_tokens
+        return ids if shown else ids[:-1]
+
+    def _search_stop_strings(self, ids: list[int]) -> tuple[int, str, str | None]:
+        """How many tokens there are up to a complete stop string, their text up to it, and the stop string."""
+        assert self._stops is not None
+        text = ""
+        for at, token in enumerate(ids):
+            piece, stop = self._detokenizer.push([token]), None
+            if self.num_output_tokens + at >= self.request.sampling.min_tokens:
+                piece, stop = self._stops.push(piece)
+            text += piece
+            if stop is not None:
+                return at + 1, text, stop
+        return len(ids), text, None
+
+    def _rest(self) -> str:
+        rest = self._detokenizer.flush()
+        if self._stops is None:
+            return rest
+        shown, _ = self._stops.push(rest)
+        return shown + self._stops.flush()
+
+
+def make_row_sampling(
+    sampling: SamplingParams,
+    index: int,
+    prompt_ids: tuple[int, ...],
+    end_ids: list[int],
+    vocab_size: int,
+    device: torch.device,
+) -> RowSampling:
+    """The settings of one row. end_ids: tokens that min_tokens keeps away."""
+    edits = None
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    if penalties != (1.0, 0.0, 0.0) or sampling.logit_bias or (sampling.min_tokens and end_ids):
+        edits = RowEdits(vocab_size, device, prompt_ids, *penalties, sampling.logit_bias, end_ids, sampling.min_tokens)
+    key = None if sampling.seed is None else noise.make_key(sampling.seed, index)
+    return RowSampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, key, edits)

@@ -1,0 +1,83 @@
+"""Refuses requests that cannot be served, naming the field and its value."""
+
+from __future__ import annotations
+
+import math
+
+from speclen.worker.engine.request import GenerationRequest, SamplingParams
+
+MAX_SEQUENCES = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_LOGPROBS = 20
+MAX_SEED = 2**64 - 1
+
+
+def check_request(
+    request: GenerationRequest, vocab_size: int, max_context_length: int, max_speculation_length: int
+) -> None:
+    """Raises ValueError with one sentence when a field is out of the range that generation.proto gives."""
+    num_tokens = len(request.prompt_ids)
+    if not num_tokens:
+        raise ValueError("prompt is empty: at least one token is needed")
+    if num_tokens >= max_context_length:
+        raise ValueError(
+            f"prompt has {num_tokens} tokens, but the model's context of {max_context_length} must hold it and at least "
+            "one new token"
+        )
+    _check_ids("prompt token", request.prompt_ids, vocab_size)
+    length = request.fixed_length
+    if length is not None and not 0 <= length <= max_speculation_length:
+        raise ValueError(f"speculation.length is {length}, allowed are 0 to {max_speculation_length}")
+    check_sampling(request.sampling, vocab_size)
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError with one sentence for the first field that is out of range."""
+    _check_range("temperature", sampling.temperature, 0, 100)
+    _check_range("top_p", sampling.top_p, 0, 1, low_open=True)
+    _check_range("top_k", sampling.top_k, 0, math.inf)
+    _check_range("min_p", sampling.min_p, 0, 1)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0, 10, low_open=True)
+    _check_range("presence_penalty", sampling.presence_penalty, -10, 10)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -10, 10)
+    _check_ids("logit_bias token", sampling.logit_bias, vocab_size)
+    for token, bias in sampling.logit_bias.items():
+        _check_range(f"logit_bias[{token}]", bias, -100, 100)
+    _check_range("max_tokens", sampling.max_tokens, 1, math.inf)
+    _check_range("min_tokens", sampling.min_tokens, 0, math.inf)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise ValueError(f"min_tokens is {sampling.min_tokens}, more than max_tokens, {sampling.max_tokens}")
+    _check_ids("stop_token_ids token", sampling.stop_token_ids, vocab_size)
+    _check_range("n", sampling.n, 1, MAX_SEQUENCES)
+    if sampling.seed is not None:
+        _check_range("seed", sampling.seed, 0, MAX_SEED)
+    if sampling.logprobs is not None:
+        _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+    _check_stop(sampling.stop)
+    num_forbidden = len(set(sampling.stop_token_ids))
+    if sampling.min_tokens and num_forbidden >= vocab_size - 1:
+        raise ValueError(
+            f"stop_token_ids names {num_forbidden} of {vocab_size} tokens, which leaves none for min_tokens"
+        )
+
+
+def _check_range(name: str, value: float, low: float, high: float, low_open: bool = False) -> None:
+    if not (low < value if low_open else low <= value) or not value <= high:  # NaN fails too
+        bounds = f"more than {low}" if low_open else f"at least {low}"
+        upper = "" if high == math.inf else f" and at most {high}"
+        raise ValueError(f"{name} is {value}, but must be {bounds}{upper}")
+
+
+def _check_ids(name: str, ids: object, vocab_size: int) -> None:
+    for token in ids:  # type: ignore[attr-defined]
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} {token} is unknown: token ids go from 0 to {vocab_size - 1}")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise ValueError(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
+    for text in stop:
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            raise ValueError(f"stop has a string of {len(text)} characters, allowed are 1 to {MAX_STOP_LENGTH}")

@@ -1,0 +1,1 @@
+"""Models of transformers: where they come from, and how they are loaded."""

@@ -1,0 +1,356 @@
+"""Loads a target and a draft that fit together, or says in one sentence why they do not.
+
+A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones; any
+Llama-style model may be widened by a shape behind its name, see `speclen.worker.models.widen`. Only safetensors are read and no code
+of a checkpoint runs. Whether the engine can run a family exactly is checked where the engine is built; only what can
+never work is refused here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from speclen.worker.models.widen import Shape, count_parameters, parse_shape, widen
+
+BUNDLED_FOLDER = Path(__file__).parents[1] / "bundled"
+# OPT-6.7B's depth, width and parameter count, OPT-125M's, and a target that two CPU cores serve at 100 tokens a second.
+BUNDLED: dict[str, tuple[str, Shape | None]] = {
+    "bundled:target": ("target", None),
+    "bundled:draft": ("draft", None),
+    "bundled:target-60m": ("target", Shape(hidden=768, layers=8, heads=12, ffn=2064)),
+    "bundled:draft-125m": ("draft", Shape(hidden=768, layers=12, heads=12, ffn=3440)),
+    "bundled:target-6.7b": ("target", Shape(hidden=4096, layers=32, heads=64, ffn=11008)),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Below this many parameters a CPU runs float32 as fast as bfloat16: the weights stay in the cache either way.
+CPU_FLOAT32_PARAMETERS = 20_000_000
+# Text whose encodings are compared when two tokenizers have the same vocabulary: words, code, digits, other scripts.
+TOKENIZER_PROBE = "def f(x):\n    return  x + 1234.5  # naïve café, 北京 и Москва 🙂\tEND"
+
+
+class ModelError(ValueError):
+    """A model or a pair cannot be used; the message is one sentence for the person who named it."""
+
+
+@dataclass(slots=True)
+class ModelPair:
+    """A target and the draft that proposes for it, in eval mode on one device and in one dtype.
+
+    draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
+    max_context_length: prompt and output together, the smaller of the two models' limits.
+    eos_token_ids: ascending; any of them ends a sequence.
+    """
+
+    target: Any
+    draft: Any | None
+    tokenizer: Any
+    target_name: str
+    draft_name: str
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    max_context_length: int
+    vocab_size: int
+
+
+def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
+    """Load both models; `draft` None, "" or "none" loads the target alone.
+
+    device: "auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
+    Raises ModelError when a model cannot be read, cannot be run by a cache of keys and values, or the two do not fit.
+    """
+    draft = None if draft in (None, "", "none") else draft
+    sources = [_locate(name) for name in (target, draft) if name is not None]
+    for source in sources:
+        _refuse_unsuitable(source)
+    tokenizers = [_load_tokenizer(source) for source in sources]
+    if len(sources) == 2:
+        _check_same_tokenizer(sources, tokenizers)
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device, sources[0].num_parameters)
+    models = [_load_model(source, torch_device, torch_dtype) for source in sources]
+    vocab_size = models[0].get_output_embeddings().weight.shape[0]
+    if len(models) == 2:
+        _match_vocabulary(models[1], vocab_size)
+    return ModelPair(
+        target=models[0],
+        draft=models[1] if len(models) == 2 else None,
+        tokenizer=tokenizers[0],
+        target_name=target,
+        draft_name=draft or "",
+        device=torch_device,
+        dtype=torch_dtype,
+        eos_token_ids=_eos_token_ids(models[0], tokenizers[0]),
+        max_context_length=min(source.max_context_length for source in sources),
+        vocab_size=vocab_size,
+    )
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, by any name that load_pair takes, without its weights. Raises ModelError."""
+    return _load_tokenizer(_locate(name))
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that "auto", "cpu", "cuda" or "cuda:N" stands for on this machine."""
+    if device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N") from None
+    if resolved.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {device!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda":
+        resolved = torch.device("cuda", resolved.index or 0)
+        if not torch.cuda.is_available():
+            raise ModelError(f"device {device!r} was asked for, but torch sees no CUDA device; use --device cpu")
+        if resolved.index >= torch.cuda.device_count():
+            raise ModelError(f"device {device!r} does not exist; this machine has {torch.cuda.device_count()}")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device, num_parameters: int) -> torch.dtype:
+    """The dtype of both models. "auto": what runs fastest without losing the model's quality.
+
+    CUDA: bfloat16 where the GPU computes in it, else float16. CPU: bfloat16 for targets of 20 million parameters and
+    more where the CPU has bfloat16 dot products (decoding then reads half the bytes), else float32.
+    """
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    large = num_parameters >= CPU_FLOAT32_PARAMETERS
+    return torch.bfloat16 if large and cpu_has_bfloat16() else torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether matrix products in bfloat16 have instructions of their own: AVX-512 BF16, AMX, or ARM's BF16."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a named model is: its directory or hub id, its configuration, and the shape it is to be widened to."""
+
+    name: str
+    place: str
+    shape: Shape | None
+    config: Any
+
+    @property
+    def text_config(self) -> Any:
+        return self.config.get_text_config()
+
+    @property
+    def num_parameters(self) -> int:
+        """Computed from the configuration without allocating anything."""
+        with _one_sentence(self.name, "its configuration cannot be used"):
+            if self.shape is not None:
+                return count_parameters(self.config, self.shape)
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(self.config).num_parameters()
+
+    @property
+    def max_context_length(self) -> int:
+        limit = getattr(self.text_config, "max_position_embeddings", None)
+        if not isinstance(limit, int) or limit < 2:
+            raise ModelError(f"{self.name}: its configuration does not say how many positions it can hold")
+        return limit
+
+
+def _locate(name: str) -> _Source:
+    """Find the model's files and read its configuration."""
+    if name.startswith("bundled:"):
+        base, shape = _bundled(name)
+        place = str(BUNDLED_FOLDER / base)
+        if not Path(place, "config.json").is_file():
+            raise ModelError(f"{name}: the bundled model is missing from this installation ({place})")
+    else:
+        place, shape = _split_shape(name)
+        _check_place(name, place)
+    with _one_sentence(name, "its configuration cannot be read"):
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    return _Source(name, place, shape, config)
+
+
+def _bundled(name: str) -> tuple[str, Shape | None]:
+    known, _, shape = name.partition("@")
+    if known not in BUNDLED or (shape and BUNDLED[known][1] is not None):
+        names = ", ".join(BUNDLED)
+        raise ModelError(f"{name!r} is not a bundled model; there are {names}, and bundled:target@hidden=512,layers=8")
+    base, preset = BUNDLED[known]
+    return base, _parse_shape(name, shape) if shape else preset
+
+
+def _split_shape(name: str) -> tuple[str, Shape | None]:
+    """Split `place@hidden=512,...`; an @ that is not followed by key=value belongs to the place."""
+    place, separator, shape = name.rpartition("@")
+    if separator and "=" in shape and not Path(name).exists():
+        return place, _parse_shape(name, shape)
+    return name, None
+
+
+def _parse_shape(name: str, shape: str) -> Shape:
+    try:
+        return parse_shape(shape)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from None
+
+
+def _check_place(name: str, place: str) -> None:
+    path = Path(place).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{name}: the directory has no config.json, so it is not a transformers model")
+        if not any(path.glob("*.safetensors")):
+            raise ModelError(f"{name}: the directory has no *.safetensors; other weight formats are not read")
+    elif path.exists():
+        raise ModelError(f"{name}: a file, not a model; name the directory that holds config.json")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) or place.startswith("."):
+        raise ModelError(f"{name}: no such directory, and not a hub id; use a path, owner/name, or bundled:target")
+
+
+def _refuse_unsuitable(source: _Source) -> None:
+    """Refuse what no cache of keys and values per row can run, before any weights are read."""
+    config = source.config
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{source.name}: {kind} is an encoder-decoder; speclen runs decoder-only models")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    if model_class is None:
+        raise ModelError(f"{source.name}: {kind} is not a causal language model of transformers")
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError(
+            f"{source.name}: {kind} keeps a recurrent state, which cannot be rolled back to the last accepted token"
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{source.name}: {kind} computes attention in its own code, so rows of different lengths would be wrong"
+        )
+
+
+def _load_tokenizer(source: _Source) -> Any:
+    with _one_sentence(source.name, "its tokenizer cannot be read"):
+        return AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
+
+
+def _check_same_tokenizer(sources: list[_Source], tokenizers: list[Any]) -> None:
+    """Speculation compares token ids, so both models must mean the same text by them."""
+    target, draft = (tokenizer.get_vocab() for tokenizer in tokenizers)
+    names = f"target {sources[0].name} and draft {sources[1].name}"
+    if target != draft:
+        shared = len(target.items() & draft.items())
+        raise ModelError(
+            f"{names} have different vocabularies ({len(target)} and {len(draft)} tokens, {shared} in common); "
+            "choose a draft that was trained with the target's tokenizer"
+        )
+    first, second = (tokenizer.encode(TOKENIZER_PROBE, add_special_tokens=False) for tokenizer in tokenizers)
+    if first != second:
+        raise ModelError(f"{names} have the same vocabulary but split text differently; choose another draft")
+
+
+def _load_model(source: _Source, device: torch.device, dtype: torch.dtype) -> Any:
+    with _one_sentence(source.name, f"it cannot be loaded on {device} as {str(dtype).removeprefix('torch.')}"):
+        if source.shape is None:
+            return _read_weights(source, dtype).to(device).eval()
+        # The small model is read in float32 and widened straight into the device's memory and dtype.
+        return widen(_read_weights(source, torch.float32), source.shape, device, dtype)
+
+
+def _read_weights(source: _Source, dtype: torch.dtype) -> Any:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source.place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+    )
+    model, info = loaded
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ModelError(f"{source.name}: {len(missing)} weights are missing from its files, {missing[0]} among them")
+    return model
+
+
+@torch.no_grad()
+def _match_vocabulary(draft: Any, vocab_size: int) -> None:
+    """Give the draft as many logits as the target.
+
+    Published checkpoints of one family pad the same vocabulary to different sizes. Added rows copy the last one, which
+    is such padding itself, so that the draft does not propose them.
+    """
+    old_size = draft.get_output_embeddings().weight.shape[0]
+    if old_size == vocab_size:
+        return
+    draft.resize_token_embeddings(vocab_size, mean_resizing=False)
+    for embedding in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+        embedding.weight[old_size:] = embedding.weight[min(old_size, vocab_size) - 1]
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a sequence: those of the generation configuration, or else the tokenizer's."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+
+
+@contextmanager
+def _one_sentence(name: str, what: str) -> Iterator[None]:
+    """Turn whatever transformers, the hub or the file system raise into one ModelError, quietly."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with _without_progress_bars():
+            yield
+    except ModelError:
+        raise
+    except torch.OutOfMemoryError:
+        raise ModelError(f"{name}: {what}: out of memory; use a smaller model or --dtype bfloat16") from None
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, HFValidationError) as error:
+        raise ModelError(f"{name}: {what}: {_reason(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error, without addresses, at most 200 characters."""
+    text = str(error).strip() or type(error).__name__
+    if _is_offline() and re.search(r"cached files|internet|offline|connect", text, re.IGNORECASE):
+        return "it is neither a local directory nor in the hub's cache, and HF_HUB_OFFLINE is set"
+    first_line = re.sub(r"https?://\S+", "the hub", text.splitlines()[0])
+    return first_line if len(first_line) <= 200 else first_line[:197] + "..."
+
+
+@functools.cache
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}

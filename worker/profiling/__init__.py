@@ -1,0 +1,1 @@
+"""Offline profiles: step times and acceptance, measured before serving."""

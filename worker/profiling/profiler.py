@@ -1,0 +1,304 @@
+"""Measures an offline profile on the real engine: whole-step times over batch sizes and lengths, and survival.
+
+The grid is visited in rounds. A round draws a context length and new prompts, and visits batch sizes and lengths in
+random order, a few steps each, so that whatever changes in the machine meanwhile falls on all cells alike. The first
+round goes from the largest batch size down with one step each and the shortest prompts: it finds out at once what fits
+in memory, and leaves a rough profile whatever the time.
+Cells whose interval is tight are left out of later rounds; when all are, or the time is up, the profile is done.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from speclen.worker.backends.forward_clock import ForwardClock
+from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
+from speclen.worker.engine.steps import FixedLength, StepFlag, StepResult
+from speclen.worker.models.loading import ModelPair
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts
+from speclen.worker.profiling.samples import ProfileResult, ProfileSamples
+from speclen.worker.profiling.stats import Key, expected_tokens_error
+
+QUICK_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
+# Small models that write on for long repeat themselves, which a draft follows more easily than anything people ask for.
+ANSWER_TOKENS = 160
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What is measured, and how well."""
+
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # rows decoding in one step
+    lengths: tuple[int, ...] = tuple(range(9))  # speculation lengths, 0 included
+    budget_s: float = 150.0  # measuring time at most; loading the models comes on top
+    precision: float = 0.03  # a cell is tight when half of its 95% interval is less than this share of its mean
+    min_steps: int = 8  # steps that a tight cell has at least
+    steps_per_visit: int = 3  # steps measured at a visit; every visit costs a step or two that do not count
+    prompt_tokens: tuple[int, ...] = (32, 96, 256)  # context lengths at the start of a round; cut to the models' limit
+    temperature: float = 0.0  # of the sampling that survival is measured under; 0 is greedy
+    seed: int = 0
+    check_models: bool = True  # False: for experiments with models whose outputs depend on the batch
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileProgress:
+    """How far a profile is. left_s: time left at most; it ends earlier when all cells are tight."""
+
+    num_rounds: int
+    num_tight: int
+    num_cells: int
+    elapsed_s: float
+    left_s: float
+
+
+def quick_settings(max_batch_size: int, max_length: int, budget_s: float) -> ProfileSettings:
+    """A coarse grid up to a worker's limits: batch sizes 1, 2, 4, ..., some lengths, short contexts."""
+    sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power <= max_batch_size]
+    lengths = tuple(length for length in QUICK_LENGTHS if length <= max_length)
+    return ProfileSettings(
+        tuple(sorted({*sizes, max_batch_size})), lengths, budget_s, steps_per_visit=2, prompt_tokens=(32, 128)
+    )
+
+
+def quick_profile(pair: ModelPair, max_batch_size: int, max_length: int, budget_s: float = 20.0) -> ProfileResult:
+    """A profile in at most `budget_s`, for a worker that knows nothing of its context yet."""
+    settings = quick_settings(max_batch_size, max_length if pair.draft is not None else 0, budget_s)
+    with Profiler(pair, settings, PromptSource(pair.tokenizer, held_out_texts())) as profiler:
+        return profiler.run().result()
+
+
+class Profiler:
+    """Runs one profile; use as a context manager, which gives the engine's memory back.
+
+    samples: what an interrupted profile of the same settings had measured; they are added to in place, so that they
+    are all there when `run` is interrupted. on_progress is called about once per visited cell.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        settings: ProfileSettings,
+        source: PromptSource,
+        samples: ProfileSamples | None = None,
+        on_progress: Callable[[ProfileProgress], None] = lambda progress: None,
+    ) -> None:
+        self.settings = fit_settings(pair, settings)
+        self.samples = samples or ProfileSamples()
+        self._source = source
+        self._on_progress = on_progress
+        self._random = random.Random(settings.seed + self.samples.num_rounds)
+        self._chooser = FixedLength(0)
+        self._settling_length = 1 if pair.draft is not None else 0
+        self._tight: set[Key] = set()
+        self._rows: dict[str, None] = {}  # ids of running requests, oldest first
+        self._num_submitted = 0
+        self._failed = False  # whether the engine gave rows up
+        self._engine = self._make_engine(pair)
+        draft = self._engine.draft if pair.device.type == "cpu" else None
+        self._draft_clock = ForwardClock(None if draft is None else draft.model)
+        self._started = 0.0
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._engine
+
+    def _make_engine(self, pair: ModelPair) -> Engine:
+        """An engine for the largest batch size that fits; it is noted when that is less than asked for."""
+        while True:
+            largest = self._sizes()[-1]
+            config = EngineConfig(
+                max_batch_size=largest,
+                max_speculation_length=self.settings.lengths[-1],
+                max_waiting=largest,
+                check_models=self.settings.check_models,
+            )
+            try:
+                return Engine(pair, config, self._chooser)
+            except OUT_OF_MEMORY:
+                if largest == 1:
+                    raise
+                self._limit_batch_size(largest // 2)
+
+    def _sizes(self) -> list[int]:
+        """Batch sizes of the grid that fit, and the largest that fits when that is between two of them."""
+        limit = self.samples.largest_batch_size
+        if limit is None:
+            return list(self.settings.batch_sizes)
+        return sorted({size for size in self.settings.batch_sizes if size <= limit} | {limit})
+
+    def _limit_batch_size(self, largest: int) -> None:
+        self.samples.largest_batch_size = max(1, largest)
+
+    def _round_tokens(self) -> int:
+        """Tokens that a row may add before it is replaced: enough for every length once, but no more than an answer."""
+        steps = self.settings.steps_per_visit + 2
+        return min(ANSWER_TOKENS, 2 * steps * sum(length + 1 for length in self.settings.lengths))
+
+    # The loop.
+
+    def run(self) -> ProfileSamples:
+        """Measure until every cell is tight or the time is up."""
+        self._started = time.perf_counter() - self.samples.elapsed_s
+        try:
+            while not self._is_done():
+                self._round()
+                self.samples.num_rounds += 1
+                self._find_tight_cells()
+        finally:
+            self.samples.elapsed_s = self._elapsed()
+        return self.samples
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._started
+
+    def _is_done(self) -> bool:
+        return self._elapsed() >= self.settings.budget_s or not any(self._open_lengths(size) for size in self._sizes())
+
+    def _open_lengths(self, batch_size: int) -> list[int]:
+        """Lengths still to be measured at this batch size: cells that are not tight.
+
+        Survival is measured best where the most rows draft the most tokens.
+        """
+        open_lengths = [length for length in self.settings.lengths if (batch_size, length) not in self._tight]
+        longest = self.settings.lengths[-1]
+        if longest and longest not in open_lengths and batch_size == self._sizes()[-1]:
+            histogram = self.samples.histograms.get(longest, [])
+            if expected_tokens_error(histogram) > self.settings.precision:
+                open_lengths.append(longest)
+        return open_lengths
+
+    def _find_tight_cells(self) -> None:
+        self._tight = {
+            (cell.batch_size, cell.speculation_length)
+            for cell in self.samples.cells()
+            if cell.num_steps >= self.settings.min_steps and cell.relative_error <= self.settings.precision
+        }
+
+    def _round(self) -> None:
+        sizes = [size for size in self._sizes() if self._open_lengths(size)]
+        sizes = self._random.sample(sizes, len(sizes)) if self.samples.num_rounds else sizes[::-1]
+        prompts = self.settings.prompt_tokens
+        prompt_tokens = self._random.choice(prompts) if self.samples.num_rounds else prompts[0]
+        self._resize(0, prompt_tokens)
+        for number, size in enumerate(sizes, 1):
+            # However slow the models are, the first round reaches every batch size: each has its share of the time.
+            end = self.settings.budget_s * (1.0 if self.samples.num_rounds else number / len(sizes))
+            for length in self._ordered(self._open_lengths(size)):
+                if self._elapsed() >= end or size not in self._sizes():
+                    break  # It is late, or so many rows turned out not to fit.
+                if self._resize(size, prompt_tokens):
+                    self._visit(size, length)
+                self._report()
+
+    def _ordered(self, lengths: list[int]) -> list[int]:
+        """At random; in the first round from the outside in, so that even a cut round spans the lengths."""
+        if self.samples.num_rounds:
+            return self._random.sample(lengths, len(lengths))
+        return sorted(lengths, key=lambda length: min(lengths.index(length), len(lengths) - 1 - lengths.index(length)))
+
+    def _visit(self, batch_size: int, length: int) -> None:
+        """Measure a few steps of one cell. Steps that a flag excludes, or at the end of a row, do not count."""
+        self._chooser.speculation_length = length
+        num_measured, num_wanted = 0, self.settings.steps_per_visit if self.samples.num_rounds else 1
+        for _ in range(num_wanted + 3):
+            draft_s, num_passes = self._draft_clock.seconds, self._draft_clock.num_forwards
+            step = self._engine.step()
+            if step is None or step.flags or (step.batch_size, step.speculation_length) != (batch_size, length):
+                continue
+            self.samples.add(step)
+            if batch_size == 1:
+                self.samples.draft_s += self._draft_clock.seconds - draft_s
+                self.samples.num_draft_passes += self._draft_clock.num_forwards - num_passes
+            num_measured += 1
+            if num_measured == num_wanted:
+                return
+
+    # Rows.
+
+    def _resize(self, batch_size: int, prompt_tokens: int) -> bool:
+        """Bring the number of running rows to batch_size, prompts processed; False if that cannot be.
+
+        Either so many do not fit, which is noted, or the time is up.
+        """
+        for request_id in list(self._rows)[: max(0, len(self._rows) - batch_size)]:
+            self._end(request_id)
+        self._chooser.speculation_length = self._settling_length
+        while True:
+            # Rows that reached their limit meanwhile are replaced.
+            for _ in range(batch_size - len(self._rows)):
+                self._submit(prompt_tokens)
+            step = self._engine.step()
+            load = self._engine.load()
+            if not batch_size and not load.num_running and not load.num_waiting:
+                return True
+            if self._is_settled(step, batch_size):
+                return True
+            if batch_size and self._elapsed() >= self.settings.budget_s:
+                return False
+            if self._failed or (load.num_waiting and step is not None and StepFlag.PREFILL not in step.flags):
+                self._limit_batch_size(batch_size // 2 if self._failed else load.num_running)
+                self._failed = False
+                return False
+
+    def _end(self, request_id: str) -> None:
+        del self._rows[request_id]
+        self._engine.abort(request_id)
+
+    def _is_settled(self, step: StepResult | None, batch_size: int) -> bool:
+        return step is not None and step.batch_size == batch_size and StepFlag.PREFILL not in step.flags
+
+    def _submit(self, prompt_tokens: int) -> None:
+        self._num_submitted += 1
+        request_id = f"profile-{self._num_submitted}"
+        sampling = SamplingParams(
+            max_tokens=self._round_tokens(),
+            ignore_eos=True,
+            temperature=self.settings.temperature,
+            seed=self._num_submitted,
+        )
+        self._rows[request_id] = None
+        request = GenerationRequest(request_id, self._source.draw(prompt_tokens), sampling)
+        self._engine.submit(request, self._receive)
+
+    def _receive(self, output: SequenceOutput) -> None:
+        """Rows end at their limit, or because the engine had to give them up: then memory was short."""
+        if output.finish_reason is not None and output.request_id in self._rows:
+            del self._rows[output.request_id]
+            self._failed = self._failed or output.finish_reason is FinishReason.ABORT
+
+    def _report(self) -> None:
+        elapsed = self._elapsed()
+        num_cells = len(self._sizes()) * len(self.settings.lengths)
+        left = max(0.0, self.settings.budget_s - elapsed)
+        self._on_progress(ProfileProgress(self.samples.num_rounds, len(self._tight), num_cells, elapsed, left))
+
+
+def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
+    """The settings that the pair can do: no drafting without a draft, prompts that leave room in the context.
+
+    Raises ValueError naming what is wrong.
+    """
+    check_ascending("batch sizes", settings.batch_sizes, 1)
+    check_ascending("lengths", settings.lengths, 0)
+    if pair.draft is None and settings.lengths != (0,):
+        raise ValueError("lengths over 0 need a draft; without one only length 0 can be profiled")
+    room = pair.max_context_length - 4 * (settings.lengths[-1] + 1)
+    if room < 2:
+        raise ValueError(f"length {settings.lengths[-1]} does not fit in a context of {pair.max_context_length} tokens")
+    prompts = sorted({min(tokens, room // 2) for tokens in settings.prompt_tokens})
+    return replace(settings, prompt_tokens=tuple(prompts))
+
+
+def check_ascending(name: str, values: Iterable[int], least: int) -> None:
+    values = list(values)
+    if not values or values != sorted(set(values)) or values[0] < least:
+        raise ValueError(f"{name} {values} must be ascending whole numbers from {least} on")

@@ -1,0 +1,100 @@
+"""What a profile has measured so far: kept while it runs, saved when it is interrupted, summed up at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from speclen.worker.engine.steps import StepResult
+from speclen.worker.profiling.stats import Key, MeasuredCell, context_slope, measured_cells, reference_context, survival
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileResult:
+    """An offline profile.
+
+    cells: what was measured, nothing else. survival[i]: probability that draft tokens 0..i are all accepted, from
+    num_survival_rows[i] rows. context_slope_s: what one more token held by one row adds to a step. draft_pass_s: mean
+    time of one pass of the draft at batch size 1, None where it could not be timed. elapsed_s: measuring time.
+    largest_batch_size: set when larger ones of the grid did not fit in memory.
+    """
+
+    cells: tuple[MeasuredCell, ...]
+    survival: tuple[float, ...]
+    num_survival_rows: tuple[int, ...]
+    context_slope_s: float
+    draft_pass_s: float | None
+    elapsed_s: float
+    largest_batch_size: int | None = None
+
+
+@dataclass(slots=True)
+class ProfileSamples:
+    """Single steps by cell, and accepted runs by length.
+
+    steps[batch size, length]: (latency_s, mean context length) of every step. histograms[length][j]: rows that accepted
+    exactly j. draft_s, num_draft_passes: forwards of the draft at batch size 1.
+    """
+
+    steps: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
+    histograms: dict[int, list[int]] = field(default_factory=dict)
+    draft_s: float = 0.0
+    num_draft_passes: int = 0
+    elapsed_s: float = 0.0
+    num_rounds: int = 0
+    largest_batch_size: int | None = None
+
+    def add(self, step: StepResult) -> None:
+        """Count one step that nothing disturbed."""
+        key = (step.batch_size, step.speculation_length)
+        self.steps.setdefault(key, []).append((step.latency_s, step.mean_context_length))
+        counts = self.histograms.setdefault(step.speculation_length, [0] * (step.speculation_length + 1))
+        for run, rows in enumerate(step.accepted_histogram):
+            counts[run] += rows
+
+    def cells(self) -> list[MeasuredCell]:
+        return self._cells()[0]
+
+    def _cells(self) -> tuple[list[MeasuredCell], float]:
+        arrays = {key: np.array(values) for key, values in self.steps.items() if values}
+        slope = context_slope(arrays)
+        return measured_cells(arrays, slope, reference_context(arrays)), slope
+
+    def result(self) -> ProfileResult:
+        cells, slope = self._cells()
+        values, rows = survival(self.histograms)
+        return ProfileResult(
+            cells=tuple(cells),
+            survival=tuple(values),
+            num_survival_rows=tuple(rows),
+            context_slope_s=slope,
+            draft_pass_s=self.draft_s / self.num_draft_passes if self.num_draft_passes else None,
+            elapsed_s=self.elapsed_s,
+            largest_batch_size=self.largest_batch_size,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps": [[*key, values] for key, values in self.steps.items()],
+            "histograms": [[length, counts] for length, counts in self.histograms.items()],
+            "draft_s": self.draft_s,
+            "num_draft_passes": self.num_draft_passes,
+            "elapsed_s": self.elapsed_s,
+            "num_rounds": self.num_rounds,
+            "largest_batch_size": self.largest_batch_size,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> ProfileSamples:
+        """Raises KeyError, TypeError or ValueError when the content is not what `to_json` gave."""
+        return cls(
+            steps={(int(b), int(s)): [(float(t), float(c)) for t, c in values] for b, s, values in content["steps"]},
+            histograms={int(length): [int(n) for n in counts] for length, counts in content["histograms"]},
+            draft_s=float(content["draft_s"]),
+            num_draft_passes=int(content["num_draft_passes"]),
+            elapsed_s=float(content["elapsed_s"]),
+            num_rounds=int(content["num_rounds"]),
+            largest_batch_size=content["largest_batch_size"],
+        )

@@ -1,0 +1,1 @@
+"""What a worker tells the controller, and the table of lengths it gets back."""

@@ -1,0 +1,329 @@
+"""The worker's side of the control stream: lengths in, reports out, and nothing that a step waits for.
+
+A step calls `choice_for` (a tuple index) and `report` (an append). An asyncio task sends what was appended, in groups,
+and replaces the table when a newer one arrives. A report is kept until the controller says that it is on disk, and sent
+again after a reconnect; the buffer is bounded, and what falls out of it is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+from grpc import aio
+
+from speclen.transport.aio import prepare_aio
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+from speclen.worker.engine.steps import LengthChoice, StepFlag, StepResult
+from speclen.worker.reporting.length_table import BucketLength, LengthTable
+
+log = structlog.get_logger()
+
+FLAGS = {
+    StepFlag.FIRST_USE: pb.STEP_FLAG_FIRST_USE,
+    StepFlag.COMPILATION: pb.STEP_FLAG_COMPILATION,
+    StepFlag.PREFILL: pb.STEP_FLAG_PREFILL,
+    StepFlag.CATCH_UP: pb.STEP_FLAG_CATCH_UP,
+    StepFlag.MIXED_LENGTHS: pb.STEP_FLAG_MIXED_LENGTHS,
+}
+
+# Keepalive alone does not notice a stopped peer for more than a minute; with the ping timeout it takes seconds.
+CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """How the worker speaks with the controller. Times in seconds."""
+
+    flush_interval_s: float = 0.2  # a report waits this long for company: fewer messages, still fresh
+    group_size: int = 256  # reports per message at most; the protocol allows 1024
+    max_buffered: int = 65_536  # reports kept until durable: about half an hour of steps at 40 a second
+    heartbeat_s: float = 1.0  # an empty message is sent when there was nothing to say for this long
+    silence_s: float = 5.0  # no answer for this long: the stream is given up and opened again
+    retry_s: float = 0.5  # first pause before a new attempt; doubles up to max_retry_s
+    max_retry_s: float = 5.0
+    rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCard:
+    """How the worker introduces itself to the controller."""
+
+    worker_id: str
+    epoch: int
+    context: pb.ContextKey
+    max_batch_size: int
+    max_speculation_length: int
+    address: str
+    policy: str
+
+    def identity(self) -> pb.WorkerIdentity:
+        return pb.WorkerIdentity(worker_id=self.worker_id, epoch=self.epoch)
+
+    def register_request(self) -> pb.RegisterWorkerRequest:
+        return pb.RegisterWorkerRequest(
+            worker=self.identity(),
+            context=self.context,
+            limits=pb.WorkerLimits(
+                max_batch_size=self.max_batch_size, max_speculation_length=self.max_speculation_length
+            ),
+            address=self.address,
+            policy=self.policy,
+        )
+
+
+@dataclass(slots=True)
+class PendingProbe:
+    """An exploratory length waiting for the first step of a fitting batch size."""
+
+    probe: pb.Probe
+    expires_at: float
+
+
+@dataclass(slots=True)
+class ReportBuffer:
+    """Reports from append to durable.
+
+    The engine's thread only appends and the event loop alone removes, so neither needs a lock; the bound is therefore
+    kept by the event loop, in `trim`.
+    """
+
+    max_buffered: int
+    records: deque[tuple[int, LengthChoice, StepResult]] = field(default_factory=deque)
+    num_dropped: int = 0
+    next_seq: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
+
+    def append(self, choice: LengthChoice, result: StepResult) -> None:
+        self.records.append((self.next_seq(), choice, result))
+
+    def trim(self) -> None:
+        """Drop the oldest reports beyond the bound: they are worth the least."""
+        while len(self.records) > self.max_buffered:
+            self.records.popleft()
+            self.num_dropped += 1
+
+    def forget_until(self, durable_seq: int) -> None:
+        while self.records and self.records[0][0] <= durable_seq:
+            self.records.popleft()
+
+    def after(self, seq: int, limit: int) -> list[tuple[int, LengthChoice, StepResult]]:
+        """Up to `limit` records with a larger seq, in order. The records are consecutive, so this is one slice."""
+        records = self.records
+        if not records:
+            return []
+        skip = max(0, seq - records[0][0] + 1)
+        return list(itertools.islice(records, skip, skip + limit))
+
+
+def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepReport:
+    return pb.StepReport(
+        seq=seq,
+        batch_size=result.batch_size,
+        speculation_length=result.speculation_length,
+        latency_s=result.latency_s,
+        accepted_histogram=result.accepted_histogram,
+        mean_context_length=result.mean_context_length,
+        decision_version=choice.decision_version,
+        flags=[FLAGS[flag] for flag in result.flags],
+        probe_id=choice.probe_id,
+    )
+
+
+class ControlClient:
+    """Chooses lengths from the newest table and reports steps in the background.
+
+    follow: True for the adaptive policy; False for a worker that keeps its own table and only reports.
+    """
+
+    def __init__(
+        self,
+        card: WorkerCard,
+        table: LengthTable,
+        follow: bool,
+        settings: ControlSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.card = card
+        self.table = table
+        self.follow = follow
+        self.settings = settings or ControlSettings()
+        self.clock = clock
+        self.buffer = ReportBuffer(self.settings.max_buffered)
+        self.connected = False
+        self.num_refused = 0
+        # accepted_runs[j]: rows that had draft tokens and whose accepted run was exactly j, since the start.
+        self.accepted_runs = [0] * (card.max_speculation_length + 1)
+        self._incoming: deque[PendingProbe] = deque()  # event loop to engine
+        self._probes: list[PendingProbe] = []  # the engine's own
+        self._last_answer = 0.0
+
+    # The engine's side: called once a step, from the engine's thread.
+
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+        table = self.table
+        # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait.
+        if (self._incoming or self._probes) and not (with_prompts and table.lengths[batch_size]):
+            probe = self._take_probe(batch_size)
+            if probe is not None:
+                return LengthChoice(probe.speculation_length, table.decision_version, probe.probe_id)
+        return LengthChoice(table.lengths[batch_size], table.decision_version)
+
+    def report(self, choice: LengthChoice, result: StepResult) -> None:
+        self.buffer.append(choice, result)
+        if result.speculation_length:
+            for run, num_rows in enumerate(result.accepted_histogram):
+                self.accepted_runs[run] += num_rows
+
+    def _take_probe(self, batch_size: int) -> pb.Probe | None:
+        """The first live probe for the batch size, removed: a probe is used once."""
+        while self._incoming:
+            self._probes.append(self._incoming.popleft())
+        now = self.clock()
+        self._probes = [pending for pending in self._probes if pending.expires_at > now]
+        for pending in self._probes:
+            if pending.probe.batch_min <= batch_size <= pending.probe.batch_max:
+                self._probes.remove(pending)
+                return pending.probe
+        return None
+
+    # The event loop's side.
+
+    async def run(
+        self,
+        target: str,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> None:
+        """Keep a stream to the controller open until cancelled; without a controller the last table stays in use."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._trim_forever())
+            group.create_task(self._connect_forever(target, credentials, aio.Metadata(*metadata)))
+
+    async def _trim_forever(self) -> None:
+        while True:
+            self.buffer.trim()
+            await asyncio.sleep(1.0)
+
+    async def _connect_forever(
+        self, target: str, credentials: grpc.ChannelCredentials | None, metadata: aio.Metadata
+    ) -> None:
+        prepare_aio()
+        pause = self.settings.retry_s
+        while True:
+            started = self.clock()
+            reason = "closed by the controller"
+            channel = (
+                aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+                if credentials
+                else aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+            )
+            try:
+                async with channel:
+                    await self._converse(rpc.ControlServiceStub(channel), metadata)
+            except grpc.RpcError as error:
+                reason = f"{error.code().name}: {error.details()}" if isinstance(error, aio.AioRpcError) else str(error)
+            except TimeoutError:
+                reason = f"no answer for {self.settings.silence_s:g} s"
+            if self.connected:
+                log.warning("controller lost, going on with the last table", controller=target, reason=reason)
+                self.connected = False
+                if self.follow and self.table.source == "controller":
+                    self.table = self._with_source("last table")
+            elif pause == self.settings.retry_s:
+                log.warning("no controller yet", controller=target, reason=reason, table=self.table.source)
+            if self.clock() - started > self.settings.max_retry_s:
+                pause = self.settings.retry_s
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, self.settings.max_retry_s)
+
+    async def _converse(self, stub: rpc.ControlServiceAsyncStub, metadata: aio.Metadata) -> None:
+        registered = await stub.RegisterWorker(
+            self.card.register_request(), timeout=self.settings.rpc_timeout_s, metadata=metadata
+        )
+        self._apply_table(registered.table)
+        self.buffer.forget_until(registered.durable_seq)
+        self._last_answer = self.clock()
+        log.info("controller found", durable_seq=registered.durable_seq)
+        self.connected = True
+        call = stub.StreamReports(self._requests(registered.durable_seq), metadata=metadata)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._receive(call))
+                group.create_task(self._watch())
+        except* (TimeoutError, grpc.RpcError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            call.cancel()
+
+    async def _requests(self, durable_seq: int) -> AsyncIterator[pb.StreamReportsRequest]:
+        """The first message names the worker; then groups of reports as they come, and heartbeats."""
+        yield pb.StreamReportsRequest(worker=self.card.identity())
+        sent, quiet_since = durable_seq, self.clock()
+        while True:
+            group = self.buffer.after(sent, self.settings.group_size)
+            if group or self.clock() - quiet_since >= self.settings.heartbeat_s:
+                yield pb.StreamReportsRequest(reports=[to_report(*record) for record in group])
+                quiet_since = self.clock()
+            if group:
+                sent = group[-1][0]
+            if len(group) < self.settings.group_size:
+                await asyncio.sleep(self.settings.flush_interval_s)
+
+    async def _receive(self, call: aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]) -> None:
+        async for response in call:
+            self._last_answer = self.clock()
+            if response.HasField("table"):
+                self._apply_table(response.table)
+            self.buffer.forget_until(response.durable_seq)
+            if self.follow:
+                self._add_probes(response.probes)
+            if response.num_refused > self.num_refused:
+                log.error("controller refused reports", num=response.num_refused, reason=response.last_refusal)
+            self.num_refused = response.num_refused
+        raise TimeoutError  # the stream has ended: open another
+
+    async def _watch(self) -> None:
+        """Give the stream up when the controller has been silent for too long."""
+        while self.clock() - self._last_answer < self.settings.silence_s:
+            await asyncio.sleep(self.settings.silence_s / 5)
+        raise TimeoutError
+
+    def _add_probes(self, probes: Iterable[pb.Probe]) -> None:
+        now = self.clock()
+        for probe in probes:
+            if probe.speculation_length <= self.card.max_speculation_length:
+                self._incoming.append(PendingProbe(probe, now + probe.valid_for_s))
+
+    def _apply_table(self, message: pb.LengthTable) -> None:
+        if not self.follow or not message.choices:
+            return
+        buckets = [BucketLength(c.batch_min, c.batch_max, c.speculation_length) for c in message.choices]
+        try:
+            self.table = LengthTable.from_buckets(
+                buckets,
+                self.card.max_batch_size,
+                self.card.max_speculation_length,
+                message.decision_version,
+                "controller",
+            )
+        except ValueError as error:
+            log.error("table of the controller not used", reason=str(error))
+
+    def _with_source(self, source: str) -> LengthTable:
+        table = self.table
+        return LengthTable(table.lengths, table.decision_version, source, table.buckets)

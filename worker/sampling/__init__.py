@@ -1,0 +1,1 @@
+"""Choosing tokens: probabilities, noise, and what of a draft is accepted."""

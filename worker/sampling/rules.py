@@ -1,0 +1,156 @@
+"""How a batch chooses its tokens: the greedy rule, and the rule for batches in which any row samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from speclen.worker.sampling import noise
+from speclen.worker.sampling.logits import LogitEdits, RowEdits
+from speclen.worker.sampling.verification import accept_matching, choose, distribution, most_likely, verify
+
+
+@dataclass(slots=True)
+class RowSampling:
+    """One row's settings. key: of `speclen.worker.sampling.noise`, set when the row's tokens must not depend on the rest of the batch."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    key: int | None = None
+    edits: RowEdits | None = None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the token is simply the largest logit."""
+        return self.temperature == 0 and self.edits is None
+
+
+class TokenRule(Protocol):
+    """Proposes draft tokens and decides which stay. One object per step; `propose` is called for columns 0, 1, ..."""
+
+    def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft tokens [n] for the first n rows. logits: [n, 1, vocab]; draft_ids: [n, tokens drafted so far]."""
+
+    def decide(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accepted lengths [rows], and tokens [rows, k + 1] of which row r's first accepted + 1 are its output.
+
+        logits: [rows, k + 1, vocab] of the target; draft_ids: [rows, k]; caps: [rows] or None for k.
+        """
+
+
+class GreedyRule:
+    """Every row takes the most likely token: no sampling work at all."""
+
+    def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+        return most_likely(logits[:, 0])
+
+    def decide(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        target_ids = most_likely(logits)
+        return accept_matching(draft_ids, target_ids, caps), target_ids
+
+
+class BatchSampling:
+    """Settings of a batch's rows as tensors; made once for every change of the batch."""
+
+    def __init__(self, rows: Sequence[RowSampling], device: torch.device) -> None:
+        def column(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, device=device)
+
+        self.rows = rows
+        self.device = device
+        self.is_plain_greedy = all(row.is_plain_greedy for row in rows)
+        self.temperature = column([float(row.temperature) for row in rows])
+        self.top_k = column([row.top_k for row in rows]) if any(row.top_k for row in rows) else None
+        self.top_p = column([row.top_p for row in rows]) if any(row.top_p < 1 for row in rows) else None
+        self.min_p = column([row.min_p for row in rows]) if any(row.min_p > 0 for row in rows) else None
+        self.keys = torch.tensor([row.key or 0 for row in rows], dtype=torch.long, device=device)
+        seeded = [row.key is not None for row in rows]
+        # Greedy rows have no randomness to reproduce: both rules give them the same tokens.
+        matching = [row.key is not None or row.temperature == 0 for row in rows]
+        self.seeded = torch.tensor(seeded, device=device)
+        self.matching = torch.tensor(matching, device=device)
+        self.any_seeded, self.any_matching, self.all_matching = any(seeded), any(matching), all(matching)
+        self.has_edits = any(row.edits is not None for row in rows)
+
+    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """Probabilities of the first len(logits) rows."""
+        n = len(logits)
+        return distribution(
+            logits,
+            self.temperature[:n],
+            None if self.top_k is None else self.top_k[:n],
+            None if self.top_p is None else self.top_p[:n],
+            None if self.min_p is None else self.min_p[:n],
+        )
+
+
+class SamplingRule:
+    """Rows with and without randomness, each by the rule that fits it; see `speclen.worker.sampling.verification` for the two rules.
+
+    positions: [rows], how many tokens each row has put out before the step: noise and min_tokens go by output position.
+    """
+
+    def __init__(self, batch: BatchSampling, positions: torch.Tensor, generator: torch.Generator | None) -> None:
+        self.batch = batch
+        self.positions = positions
+        self.generator = generator
+        self.edits = LogitEdits([row.edits for row in batch.rows], positions) if batch.has_edits else None
+        self._draft_probs: list[torch.Tensor] = []
+
+    def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+        column = draft_ids.shape[1]
+        probs = self._probs(logits, draft_ids, column)
+        self._draft_probs.append(probs)
+        return choose(probs, self._noise(probs, column))[:, 0]
+
+    def decide(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        probs = self._probs(logits, draft_ids, 0)
+        if self.batch.all_matching:
+            return self._match(probs, draft_ids, caps)
+        num_accepted, following = verify(probs, self._drafted(probs), draft_ids, caps, self.generator)
+        tokens = torch.nn.functional.pad(draft_ids, (0, 1)).scatter_(1, num_accepted[:, None], following[:, None])
+        if not self.batch.any_matching:
+            return num_accepted, tokens
+        num_matched, target_ids = self._match(probs, draft_ids, caps)
+        matching = self.batch.matching
+        return torch.where(matching, num_matched, num_accepted), torch.where(matching[:, None], target_ids, tokens)
+
+    def _match(
+        self, probs: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        target_ids = choose(probs, self._noise(probs, 0))
+        return accept_matching(draft_ids, target_ids, caps), target_ids
+
+    def _probs(self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int) -> torch.Tensor:
+        if self.edits is not None:
+            logits = self.edits.apply(logits, draft_ids, first)
+        return self.batch.distribution(logits)
+
+    def _noise(self, probs: torch.Tensor, first: int) -> torch.Tensor:
+        """Exp(1) noise like probs, whose first column is `first` tokens after the row's output."""
+        rows, columns, vocab_size = probs.shape
+        fresh = torch.empty_like(probs).exponential_(generator=self.generator)
+        if not self.batch.any_seeded:
+            return fresh
+        positions = self.positions[:rows, None] + first + torch.arange(columns, device=probs.device)
+        keyed = noise.exponential(self.batch.keys[:rows], positions, vocab_size)
+        return torch.where(self.batch.seeded[:rows, None, None], keyed, fresh)
+
+    def _drafted(self, probs: torch.Tensor) -> torch.Tensor:
+        """Draft distributions [rows, k, vocab] of all rows: 0 for rows that drafted nothing."""
+        rows, columns, vocab_size = probs.shape
+        drafted = probs.new_zeros(rows, columns - 1, vocab_size)
+        for column, column_probs in enumerate(self._draft_probs):
+            drafted[: len(column_probs), column] = column_probs[:, 0]
+        return drafted

@@ -1,0 +1,128 @@
+"""Translates between generation.proto and the engine's own values. Ranges are checked by the engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+
+from speclen.v1 import generation_pb2 as pb
+from speclen.worker.engine.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
+
+MAX_REQUEST_ID = 128
+
+FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+
+# Optional fields: absent means the default of SamplingParams, zero means zero.
+OPTIONAL = ("temperature", "top_p", "repetition_penalty", "max_tokens", "n", "seed", "logprobs")
+PLAIN = (
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "include_special_tokens",
+)
+
+
+def to_sampling(message: pb.SamplingParams) -> SamplingParams:
+    """The engine's parameters; fields that the message leaves out keep their defaults."""
+    values = {name: getattr(message, name) for name in PLAIN}
+    values |= {name: getattr(message, name) for name in OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParams(
+        **values,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+    )
+
+
+def to_fixed_length(message: pb.Speculation) -> int | None:
+    """None where the table decides. Raises ValueError for a mode this version does not know."""
+    modes = {
+        pb.Speculation.MODE_UNSPECIFIED: None,
+        pb.Speculation.MODE_AUTO: None,
+        pb.Speculation.MODE_OFF: 0,
+        pb.Speculation.MODE_FIXED: message.length,
+    }
+    if message.mode not in modes:
+        raise ValueError(f"speculation.mode {message.mode} is unknown")
+    return modes[message.mode]
+
+
+def to_request(message: pb.GenerateRequest, encode: Callable[[str], list[int]]) -> GenerationRequest:
+    """Raises ValueError naming the field when the input is missing or the id is too long."""
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise ValueError("input is missing: set text or tokenized.input_ids")
+    prompt_ids = encode(message.text) if kind == "text" else list(message.tokenized.input_ids)
+    if len(message.request_id) > MAX_REQUEST_ID:
+        raise ValueError(f"request_id has {len(message.request_id)} characters, at most {MAX_REQUEST_ID} are allowed")
+    return GenerationRequest(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt_ids=tuple(prompt_ids),
+        sampling=to_sampling(message.sampling_params),
+        fixed_length=to_fixed_length(message.speculation),
+    )
+
+
+def to_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(logprob=one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs) for one in logprobs
+    ]
+
+
+class SequenceMessages:
+    """Builds the messages of one sequence: merges outputs into chunks and remembers the whole for the completion."""
+
+    def __init__(self, request_id: str, index: int) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.token_ids: list[int] = []
+        self.text: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+
+    def chunk(self, outputs: Sequence[SequenceOutput]) -> pb.GenerateResponse:
+        """One chunk for the outputs of one or more steps, which must not be empty."""
+        token_ids = [token for output in outputs for token in output.token_ids]
+        text = "".join(output.text for output in outputs)
+        logprobs = [one for output in outputs for one in output.logprobs]
+        self.token_ids += token_ids
+        self.text.append(text)
+        self.logprobs += logprobs
+        chunk = pb.GenerateChunk(
+            token_ids=token_ids,
+            text=text,
+            prompt_tokens=outputs[-1].num_prompt_tokens,
+            completion_tokens=outputs[-1].num_completion_tokens,
+            index=self.index,
+            logprobs=to_logprobs(logprobs),
+        )
+        return pb.GenerateResponse(request_id=self.request_id, chunk=chunk)
+
+    def complete(self, last: SequenceOutput) -> pb.GenerateResponse:
+        """The completion, once `chunk` has seen every output, `last` included."""
+        assert last.finish_reason is not None
+        complete = pb.GenerateComplete(
+            output_ids=self.token_ids,
+            text="".join(self.text),
+            finish_reason=FINISH_REASONS[last.finish_reason],
+            usage=pb.Usage(prompt_tokens=last.num_prompt_tokens, completion_tokens=last.num_completion_tokens),
+            speculation=pb.SpeculationStats(
+                num_steps=last.num_steps,
+                num_draft_tokens=last.num_draft_tokens,
+                num_accepted_tokens=last.num_accepted_tokens,
+            ),
+            index=self.index,
+            logprobs=to_logprobs(self.logprobs),
+        )
+        if isinstance(last.matched_stop, str):
+            complete.matched_stop_string = last.matched_stop
+        elif last.matched_stop is not None:
+            complete.matched_token_id = last.matched_stop
+        return pb.GenerateResponse(request_id=self.request_id, complete=complete)

@@ -1,0 +1,107 @@
+"""Prometheus metrics of a worker, under the names that vLLM made common, with the prefix `speclen_`.
+
+Counts and gauges are read when somebody asks; only the three latency histograms are fed, on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from speclen.worker.engine.engine import Engine
+from speclen.worker.reporting.control_client import ControlClient
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+
+
+class WorkerMetrics:
+    """The worker's registry. Times in seconds."""
+
+    def __init__(self, engine: Engine, control: ControlClient) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine, control))
+        self.time_to_first_token = self._histogram("time_to_first_token", "From arrival to the first token")
+        self.inter_token_latency = self._histogram("inter_token_latency", "Mean time between tokens of a request")
+        self.e2e_request_latency = self._histogram("e2e_request_latency", "From arrival to the last token")
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry)
+
+    def serve(self, address: str) -> None:
+        """Serve the page on HOST:PORT from a thread. Raises OSError when the port is taken, ValueError for no address."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"--metrics-listen {address!r} is not HOST:PORT")
+        try:
+            start_http_server(int(port), addr=host, registry=self.registry)
+        except OSError as error:
+            raise OSError(
+                f"cannot listen on {address}: {error.strerror}; choose another with --metrics-listen"
+            ) from error
+
+    def request_finished(
+        self, arrived_at: float, first_token_at: float | None, ended_at: float, num_tokens: int
+    ) -> None:
+        """Take note of a request that ran to its end; times of one clock."""
+        self.e2e_request_latency.observe(ended_at - arrived_at)
+        if first_token_at is None:
+            return
+        self.time_to_first_token.observe(first_token_at - arrived_at)
+        if num_tokens > 1:
+            self.inter_token_latency.observe((ended_at - first_token_at) / (num_tokens - 1))
+
+
+class EngineCollector:
+    """Reads the engine's and the control client's own numbers when Prometheus asks."""
+
+    def __init__(self, engine: Engine, control: ControlClient) -> None:
+        self._engine = engine
+        self._control = control
+
+    def collect(self) -> Iterator[Metric]:
+        load, control = self._engine.load(), self._control
+        yield gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
+        yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting)
+        usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
+        yield gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
+        yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
+        yield counter("spec_decode_num_drafts", "Rows that had draft tokens verified", sum(control.accepted_runs))
+        yield counter("spec_decode_num_draft_tokens", "Tokens drafted", load.num_draft_tokens)
+        yield counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted", load.num_accepted_tokens)
+        yield per_position(control.accepted_runs)
+        yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
+        yield counter("decode_steps", "Decoding steps", load.num_steps)
+        yield lengths(control)
+        yield gauge("controller_connected", "1 while reports reach the controller", float(control.connected))
+        yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer.records))
+        yield counter("reports_dropped", "Reports given up for lack of room", control.buffer.num_dropped)
+        yield counter("reports_refused", "Reports the controller refused", control.num_refused)
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"speclen_{name}", text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"speclen_{name}", text, value=value)
+
+
+def per_position(accepted_runs: list[int]) -> Metric:
+    """accepted_runs[j]: rows whose accepted run was exactly j."""
+    family = CounterMetricFamily(
+        "speclen_spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position", labels=["position"]
+    )
+    for position in range(1, len(accepted_runs)):
+        family.add_metric([str(position - 1)], sum(accepted_runs[position:]))
+    return family
+
+
+def lengths(control: ControlClient) -> Metric:
+    family = GaugeMetricFamily(
+        "speclen_speculation_length", "Length in use, by bucket of batch sizes", labels=["batch_min", "batch_max"]
+    )
+    for bucket in control.table.buckets:
+        family.add_metric([str(bucket.batch_min), str(bucket.batch_max)], bucket.speculation_length)
+    return family
