@@ -20,7 +20,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 
 # verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
 VERBS: dict[str, tuple[str, str, str]] = {
@@ -42,8 +42,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "profile": ("speclen.cli.profile", "app", "Measure step times and survival offline; look at, and hand on."),
     "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller to a file."),
-    "export": ("speclen.cli.state", "export_state", "Write what was learned as JSON, to move it between fleets."),
-    "import": ("speclen.cli.state", "import_state", "Take over what another fleet learned."),
+    "export": ("speclen.cli.export", "export_state", "Write what was learned as JSON, to move it between fleets."),
+    "import": ("speclen.cli.import_state", "import_state", "Take over what another fleet learned."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "inspect": ("speclen.cli.inspect", "inspect", "Browse the database in a web browser, with charts."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import typer
 
-from speclen.launch.database import DB_OPTION, reading
-from speclen.launch.errors import UserError
+from speclen.console.database import DB_OPTION, reading
+from speclen.console.errors import UserError
 from speclen.store.connection import Connection, sqlite3
 
 

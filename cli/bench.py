@@ -68,6 +68,6 @@ def bench() -> None:
 
     Example: speclen bench serve --track time-varying --compare adaptive,none,oracle --repeats 3
     """
-    from speclen.launch.processes import end_as_by_ctrl_c  # here, for the overview's sake
+    from speclen.console.processes import end_as_by_ctrl_c  # here, for the overview's sake
 
     end_as_by_ctrl_c()

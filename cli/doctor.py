@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.launch.database import DB_OPTION, reading
-from speclen.launch.errors import UserError
+from speclen.console.database import DB_OPTION, reading
+from speclen.console.errors import UserError
 from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, is_locked, sqlite3
 from speclen.store.migration_steps import STEPS
 from speclen.store.migrations import applied_steps, refuse_newer

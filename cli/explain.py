@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from speclen.console.database import DB_OPTION, reading
+from speclen.console.errors import UserError
+from speclen.console.history import find_context, key_of, last_change, name_of, restored
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
-from speclen.launch.database import DB_OPTION, reading
-from speclen.launch.errors import UserError
-from speclen.launch.history import find_context, key_of, last_change, name_of, restored
 from speclen.store.queries import load_state
 
 

@@ -10,7 +10,7 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

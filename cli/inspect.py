@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from speclen.launch.database import DB_OPTION, reading
-from speclen.launch.errors import UserError
+from speclen.console.database import DB_OPTION, reading
+from speclen.console.errors import UserError
 
 if TYPE_CHECKING:
     from datasette.app import Datasette

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from speclen.console.database import DB_OPTION, reading
+from speclen.console.errors import UserError
+from speclen.console.history import bucket_spec, events, key_of, name_of, stored_state
 from speclen.controller.analysis.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.controller.estimator.policies import is_policy
-from speclen.launch.database import DB_OPTION, reading
-from speclen.launch.errors import UserError
-from speclen.launch.history import bucket_spec, events, key_of, name_of, stored_state
 from speclen.store.queries import load_state, view_rows
 from speclen.store.records import StoredState
 

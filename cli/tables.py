@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speclen.launch.database import DB_OPTION, reading
-from speclen.launch.errors import UserError
+from speclen.console.database import DB_OPTION, reading
+from speclen.console.errors import UserError
 from speclen.store.queries import view_rows
 
 Row = dict[str, Any]

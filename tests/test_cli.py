@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from speclen.cli.app import VERBS, main
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 
 
 def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from database_rows import write_database
 from store_rows import moment, report, rows, store_now
 
 from speclen.cli.backup import backup
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 from speclen.store.database import Store
 
 

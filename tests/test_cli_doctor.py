@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from speclen.cli import doctor as module
 from speclen.cli.app import app
 from speclen.cli.doctor import examine
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 from speclen.store import migrations
 from speclen.store.connection import connect_writer, sqlite3
 from speclen.store.database import Store

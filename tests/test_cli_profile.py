@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import speclen.cli.profile
 from speclen.bench.profile.analysis import analyse, ms_per_token
 from speclen.bench.profile.document import ProfileDocument, read_document
+from speclen.console.errors import UserError
 from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
-from speclen.launch.errors import UserError
 from speclen.store.connection import connect_reader
 from speclen.store.profiles import stored_profiles
 from speclen.store.queries import view_rows

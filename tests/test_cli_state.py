@@ -8,10 +8,11 @@ import pytest
 from database_rows import KEY, estimator, write_database
 from store_rows import context, rows, store_now
 
-from speclen.cli.state import export_state, import_state
+from speclen.cli.export import export_state
+from speclen.cli.import_state import import_state
+from speclen.console.errors import UserError
 from speclen.controller.estimator.controller import Controller
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.launch.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit, StateRow, StoredState
 

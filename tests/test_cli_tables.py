@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from speclen.cli.app import app
 from speclen.cli.tables import learned_rows
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 import tiny_models
 
-from speclen.launch.processes import Child
+from speclen.console.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

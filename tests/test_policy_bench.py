@@ -13,8 +13,8 @@ from speclen.bench.simulation.players import make_player
 from speclen.bench.simulation.policy import Job, play, policy, summarise
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import Engine, World
+from speclen.console.errors import UserError
 from speclen.controller.estimator.core import StepObservation
-from speclen.launch.errors import UserError
 
 
 class Clairvoyant:

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from speclen.launch.errors import UserError
-from speclen.launch.processes import FIRST_PAUSE_S, Child
+from speclen.console.errors import UserError
+from speclen.console.processes import FIRST_PAUSE_S, Child
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 

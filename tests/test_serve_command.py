@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from speclen.bench.serving.survey import Survey
 from speclen.cli.bench import app
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 
 SPELLED = "for=3 load=0.5"
 

@@ -18,7 +18,7 @@ from speclen.bench.serving.load import Outcome
 from speclen.bench.serving.run_track import TrackRun, failed_run
 from speclen.bench.serving.tracks import make_track
 from speclen.bench.serving.watch import Sample
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 
 TRACK = make_track("time-varying", 700.0, seed=1)
 # Mean latency of each policy, in units of what the request takes at best.

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from speclen.bench.machine import machine
 from speclen.bench.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
+from speclen.console.errors import UserError
 from speclen.controller.estimator.core import ContextKey
-from speclen.launch.errors import UserError
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import ProfileProgress, Profiler, ProfileSettings
 from speclen.worker.profiling.prompts import PromptSource

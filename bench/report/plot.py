@@ -8,7 +8,7 @@ from typing import Any
 
 from speclen.bench.report.compare import Comparison
 from speclen.bench.report.summary import RunSummary
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 
 
 def plot(comparison: Comparison, path: Path) -> None:

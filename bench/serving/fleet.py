@@ -16,9 +16,9 @@ import grpc
 
 from speclen.bench.profile.document import read_document
 from speclen.bench.profile.importing import send
+from speclen.console.errors import UserError
+from speclen.console.processes import Child
 from speclen.controller.estimator.core import ContextKey
-from speclen.launch.errors import UserError
-from speclen.launch.processes import Child
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 
 START_TIMEOUT_S = 600.0

@@ -18,7 +18,7 @@ from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey, capacity_cells, exhaustive_cells, load_survey, measure
 from speclen.bench.serving.track_file import load_track
 from speclen.bench.serving.tracks import SCENARIOS, scenario_of
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.file import foreign_parts
 

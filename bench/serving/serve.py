@@ -19,22 +19,21 @@ from speclen.bench.serving.plan import Plan, Prepared, load_tokenizer, prepare, 
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.run_track import TrackRun, failed_run, run_track
 from speclen.bench.serving.tracks import SCENARIOS, Track, make_track
-from speclen.launch.errors import UserError
-from speclen.launch.model_options import DEVICE, DRAFT, DTYPE, TARGET_HELP
+from speclen.console.errors import UserError
+from speclen.console.flags import flags_from
+from speclen.worker.config import WorkerConfig
 
 GOOD_ENOUGH = 2.0  # goodput: latency per token at most so many times that of one request alone without speculation
 QUICK_DURATION_S, QUICK_CELL_S = 20.0, 1.5
 START_AND_STOP_S = 20.0  # of controller and worker, about, for the estimate of how long it will take
 
 
+@flags_from(WorkerConfig, "draft", "device", "dtype")
 def serve(
     track: str = typer.Option("time-varying", help=f"{', '.join(SCENARIOS)}; a saved track's file; or segments."),
     compare: str = typer.Option("adaptive,none", help="Policies, the one it is about first."),
     repeats: int = typer.Option(3, min=1, help="Runs of every policy, interleaved."),
-    target: str = typer.Option("bundled:target-60m", help=TARGET_HELP),
-    draft: str = DRAFT,
-    device: str = DEVICE,
-    dtype: str = DTYPE,
+    target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
     max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),
     max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
     threads: int = typer.Option(0, min=0, help="CPU threads of the worker; 0: its own default."),
@@ -52,12 +51,15 @@ def serve(
     requests: Path | None = typer.Option(None, help="Write every request of every run, one JSON line each."),
     plot: Path | None = typer.Option(None, help="Draw latency, batch size and length over time (png, svg, pdf)."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON on stdout instead of tables."),
+    **models: str,
 ) -> None:
     """Serve one track with every policy in turn and compare latencies.
 
     Example: speclen bench serve --track time-varying --compare adaptive,none,fixed:2,fixed:4,oracle --repeats 3
     """
-    settings = WorkerSettings(target, draft, device, dtype, max_batch_size, max_length, threads)
+    settings = WorkerSettings(
+        target=target, max_batch_size=max_batch_size, max_length=max_length, threads=threads, **models
+    )
     plan = Plan(track, compare, repeats, settings, profile, survey, cell_s, duration_s, scale, seed, burners)
     if quick:
         plan = replace(plan, cell_s=QUICK_CELL_S, duration_s=duration_s or QUICK_DURATION_S)

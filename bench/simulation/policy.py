@@ -22,8 +22,8 @@ from speclen.bench.simulation.closed_loop import ClosedLoop
 from speclen.bench.simulation.players import PolicyPlayer, make_player
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
+from speclen.console.errors import UserError
 from speclen.controller.estimator.policies import POLICIES, is_policy
-from speclen.launch.errors import UserError
 
 COMPARED = (
     *("adaptive", "profile", "fixed:1", "fixed:2", "fixed:3", "fixed:4", "fixed:6", "none", "ema", "throughput-aware"),

@@ -47,6 +47,7 @@ SERVER_OPTIONS = [
 ]
 # The engine's thread takes the interpreter back from the event loop between any two operators. At the default of 5 ms
 # one busy moment of gRPC would cost more than a whole step.
+STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 SWITCH_INTERVAL_S = 0.0005
 
 
@@ -156,7 +157,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     if config.metrics_listen:
         metrics.serve(config.metrics_listen)
     facts = model_facts(pair, control)
-    servicer = GenerationServicer(engine, pair, control, facts, metrics, config.stream_interval_s)
+    servicer = GenerationServicer(engine, pair, control, facts, metrics, STREAM_INTERVAL_S)
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     running = asyncio.wrap_future(torch_thread.call(engine.run))
     await server.start()

@@ -142,7 +142,7 @@ def show_throughput(results: list[PhaseResult]) -> None:
 
 def explain_choices(database: Path) -> None:
     """Says so when every bucket settled on the same length, since the reader expects them to differ."""
-    from speclen.launch.database import reading
+    from speclen.console.database import reading
     from speclen.store.queries import view_rows
 
     with reading(database) as connection:

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
 MAX_PAUSE_S = 30.0

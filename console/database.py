@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from speclen.launch.errors import UserError
+from speclen.console.errors import UserError
 from speclen.store.connection import Connection, StoreError, connect_reader, refusal, sqlite3
 
 DATABASE = Path(".speclen") / "speclen.db"

@@ -1,4 +1,4 @@
-"""What a database remembers, as the values that speclen.controller.analysis.explain and speclen.controller.analysis.replay take."""
+"""What a database remembers, as the values that `explain` and `replay` of speclen.controller.analysis take."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
+from speclen.console.errors import UserError
 from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
 from speclen.controller.estimator.controller import Controller
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
 from speclen.controller.service.flags import named_flags
-from speclen.launch.errors import UserError
 from speclen.store.connection import Connection
 from speclen.store.profiles import StoredProfile, stored_profiles
 from speclen.store.queries import contexts, stored_reports, view_rows, workers

@@ -1,0 +1,1 @@
+"""What every command needs: errors in one sentence, flags, the database, child processes."""

@@ -1,1 +1,0 @@
-"""Starting processes, and what every command needs."""
