@@ -12,7 +12,7 @@ from speclen.worker.backends.spinning import set_spins
 
 # verb: (module, function, one line for the overview)
 VERBS: dict[str, tuple[str, str, str]] = {
-    "serve": ("speclen.bench.serving.serve", "serve", "Latency of real traffic under every policy, interleaved."),
+    "serve": ("speclen.bench.comparison.serve", "serve", "Latency of real traffic under every policy, interleaved."),
     "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps, beside transformers' generation."),
     "policy": ("speclen.bench.simulation.policy", "policy", "Regret of learning policies in a simulation."),
     "controller": (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from speclen.bench.report.stats import distribution, ratio_of_means, too_short
+from speclen.bench.comparison.stats import distribution, ratio_of_means, too_short
 
 TRUE_RATIO = 1.1
 

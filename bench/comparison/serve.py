@@ -11,11 +11,11 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from speclen.bench.report.compare import Comparison, compare_runs, run_all
-from speclen.bench.report.report import print_comparison, provenance, to_json, write_requests
+from speclen.bench.comparison.compare import Comparison, compare_runs, run_all
+from speclen.bench.comparison.plan import Plan, Prepared, load_tokenizer, prepare, say
+from speclen.bench.comparison.report import print_comparison, provenance, to_json, write_requests
 from speclen.bench.serving import track_file
-from speclen.bench.serving.fleet import Contender, Fleet, WorkerSettings
-from speclen.bench.serving.plan import Plan, Prepared, load_tokenizer, prepare, say
+from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.run_track import TrackRun, failed_run, run_track
 from speclen.bench.serving.tracks import SCENARIOS, Track, make_track
@@ -118,8 +118,8 @@ class Session:
     def run_one(self, contender: Contender, repeat: int) -> TrackRun:
         """A process that does not start is an error at first, and a run in which everything failed later on."""
         try:
-            with Fleet(contender, self.plan.settings) as fleet:
-                return asyncio.run(run_track(fleet, self.track, self.prompts, repeat, self.plan.burners))
+            with Deployment(contender, self.plan.settings) as deployment:
+                return asyncio.run(run_track(deployment, self.track, self.prompts, repeat, self.plan.burners))
         except UserError as error:
             if repeat == 0:
                 raise
@@ -159,6 +159,6 @@ def write_all(
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
     if plot is not None:
-        from speclen.bench.report.plot import plot as draw
+        from speclen.bench.comparison.plot import plot as draw
 
         draw(comparison, plot)

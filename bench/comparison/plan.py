@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speclen.bench.report.report import provenance
-from speclen.bench.serving.fleet import Contender, Fleet, WorkerSettings, parse_contenders
+from speclen.bench.comparison.report import provenance
+from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings, parse_contenders
 from speclen.bench.serving.load import Prompt
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey, capacity_cells, exhaustive_cells, load_survey, measure
@@ -97,12 +97,12 @@ def survey(plan: Plan, kind: str) -> Prepared:
             raise UserError(f"the survey {file} lacks lengths that oracle needs: name another file to measure them")
         return Prepared(known, file, json.loads(file.read_text("utf-8"))["context"])
     cells = exhaustive_cells(*limits) if plan.wants_oracle else capacity_cells(*limits)
-    with Fleet(SURVEYOR, settings) as fleet:
-        info = fleet.model_info()
+    with Deployment(SURVEYOR, settings) as deployment:
+        info = deployment.model_info()
         context = {field.name: getattr(info.context, field.name) for field in info.context.DESCRIPTOR.fields}
         prompt = prompt_maker(plan, kind)
         say(f"survey of {len(cells)} cells, about {len(cells) * (plan.cell_s + 2) / 60:.0f} minutes")
-        found = asyncio.run(measure(fleet.worker.address, cells, prompt, plan.cell_s, on_cell=show_cells))
+        found = asyncio.run(measure(deployment.worker.address, cells, prompt, plan.cell_s, on_cell=show_cells))
     found.save(file, {"context": context, "cell_s": plan.cell_s, **provenance()})
     say(f"survey written to {file}: --survey {file} uses it again")
     return Prepared(found, file, context)

@@ -112,7 +112,7 @@ def main(
     if check:
         if new != old:
             print(
-                "headline: README.md is not what docs/results says: run python -m speclen.bench.report.headline",
+                "headline: README.md is not what docs/results says: run python -m speclen.bench.comparison.headline",
                 file=sys.stderr,
             )
             raise typer.Exit(1)

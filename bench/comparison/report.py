@@ -15,9 +15,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from speclen.bench.report.compare import Comparison, Ratio, best_fixed
-from speclen.bench.report.stats import Distribution
-from speclen.bench.report.summary import RunSummary
+from speclen.bench.comparison.compare import Comparison, Ratio, best_fixed
+from speclen.bench.comparison.stats import Distribution
+from speclen.bench.comparison.summary import RunSummary
 
 # heading, figure of one run, format. Seconds unless the heading says otherwise.
 Column = tuple[str, Callable[[RunSummary], float | None], str]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speclen.bench.report.compare import Comparison
-from speclen.bench.report.summary import RunSummary
+from speclen.bench.comparison.compare import Comparison
+from speclen.bench.comparison.summary import RunSummary
 from speclen.console.errors import UserError
 
 

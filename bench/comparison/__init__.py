@@ -1,0 +1,1 @@
+"""Policies compared on the same traffic: the plan, the runs, statistics, tables, pictures."""

@@ -1,1 +1,0 @@
-"""What serving runs showed: statistics, tables, pictures."""
