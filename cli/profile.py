@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,32 +76,49 @@ def run(
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
     set_spins()  # before torch is imported
-    from speclen.bench.profile.document import write_document
-    from speclen.bench.profile.importing import import_profile
-    from speclen.bench.profile.run import file_stem, measure, say
-    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
+    from speclen.bench.profile.run import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
     pair = load(threads, **models)
-    if pair.draft is None:
-        wanted = (0,)
-    budget = budget_s or (max(3.0, QUICK_S - (time.monotonic() - STARTED)) if quick else FULL_BUDGET_S)
-    settings = quick_settings(sizes[-1], wanted[-1], budget) if quick else ProfileSettings(sizes, wanted, budget)
-    settings = adjusted(settings, precision, temperature, seed)
+    settings = settings_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
+    settings = replace(settings, precision=precision, temperature=temperature, seed=seed)
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
         source = f"speclen profile run{' --quick' if quick else ''}"
         document = measure(pair, settings, texts, data_dir / "profiles", fresh, source)
     except ValueError as error:
         raise UserError(str(error)) from error
-    path = out or data_dir / "profiles" / f"{file_stem(document.context)}.json"
+    keep(document, out or data_dir / "profiles" / f"{file_stem(document.context)}.json")
+    if store:
+        hand_over(document, db, controller)
+    present(document, as_json)
+
+
+def keep(document: ProfileDocument, path: Path) -> None:
+    from speclen.bench.profile.document import write_document
+    from speclen.bench.profile.run import say
+
     write_document(path, document.to_json())
     say(f"profile in {path}")
-    if store:
-        profile_id, place = import_profile(document.to_request(document.context, as_prior=False), db, controller)
-        say(f"profile {profile_id} in {place}")
-    present(document, as_json)
+
+
+def hand_over(document: ProfileDocument, db: Path, controller: str) -> None:
+    from speclen.bench.profile.importing import import_profile
+    from speclen.bench.profile.run import say
+
+    profile_id, place = import_profile(document.to_request(document.context, as_prior=False), db, controller)
+    say(f"profile {profile_id} in {place}")
+
+
+def settings_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
+    """What is measured, and for how long."""
+    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
+
+    if quick:
+        left = max(3.0, QUICK_S - (time.monotonic() - STARTED))
+        return quick_settings(sizes[-1], lengths[-1], budget_s or left)
+    return ProfileSettings(sizes, lengths, budget_s or FULL_BUDGET_S)
 
 
 @app.command()
@@ -229,12 +246,6 @@ def load(threads: int, target: str, draft: str, device: str, dtype: str) -> Mode
         raise UserError(str(error)) from error
     set_threads(threads, pair)
     return pair
-
-
-def adjusted(settings: ProfileSettings, precision: float, temperature: float, seed: int) -> ProfileSettings:
-    from dataclasses import replace
-
-    return replace(settings, precision=precision, temperature=temperature, seed=seed)
 
 
 def found(profile: str, db: Path) -> ProfileDocument:

@@ -17,8 +17,8 @@ def setting(default: Any, help: str, *, least: float | None = None, most: float 
 
 
 def settings_of(config: type) -> Mapping[str, Field[Any]]:
-    """The settings of a configuration class by name, in their order."""
-    return {each.name: each for each in fields(config)}
+    """The settings of a configuration class by name, in their order; its other fields are not among them."""
+    return {each.name: each for each in fields(config) if "help" in each.metadata}
 
 
 def flag(name: str) -> str:
@@ -28,7 +28,7 @@ def flag(name: str) -> str:
 
 def check_bounds(config: Any) -> None:
     """Raise ValueError, naming flag and value, for a setting outside its bounds. NaN is outside of all."""
-    for each in fields(config):
+    for each in settings_of(type(config)).values():
         value, least, most = getattr(config, each.name), each.metadata["least"], each.metadata["most"]
         if least is not None and not value >= least:
             raise ValueError(f"{flag(each.name)} is {value}; it must be at least {least}")

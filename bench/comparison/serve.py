@@ -18,9 +18,10 @@ from speclen.bench.serving import track_file
 from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.run_track import TrackRun, failed_run, run_track
-from speclen.bench.serving.tracks import SCENARIOS, Track, make_track
+from speclen.bench.serving.tracks import Track, make_track
 from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
+from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
 GOOD_ENOUGH = 2.0  # goodput: latency per token at most so many times that of one request alone without speculation
@@ -28,22 +29,11 @@ QUICK_DURATION_S, QUICK_CELL_S = 20.0, 1.5
 START_AND_STOP_S = 20.0  # of controller and worker, about, for the estimate of how long it will take
 
 
-@flags_from(WorkerConfig, "draft", "device", "dtype")
+@flags_from(Plan)
+@flags_from(WorkerConfig, "draft", "device", "dtype", "max_length", "threads")
 def serve(
-    track: str = typer.Option("time-varying", help=f"{', '.join(SCENARIOS)}; a saved track's file; or segments."),
-    compare: str = typer.Option("adaptive,none", help="Policies, the one it is about first."),
-    repeats: int = typer.Option(3, min=1, help="Runs of every policy, interleaved."),
     target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
     max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),
-    max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
-    threads: int = typer.Option(0, min=0, help="CPU threads of the worker; 0: its own default."),
-    profile: Path | None = typer.Option(None, help="Offline profile for `profile`, and the seed of `adaptive`."),
-    survey: Path | None = typer.Option(None, help="Survey to use; measured and written there when it does not exist."),
-    cell_s: float = typer.Option(4.0, min=0.2, help="Seconds per cell of a survey."),
-    duration_s: float | None = typer.Option(None, help="Seconds of the track; default: the track's own."),
-    scale: float = typer.Option(1.0, min=0.01, help="Multiplies every load of the track."),
-    seed: int = typer.Option(0, min=0, help="Draws arrivals, prompts and output lengths."),
-    burners: int = typer.Option(1, min=1, help="Processes that take a core each, on a track that throttles."),
     target_ms_per_token: float = typer.Option(0.0, min=0, help="Goodput's latency per token; 0: from the survey."),
     quick: bool = typer.Option(False, help="Seconds instead of minutes, to see that all works; figures are marked."),
     save_track: Path | None = typer.Option(None, help="Write the track, to be replayed."),
@@ -51,19 +41,14 @@ def serve(
     requests: Path | None = typer.Option(None, help="Write every request of every run, one JSON line each."),
     plot: Path | None = typer.Option(None, help="Draw latency, batch size and length over time (png, svg, pdf)."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON on stdout instead of tables."),
-    **models: str,
+    **others: Any,
 ) -> None:
     """Serve one track with every policy in turn and compare latencies.
 
     Example: speclen bench serve --track time-varying --compare adaptive,none,fixed:2,fixed:4,oracle --repeats 3
     """
-    settings = WorkerSettings(
-        target=target, max_batch_size=max_batch_size, max_length=max_length, threads=threads, **models
-    )
-    plan = Plan(track, compare, repeats, settings, profile, survey, cell_s, duration_s, scale, seed, burners)
-    if quick:
-        plan = replace(plan, cell_s=QUICK_CELL_S, duration_s=duration_s or QUICK_DURATION_S)
     try:
+        plan = plan_of(target, max_batch_size, quick, others)
         session = Session(plan, prepare(plan))
         if save_track is not None:
             track_file.save_track(session.track, save_track)
@@ -78,6 +63,14 @@ def serve(
         print_comparison(comparison, Console())
         if quick:
             print("--quick: these figures show that everything works, and nothing else")
+
+
+def plan_of(target: str, max_batch_size: int, quick: bool, others: dict[str, Any]) -> Plan:
+    """The plan that the flags describe. Raises ValueError for a setting outside its bounds."""
+    of_plan = {name: others.pop(name) for name in settings_of(Plan)}
+    settings = WorkerSettings(target=target, max_batch_size=max_batch_size, **others)
+    plan = Plan(settings, **of_plan)
+    return replace(plan, cell_s=QUICK_CELL_S, duration_s=plan.duration_s or QUICK_DURATION_S) if quick else plan
 
 
 class Session:
