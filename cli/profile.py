@@ -40,6 +40,7 @@ MODELS = ("target", "draft", "device", "dtype")
 STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
 QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
 FULL_BUDGET_S = 150.0
+BUDGET_HELP = f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}."
 
 
 @app.command()
@@ -48,14 +49,8 @@ def run(
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
     quick: bool = typer.Option(False, "--quick", help="A coarse grid in half a minute, loading included."),
-    budget_s: float = typer.Option(
-        0.0,
-        min=0,
-        help=f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}.",
-    ),
-    precision: float = typer.Option(
-        0.03, min=0.001, max=1, help="A cell is done when its 95% interval is within this."
-    ),
+    budget_s: float = typer.Option(0.0, min=0, help=BUDGET_HELP),
+    precision: float = typer.Option(0.03, min=0.001, max=1, help="Relative 95% interval at which a cell is done."),
     temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     threads: int = THREADS,

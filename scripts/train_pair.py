@@ -275,9 +275,9 @@ def draft(
     while (elapsed := time.monotonic() - start) < seconds:
         ids, weight, written = batches.draw()
         num_tokens += ids.numel()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            teacher_logits = teacher(ids, use_cache=False).logits.float()
         with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                teacher_logits = teacher(ids, use_cache=False).logits.float()
             logits = model(ids, use_cache=False).logits
         loss = distillation_loss(logits, teacher_logits, weight)
         loss.backward()
@@ -286,11 +286,7 @@ def draft(
         if elapsed - last_print > 60 or step == 5:
             last_print = elapsed
             agree = (logits.argmax(-1) == teacher_logits.argmax(-1))[written].float().mean()
-            rate = num_tokens / (time.monotonic() - start)
-            print(
-                f"{elapsed:6.0f} s  step {step}  loss {loss.item():.3f}  agreement {agree:.3f}  {rate:.0f} tok/s",
-                flush=True,
-            )
+            show_progress(elapsed, step, loss.item(), f"agreement {agree:.3f}  {num_tokens / elapsed:.0f} tok/s")
     facts = {
         "seconds": seconds,
         "steps": step,
@@ -301,6 +297,10 @@ def draft(
     }
     save(model, work / name, facts)
     print(facts)
+
+
+def show_progress(elapsed_s: float, step: int, loss: float, more: str) -> None:
+    print(f"{elapsed_s:6.0f} s  step {step}  loss {loss:.3f}  {more}", flush=True)
 
 
 def first_layers(teacher: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
