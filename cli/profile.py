@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from speclen.console.database import DATABASE, reading
+from speclen.console.database import DATABASE
 from speclen.console.errors import UserError
-from speclen.console.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from speclen.console.flags import flags_from
 from speclen.worker.backends.spinning import set_spins
+from speclen.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from speclen.bench.profile.document import ProfileDocument
-    from speclen.controller.estimator.core import ContextKey
     from speclen.worker.models.loading import ModelPair
     from speclen.worker.profiling.profiler import ProfileSettings
 
@@ -35,29 +35,22 @@ DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controll
 CONTROLLER = typer.Option("", help="Address of the controller to hand the profile to; default: the one that owns --db.")
 PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in the database, or latest.")
 JSON = typer.Option(False, "--json", help="Print as JSON.")
+MODELS = ("target", "draft", "device", "dtype")
 
 STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
 QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
 FULL_BUDGET_S = 150.0
+BUDGET_HELP = f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}."
 
 
 @app.command()
+@flags_from(WorkerConfig, *MODELS)
 def run(
-    target: str = TARGET,
-    draft: str = DRAFT,
-    device: str = DEVICE,
-    dtype: str = DTYPE,
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
     quick: bool = typer.Option(False, "--quick", help="A coarse grid in half a minute, loading included."),
-    budget_s: float = typer.Option(
-        0.0,
-        min=0,
-        help=f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}.",
-    ),
-    precision: float = typer.Option(
-        0.03, min=0.001, max=1, help="A cell is done when its 95% interval is within this."
-    ),
+    budget_s: float = typer.Option(0.0, min=0, help=BUDGET_HELP),
+    precision: float = typer.Option(0.03, min=0.001, max=1, help="Relative 95% interval at which a cell is done."),
     temperature: float = typer.Option(0.0, min=0, max=100, help="Of the sampling that survival is measured under."),
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     threads: int = THREADS,
@@ -69,6 +62,7 @@ def run(
     store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
     out: Path | None = typer.Option(None, help="JSON file of the profile; default: one in the data directory."),
     as_json: bool = JSON,
+    **models: str,
 ) -> None:
     """Measure whole-step times and survival over batch sizes and lengths on the real engine.
 
@@ -77,32 +71,49 @@ def run(
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
     set_spins()  # before torch is imported
-    from speclen.bench.profile.document import write_document
-    from speclen.bench.profile.importing import import_profile
-    from speclen.bench.profile.run import file_stem, measure, say
-    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
+    from speclen.bench.profile.run import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
-    pair = load(target, draft, device, dtype, threads)
-    if pair.draft is None:
-        wanted = (0,)
-    budget = budget_s or (max(3.0, QUICK_S - (time.monotonic() - STARTED)) if quick else FULL_BUDGET_S)
-    settings = quick_settings(sizes[-1], wanted[-1], budget) if quick else ProfileSettings(sizes, wanted, budget)
-    settings = adjusted(settings, precision, temperature, seed)
+    pair = load(threads, **models)
+    settings = settings_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
+    settings = replace(settings, precision=precision, temperature=temperature, seed=seed)
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
         source = f"speclen profile run{' --quick' if quick else ''}"
         document = measure(pair, settings, texts, data_dir / "profiles", fresh, source)
     except ValueError as error:
         raise UserError(str(error)) from error
-    path = out or data_dir / "profiles" / f"{file_stem(document.context)}.json"
+    keep(document, out or data_dir / "profiles" / f"{file_stem(document.context)}.json")
+    if store:
+        hand_over(document, db, controller)
+    present(document, as_json)
+
+
+def keep(document: ProfileDocument, path: Path) -> None:
+    from speclen.bench.profile.document import write_document
+    from speclen.bench.profile.run import say
+
     write_document(path, document.to_json())
     say(f"profile in {path}")
-    if store:
-        profile_id, place = import_profile(document.to_request(document.context, as_prior=False), db, controller)
-        say(f"profile {profile_id} in {place}")
-    present(document, as_json)
+
+
+def hand_over(document: ProfileDocument, db: Path, controller: str) -> None:
+    from speclen.bench.profile.importing import import_profile
+    from speclen.bench.profile.run import say
+
+    profile_id, place = import_profile(document.to_request(document.context, as_prior=False), db, controller)
+    say(f"profile {profile_id} in {place}")
+
+
+def settings_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
+    """What is measured, and for how long."""
+    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
+
+    if quick:
+        left = max(3.0, QUICK_S - (time.monotonic() - STARTED))
+        return quick_settings(sizes[-1], lengths[-1], budget_s or left)
+    return ProfileSettings(sizes, lengths, budget_s or FULL_BUDGET_S)
 
 
 @app.command()
@@ -111,7 +122,7 @@ def show(profile: str = PROFILE, db: Path = DB, as_json: bool = JSON) -> None:
 
     Example: speclen profile show latest
     """
-    present(find(profile, db), as_json)
+    present(found(profile, db), as_json)
 
 
 @app.command()
@@ -127,7 +138,7 @@ def plot(
     from speclen.bench.profile.analysis import analyse
     from speclen.bench.profile.plot import plot as draw
 
-    document = find(profile, db)
+    document = found(profile, db)
     draw(document, analyse(document), out)
     print(out)
 
@@ -144,7 +155,7 @@ def export(
     """
     from speclen.bench.profile.document import write_document
 
-    content = find(profile, db).to_json()
+    content = found(profile, db).to_json()
     if out is None:
         print(json.dumps(content, indent=1))
     else:
@@ -153,17 +164,15 @@ def export(
 
 
 @app.command(name="import")
+@flags_from(WorkerConfig, *MODELS)
 def import_(
     profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
-    target: str = TARGET,
-    draft: str = DRAFT,
-    device: str = DEVICE,
-    dtype: str = DTYPE,
     threads: int = THREADS,
     db: Path = DB,
     controller: str = CONTROLLER,
     as_json: bool = JSON,
+    **models: str,
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
@@ -172,11 +181,11 @@ def import_(
     Example: speclen profile import profile.json --target bundled:target-60m
     """
     from speclen.bench.profile.document import read_document
-    from speclen.bench.profile.importing import import_profile
+    from speclen.bench.profile.importing import check_same_context, import_profile
     from speclen.bench.profile.run import core_context
 
     document = read_document(profile)
-    here = core_context(load(target, draft, device, dtype, threads))
+    here = core_context(load(threads, **models))
     check_same_context(profile, document.context, here, as_prior)
     profile_id, place = import_profile(document.to_request(here, as_prior), db, controller)
     if as_json:
@@ -198,7 +207,7 @@ def diff(
     """
     from speclen.bench.profile.show import differences, show_difference
 
-    documents = (find(first, db), find(second, db))
+    documents = (found(first, db), found(second, db))
     if not differences(*documents):
         raise UserError("the two profiles have no batch size and length in common")
     if as_json:
@@ -221,7 +230,7 @@ def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
     return tuple(sorted(values))
 
 
-def load(target: str, draft: str, device: str, dtype: str, threads: int) -> ModelPair:
+def load(threads: int, target: str, draft: str, device: str, dtype: str) -> ModelPair:
     """The pair, with torch set to the threads that a worker would take. Raises UserError."""
     from speclen.worker.backends.threads import set_threads
     from speclen.worker.models.loading import load_pair
@@ -234,41 +243,10 @@ def load(target: str, draft: str, device: str, dtype: str, threads: int) -> Mode
     return pair
 
 
-def adjusted(settings: ProfileSettings, precision: float, temperature: float, seed: int) -> ProfileSettings:
-    from dataclasses import replace
+def found(profile: str, db: Path) -> ProfileDocument:
+    from speclen.bench.profile.document import find_profile
 
-    return replace(settings, precision=precision, temperature=temperature, seed=seed)
-
-
-def find(profile: str, db: Path) -> ProfileDocument:
-    """A profile by file name, id or "latest". Raises UserError saying which there are."""
-    from speclen.bench.profile.document import from_store, read_document
-    from speclen.store.profiles import stored_profiles
-
-    if profile != "latest" and not profile.isdecimal():
-        return read_document(Path(profile))
-    with reading(db) as connection:
-        profiles = {stored.profile.profile_id: stored for stored in stored_profiles(connection)}
-    if not profiles:
-        raise UserError(f"{db} holds no profile: make one with `speclen profile run`")
-    wanted = max(profiles) if profile == "latest" else int(profile)
-    if wanted not in profiles:
-        raise UserError(f"{db} holds no profile {wanted}; there are {', '.join(map(str, profiles))}")
-    return from_store(profiles[wanted])
-
-
-def check_same_context(path: Path, theirs: ContextKey, here: ContextKey, as_prior: bool) -> None:
-    """Raises UserError naming every difference, unless they are accepted."""
-    different = [
-        f"{name} {getattr(theirs, name)!r} instead of {getattr(here, name)!r}"
-        for name in ("target", "draft", "device", "dtype", "engine_fingerprint")
-        if getattr(theirs, name) != getattr(here, name)
-    ]
-    if different and not as_prior:
-        raise UserError(
-            f"{path} was measured with {'; '.join(different)}: it does not describe this context; "
-            "give --as-prior to use it as a starting point"
-        )
+    return find_profile(profile, db)
 
 
 def present(document: ProfileDocument, as_json: bool) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from speclen.console.errors import UserError
-from speclen.console.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from speclen.console.flags import arguments, flags_from
 from speclen.console.processes import Child, end_as_by_ctrl_c
+from speclen.worker.config import WorkerConfig
 
 START_TIMEOUT_S = 180.0
+# Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
+OF_WORKERS = ("target", "draft", "device", "dtype", "policy", "max_batch_size", "max_length")
 
 
+@flags_from(WorkerConfig, *OF_WORKERS)
 def up(
     workers: int = typer.Option(
         1, min=1, max=64, help="Workers to run; the second listens one port further, and so on."
@@ -22,16 +27,10 @@ def up(
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller."),
     listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker."),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
-    target: str = TARGET,
-    draft: str = DRAFT,
-    device: str = DEVICE,
-    dtype: str = DTYPE,
-    policy: str = typer.Option("adaptive", help="Policy of the workers: adaptive, profile, fixed:K or none."),
-    max_batch_size: int = typer.Option(32, min=1, help="Rows decoding in one step, per worker."),
-    max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
     quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
     demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
     once: bool = typer.Option(False, help="With --demo: stop after it."),
+    **settings: Any,
 ) -> None:
     """Run a controller and workers, and restart what dies, until Ctrl-C.
 
@@ -40,9 +39,7 @@ def up(
     data_dir.mkdir(parents=True, exist_ok=True)
     end_as_by_ctrl_c()
     children = [controller_child(controller, data_dir)]
-    options = ["--target", target, "--draft", draft, "--device", device, "--dtype", dtype, "--policy", policy]
-    options += ["--max-batch-size", str(max_batch_size), "--max-length", str(max_length)]
-    options += ["--quick-profile-s", str(quick_profile_s)]
+    options = arguments({**settings, "quick_profile_s": quick_profile_s})
     for index in range(workers):
         children.append(worker_child(index, next_address(listen, index), controller, data_dir, options))
     try:

@@ -68,7 +68,7 @@ def run_demo(addresses: list[str], database: Path) -> None:
         for channel in channels:
             channel.close()
     time.sleep(1.0)  # the last reports are written in groups of 250 ms
-    from speclen.cli.tables import learned_rows, matrices
+    from speclen.console.learned_table import learned_rows, matrices
 
     Console().print(matrices(learned_rows(database, context="")))
     explain_choices(database)

@@ -1,4 +1,4 @@
-"""What a database remembers, as the values that speclen.controller.analysis.explain and speclen.controller.analysis.replay take."""
+"""What a database remembers, as the values that `explain` and `replay` of speclen.controller.analysis take."""
 
 from __future__ import annotations
 

@@ -7,43 +7,40 @@ from pathlib import Path
 
 from speclen.transport.address import check_exposure
 from speclen.transport.credentials import ServerSecurity
+from speclen.transport.settings import check_bounds, setting
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
     """Everything that `speclen controller` can be told. Raises ValueError with one sentence that names the flag."""
 
-    listen: str = "127.0.0.1:7070"  # address of ControlService, health and reflection
-    data_dir: Path = Path(".speclen")  # folder of the database
-    db: Path | None = None  # database file; None: speclen.db in data_dir
-    in_memory: bool = False  # no database: everything learned is gone at the end (for measurements)
-    metrics_listen: str = ""  # address of the Prometheus page; empty: none
-    policy: str = "adaptive"  # how lengths are chosen
-    seed: int = 0  # of the estimator's random generator: same seed, same reports, same decisions
-    commit_interval_s: float = 1.0  # seconds between commits: what a crash costs a worker in resent reports
-    keep_reports: int = 5_000_000  # raw reports kept at most
-    keep_days: float = 30.0  # days for which raw reports are kept at most
-    max_streams: int = 4096  # streams open at once
-    max_workers: int = 65_536  # workers ever known, about 1 kB each
-    max_contexts: int = 1024  # contexts ever known; each has an estimator of its own
-    silence_s: float = 30.0  # a stream without any message for this long is ended
-    drain_timeout_s: float = 10.0  # SIGTERM: the last commit has this long
-    move_corrupt_aside: bool = False  # rename a damaged database and start anew
-    tls_cert: Path | None = None  # certificate chain, PEM
-    tls_key: Path | None = None  # its key, PEM
-    tls_client_ca: Path | None = None  # clients must show a certificate that this one signed, PEM
-    token_file: Path | None = None  # file with the bearer token that every call must carry
-    insecure: bool = False  # allow an address other than loopback without encryption and authentication
+    listen: str = setting("127.0.0.1:7070", "Address of the service, HOST:PORT; port 0 for a free one.")
+    db: Path | None = setting(None, "Database file; default: speclen.db in the data directory.")
+    data_dir: Path = setting(Path(".speclen"), "Folder of the database.")
+    metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
+    policy: str = setting("adaptive", "adaptive, profile, fixed:K, none, or one of `bench policy`'s.")
+    # Same seed, same reports, same decisions.
+    seed: int = setting(0, "Seed of the estimator's random generator.", least=0)
+    in_memory: bool = setting(False, "No database: all is forgotten at the end.")
+    # What a crash costs a worker in reports that it sends again.
+    commit_interval_s: float = setting(1.0, "Seconds between commits.", least=0.001)
+    keep_reports: int = setting(5_000_000, "Raw reports kept at most.", least=1)
+    keep_days: float = setting(30.0, "Days for which raw reports are kept.", least=0.001)
+    max_streams: int = setting(4096, "Streams open at once.", least=1)
+    max_workers: int = setting(65_536, "Workers ever known, about 1 kB each.", least=1)
+    max_contexts: int = setting(1024, "Contexts ever known; each has an estimator of its own.", least=1)
+    silence_s: float = setting(30.0, "Seconds after which a stream without messages is ended.", least=0.001)
+    drain_timeout_s: float = setting(10.0, "Seconds that the last commit has after SIGTERM.", least=0)
+    move_corrupt_aside: bool = setting(False, "Rename a damaged database and start anew.")
+    log_level: str = setting("info", "Least level that is logged: debug, info, warning or error.")
+    tls_cert: Path | None = setting(None, "Certificate chain, PEM.")
+    tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
+    tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
+    token_file: Path | None = setting(None, "File with the bearer token that every call must carry.")
+    insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
 
     def __post_init__(self) -> None:
-        positive = ("commit_interval_s", "keep_reports", "keep_days", "max_streams", "max_workers", "max_contexts")
-        for name in (*positive, "silence_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be positive")
-        if self.drain_timeout_s < 0:
-            raise ValueError(f"--drain-timeout-s is {self.drain_timeout_s}; it must not be negative")
-        if self.seed < 0:
-            raise ValueError(f"--seed is {self.seed}; it must not be negative")
+        check_bounds(self)
         encrypted, listens = self.security.encrypted, [("--listen", self.listen, self.security.authenticated)]
         if self.metrics_listen:
             # The Prometheus page knows no token: beyond loopback it wants certificates of its readers.
@@ -60,7 +57,3 @@ class ControllerConfig:
     def database(self) -> Path:
         """The database file."""
         return self.db if self.db is not None else self.data_dir / "speclen.db"
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

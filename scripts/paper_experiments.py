@@ -36,7 +36,15 @@ from speclen.bench.profile.document import ProfileDocument, from_result, parse_d
 from speclen.bench.profile.plot import plot
 from speclen.bench.profile.run import core_context
 from speclen.bench.profile.show import show
-from speclen.bench.simulation.profiled_server import Machine, Policy, adaptive, fixed, from_table, make_traffic, serve
+from speclen.bench.simulation.profiled_server import (
+    Policy,
+    ProfiledMachine,
+    adaptive,
+    fixed,
+    from_table,
+    make_traffic,
+    serve,
+)
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import ProfileProgress, Profiler, ProfileSettings
@@ -215,7 +223,7 @@ def quantised(budget_s: float = BUDGET, out: Path = OUT) -> None:
 def sensitivity(out: Path = OUT, profile: Path = Path("docs/results/lengths.json"), num_requests: int = 1500) -> None:
     """Latency per token of every policy over load, coefficient of variation and burst length."""
     content = next(iter(json.loads(profile.read_text()).values()))
-    world = Machine(parse_document(content).profile)
+    world = ProfiledMachine(parse_document(content).profile)
     cells = [
         sensitivity_cell(world, load, cv, burst, num_requests)
         for load in LOADS
@@ -242,7 +250,7 @@ def sensitivity(out: Path = OUT, profile: Path = Path("docs/results/lengths.json
         print(f"load {cell['load']} cv {cell['cv']} burst {cell['burst']}: {', '.join(gains)}")
 
 
-def sensitivity_cell(world: Machine, load: float, cv: float, burst: int, num_requests: int) -> dict[str, Any]:
+def sensitivity_cell(world: ProfiledMachine, load: float, cv: float, burst: int, num_requests: int) -> dict[str, Any]:
     """Mean over seeds of every policy's latency per token, all on the same requests."""
     policies: dict[str, Callable[[int], Policy]] = {
         str(s): lambda seed, s=s: fixed(s) for s in FIXED_LENGTHS if s in world.lengths

@@ -264,69 +264,93 @@ def draft(
     """Distil the draft: follow the target's distribution, on the target's own text.
 
     The draft starts from the target's embedding, head and first layers, which it shares the shape of.
-    The loss is the cross entropy with the target's distribution plus that with its most likely token: greedy
-    acceptance asks for the second, sampled acceptance for the first.
     """
     torch.manual_seed(2)
-    rng = np.random.default_rng(2)
     train, held_out = load_streams(work)
-    rows = np.load(work / "continuations.npy")
+    batches = DistillationBatches(train, np.load(work / "continuations.npy"), batch, text_share)
     teacher = LlamaForCausalLM.from_pretrained(work / "target").bfloat16().eval()
-    model = llama(layers, 256, 688, 4)
-    teacher_state = teacher.float().state_dict()
-    model.load_state_dict({k: v for k, v in teacher_state.items() if k in model.state_dict()})
-    teacher.bfloat16()
+    model = first_layers(teacher, layers)
     optimizers = Optimizers(model, muon_lr=4e-3, adam_lr=2e-3)
-    start, step, last_print = time.monotonic(), 0, 0.0
-    by_prompt = [rows[rows[:, 0] == length] for length in np.unique(rows[:, 0])]
-    shares = np.array([len(group) for group in by_prompt]) / len(rows)
-    num_text = round(batch * text_share)
-    num_tokens = 0
+    start, step, last_print, num_tokens = time.monotonic(), 0, 0.0, 0
     while (elapsed := time.monotonic() - start) < seconds:
-        # Continuations of prompts of one length fill a batch without padding.
-        group = by_prompt[rng.choice(len(by_prompt), p=shares)]
-        prompt_length = int(group[0, 0])
-        width = prompt_length + NEW_TOKENS
-        own = group[rng.integers(0, len(group), size=batch - num_text), 1 : 1 + width].astype(np.int64)
-        text = sample_windows(train, num_text, rng)[:, :width]
-        ids = torch.cat([torch.from_numpy(own), text])
+        ids, weight, written = batches.draw()
         num_tokens += ids.numel()
-        # Position i predicts token i + 1. Positions inside the prompt count too, but less than what the target wrote.
-        weight = torch.full((batch, width), 0.3)
-        weight[: -num_text or None, prompt_length - 1 :] = 1.0
-        weight[batch - num_text :] = 1.0
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            teacher_logits = teacher(ids, use_cache=False).logits
         with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                teacher_logits = teacher(ids, use_cache=False).logits.float()
             logits = model(ids, use_cache=False).logits
-        log_probs = logits.float().log_softmax(-1)
-        teacher_logits = teacher_logits.float()
-        soft = -(teacher_logits.softmax(-1) * log_probs).sum(-1)
-        best = teacher_logits.argmax(-1)
-        hard = -log_probs.gather(-1, best[..., None]).squeeze(-1)
-        loss = ((soft + hard) * weight).sum() / weight.sum()
+        loss = distillation_loss(logits, teacher_logits, weight)
         loss.backward()
         optimizers.step(elapsed / seconds)
         step += 1
         if elapsed - last_print > 60 or step == 5:
             last_print = elapsed
-            written = slice(prompt_length - 1, None)
-            agree = (logits.argmax(-1) == best)[: batch - num_text, written].float().mean()
-            rate = num_tokens / (time.monotonic() - start)
-            print(
-                f"{elapsed:6.0f} s  step {step}  loss {loss.item():.3f}  agreement {agree:.3f}  {rate:.0f} tok/s",
-                flush=True,
-            )
+            agree = (logits.argmax(-1) == teacher_logits.argmax(-1))[written].float().mean()
+            show_progress(elapsed, step, loss.item(), f"agreement {agree:.3f}  {num_tokens / elapsed:.0f} tok/s")
     facts = {
         "seconds": seconds,
         "steps": step,
         "tokens_per_step": num_tokens // step,
-        "continuation_tokens": len(rows) * NEW_TOKENS,
+        "continuation_tokens": len(batches.rows) * NEW_TOKENS,
         "validation_loss": round(validation_loss(model, held_out), 4),
         "parameters": model.num_parameters(),
     }
     save(model, work / name, facts)
     print(facts)
+
+
+def show_progress(elapsed_s: float, step: int, loss: float, more: str) -> None:
+    print(f"{elapsed_s:6.0f} s  step {step}  loss {loss:.3f}  {more}", flush=True)
+
+
+def first_layers(teacher: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """A float32 model of the teacher's embedding, head and first layers."""
+    model = llama(layers, 256, 688, 4)
+    wanted = model.state_dict()
+    model.load_state_dict({name: weight.float() for name, weight in teacher.state_dict().items() if name in wanted})
+    return model
+
+
+class DistillationBatches:
+    """Batches of the target's continuations and of training text.
+
+    train: token stream. rows: as `submit_continuation` makes them. batch: sequences in each; text_share: of training text.
+    """
+
+    def __init__(self, train: np.ndarray, rows: np.ndarray, batch: int, text_share: float) -> None:
+        self.rows = rows
+        self._train = train
+        self._rng = np.random.default_rng(2)
+        # Continuations of prompts of one length fill a batch without padding.
+        self._by_prompt = [rows[rows[:, 0] == length] for length in np.unique(rows[:, 0])]
+        self._shares = np.array([len(group) for group in self._by_prompt]) / len(rows)
+        self._num_text = round(batch * text_share)
+        self._num_own = batch - self._num_text
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor, tuple[slice, slice]]:
+        """Ids and their weights, both [batch, width], and where the target's own tokens are predicted."""
+        group = self._by_prompt[self._rng.choice(len(self._by_prompt), p=self._shares)]
+        prompt_length = int(group[0, 0])
+        width = prompt_length + NEW_TOKENS
+        own = group[self._rng.integers(0, len(group), size=self._num_own), 1 : 1 + width].astype(np.int64)
+        text = sample_windows(self._train, self._num_text, self._rng)[:, :width]
+        # Position i predicts token i + 1. Positions inside the prompt count too, but less than what the target wrote.
+        written = (slice(self._num_own), slice(prompt_length - 1, None))
+        weight = torch.full((self._num_own + self._num_text, width), 0.3)
+        weight[written] = 1.0
+        weight[self._num_own :] = 1.0
+        return torch.cat([torch.from_numpy(own), text]), weight, written
+
+
+def distillation_loss(logits: torch.Tensor, teacher_logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Weighted mean of the cross entropies with the teacher's distribution and with its most likely token.
+
+    Greedy acceptance asks for the second, sampled acceptance for the first.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    soft = -(teacher_logits.softmax(-1) * log_probs).sum(-1)
+    hard = -log_probs.gather(-1, teacher_logits.argmax(-1)[..., None]).squeeze(-1)
+    return ((soft + hard) * weight).sum() / weight.sum()
 
 
 @app.command()

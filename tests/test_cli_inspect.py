@@ -144,7 +144,10 @@ def test_a_missing_database_is_one_sentence(tmp_path):
 
 @contextmanager
 def serving(database: Path, port: int):
-    script = "import sys; from pathlib import Path; from speclen.cli.inspect import inspect; inspect(Path(sys.argv[1]), sys.argv[2])"
+    script = (
+        "import sys; from pathlib import Path; from speclen.cli.inspect import inspect; "
+        "inspect(Path(sys.argv[1]), sys.argv[2])"
+    )
     command = [sys.executable, "-c", script.replace("sys.argv[2])", "sys.argv[2], False, False)"), str(database)]
     with subprocess.Popen([*command, f"127.0.0.1:{port}"], stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -8,7 +8,8 @@ import pytest
 from database_rows import KEY, estimator, write_database
 from store_rows import context, rows, store_now
 
-from speclen.cli.state import export_state, import_state
+from speclen.cli.export import export_state
+from speclen.cli.import_state import import_state
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import Limits, StepObservation
 from speclen.controller.estimator.estimation import Estimator

@@ -1,6 +1,8 @@
 """What the documents say holds: commands and flags exist, files are where links point, settings are accepted."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -60,3 +62,7 @@ def test_settings_in_examples_are_settings(document):
 def test_nothing_is_left_to_fill_in():
     for document in DOCUMENTS:
         assert not re.search(r"@[A-Z_]+@|TODO|FIXME", document.read_text()), document.name
+
+
+def test_the_picture_of_the_house_is_what_the_code_gives() -> None:
+    subprocess.run([sys.executable, "scripts/house.py", "--check"], cwd=ROOT, check=True)

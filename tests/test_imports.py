@@ -1,4 +1,4 @@
-"""Imports point one way: stubs and store import nothing of ours, worker the stubs, controller the stubs and the store."""
+"""Imports point one way, through folders as well as packages; the estimator and the light programs stay light."""
 
 import ast
 import subprocess
@@ -8,15 +8,50 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = {"bench", "cli", "controller", "speclen", "store", "transport", "worker"}
+TOP = ("bench", "cli", "console", "controller", "store", "transport", "worker")
+
+# What a folder may import of ours, besides itself: the house, from the ground up.
 ALLOWED = {
     "store": set(),
     "transport": set(),
-    "worker": {"speclen", "transport"},
-    "controller": {"speclen", "store", "transport"},
+    "worker.models": set(),
+    "worker.backends": {"worker.models"},
+    "worker.sampling": set(),
+    "worker.requests": {"worker.sampling"},
+    "worker.engine": {"worker.models", "worker.backends", "worker.sampling", "worker.requests"},
+    "worker.config": {"transport"},
+    "worker.reporting": {"v1", "transport", "worker.models", "worker.engine"},
+    "worker.profiling": {
+        "v1",
+        "worker.config",
+        "worker.models",
+        "worker.backends",
+        "worker.engine",
+        "worker.requests",
+        "worker.reporting",
+    },
+    "worker.service": {"v1", "transport", "worker"},
+    "controller.estimator": set(),
+    "controller.analysis": {"controller.estimator"},
+    "controller.config": {"transport"},
+    "controller.wire": {"v1", "controller.estimator"},
+    "controller.service": {"v1", "transport", "store", "controller.config", "controller.estimator", "controller.wire"},
+    "console": {"v1", "transport", "store", "controller"},
+    "bench.machine": {"worker"},
+    "bench.marked": set(),
+    "bench.spread": set(),
+    "bench.simulation": {"bench.marked", "console", "controller.estimator"},
+    "bench.engine": {"bench.machine", "bench.spread", "console", "worker"},
+    "bench.gpu": {"bench.machine", "bench.engine", "worker", "controller"},
+    "bench.profile": {"bench.machine", "console", "v1", "worker", "controller", "store"},
+    "bench.serving": {"bench.profile", "bench.machine", "console", "v1", "transport", "worker", "controller.estimator"},
+    "bench.comparison": {"bench.serving", "bench.marked", "bench.machine", "console", "v1", "transport", "worker"},
+    "bench.service": {"bench.spread", "console", "v1", "transport", "controller", "store"},
+    "cli": {"bench", "console", "v1", "transport", "worker", "controller", "store"},
 }
-# Within the worker these know nothing of requests.
-WORKER_CORE = {"kv_cache", "sampling"}
+# What the estimator must not even load: it has no transport, no storage, no clock of its own and no models.
+HEAVY = {"asyncio", "google", "grpc", "speclen.v1", "speclen.store", "sqlite3", "sqlite_utils", "torch"}
+CLOCKS = {"time", "datetime"}
 
 
 def imported(path: Path) -> set[str]:
@@ -26,47 +61,85 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
             names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names if is_ours(f"{node.module}.{alias.name}")}
     return names
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_packages_import_only_what_lies_below_them(package):
-    for path in (ROOT / package).rglob("*.py"):
-        roots = {name.partition(".")[0] for name in imported(path)} & OURS
-        assert roots <= ALLOWED[package] | {package}, f"{path.relative_to(ROOT)} imports {roots}"
+def is_ours(name: str) -> bool:
+    parts = name.split(".")
+    place = ROOT.joinpath(*parts[1:])
+    return parts[0] == "speclen" and (place.is_dir() or place.with_suffix(".py").exists())
+
+
+def room_of(path: Path) -> str:
+    """The key of ALLOWED that a file belongs to."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return next((".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in ALLOWED), parts[0])
+
+
+def within(name: str, rooms: set[str]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+SOURCES = sorted(path for top in TOP for path in (ROOT / top).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_what_lies_below_it(room):
+    files = [path for path in SOURCES if room_of(path) == room]
+    assert files, f"there is no room {room}"
+    for path in files:
+        ours = {name.removeprefix("speclen.") for name in imported(path) if name.startswith("speclen.")}
+        above = {name for name in ours if not within(name, ALLOWED[room] | {room})}
+        above -= {name for name in above if any(allowed.startswith(f"{name}.") for allowed in ALLOWED[room])}
+        assert not above, f"{path.relative_to(ROOT)} imports {sorted(above)}"
+
+
+def test_every_file_belongs_to_a_room():
+    strays = [path for path in SOURCES if room_of(path) not in ALLOWED and path.name != "__init__.py"]
+    assert not strays
+
+
+def test_everything_is_imported_by_its_one_name():
+    """`import worker` would work in the root of a checkout, and give every module a second time."""
+    for path in (*SOURCES, *(ROOT / "tests").glob("*.py"), *(ROOT / "scripts").rglob("*.py")):
+        assert not {name.partition(".")[0] for name in imported(path)} & set(TOP), path
+
+
+def test_the_estimator_is_pure():
+    """No gRPC, no SQLite, no clock in the whole folder: the same observations give the same decisions."""
+    modules = [path for path in SOURCES if path.is_relative_to(ROOT / "controller" / "estimator")]
+    for path in modules:
+        assert not imported(path) & CLOCKS, path
+    names = ["speclen." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules]
+    names += ["speclen.controller.analysis.replay", "speclen.controller.analysis.explain"]
+    imports = "; ".join(f"import {name.removesuffix('.__init__')}" for name in names)
+    code = f"import sys; {imports}; print(*(set({sorted(HEAVY)}) & sys.modules.keys()))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not found
+
+
+def test_keys_and_values_and_sampling_know_nothing_of_requests():
+    for path in (*(ROOT / "worker" / "backends").glob("*.py"), *(ROOT / "worker" / "sampling").glob("*.py")):
+        assert not {
+            name for name in imported(path) if name.startswith(("speclen.worker.engine", "speclen.worker.requests"))
+        }, path
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "speclen.controller.estimator.estimation",
-        "speclen.controller.analysis.replay",
-        "speclen.controller.analysis.explain",
+        "speclen.controller.service.server",
+        "speclen.store",
+        "speclen.worker.config",
+        "speclen.cli.app",
+        "speclen.cli.controller",
+        "speclen.cli.generate",
+        "speclen.cli.up",
+        "speclen.cli.worker",
     ],
-)
-def test_the_estimator_knows_nothing_of_transport_or_storage(module):
-    forbidden = {"asyncio", "google", "grpc", "speclen", "sqlite3", "sqlite_utils", "store", "torch"}
-    code = f"import sys, {module}; print(*(set({sorted(forbidden)}) & sys.modules.keys()))"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert not found
-
-
-def test_sampling_and_kv_cache_know_nothing_of_requests():
-    for name in WORKER_CORE:
-        names = imported(ROOT / "worker" / f"{name}.py")
-        assert not {
-            n
-            for n in names
-            if n.startswith(
-                ("speclen.worker.requests.request", "speclen.worker.engine.engine", "speclen.worker.engine.scheduler")
-            )
-        }, name
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["speclen.controller.service.server", "store", "speclen.cli.app", "speclen.cli.generate", "speclen.cli.up"],
 )
 def test_light_programs_never_import_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -74,7 +147,7 @@ def test_light_programs_never_import_torch(module):
 
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
-    missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen", "structlog", "typer"}
+    missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import speclen.bench.gpu.check"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -82,3 +155,12 @@ def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
 def test_no_import_package_is_called_proto():
     """proto-plus owns that name."""
     assert not (ROOT / "proto" / "__init__.py").exists()
+
+
+def test_no_folder_holds_more_modules_than_a_reader_can_keep_in_mind():
+    for folder in {path.parent for path in SOURCES}:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MOST_MODULES.get(folder.name, 14), f"{folder.relative_to(ROOT)}: {sorted(modules)}"
+
+
+MOST_MODULES = {"cli": 20}  # one module per verb, and as many verbs as there are

@@ -5,18 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speclen.bench.simulation.profiled_server import Machine, Traffic, adaptive, fixed, from_table, make_traffic, serve
+from speclen.bench.simulation.profiled_server import (
+    ProfiledMachine,
+    Traffic,
+    adaptive,
+    fixed,
+    from_table,
+    make_traffic,
+    serve,
+)
 from speclen.controller.estimator.core import Profile, ProfileCell
 
 SURVIVAL = (0.7, 0.5, 0.38, 0.3)
 
 
-def machine(slope: float = 0.0006) -> Machine:
+def machine(slope: float = 0.0006) -> ProfiledMachine:
     """Speculation pays at small batches and hurts at 16: 10 ms, 0.4 ms a draft pass, and slope per row and token."""
     cells = tuple(
         ProfileCell(b, s, 0.010 + 0.0004 * s + slope * b * (s + 1) * (b > 2)) for b in (1, 4, 16) for s in range(5)
     )
-    return Machine(Profile(cells, SURVIVAL, (100,) * 4))
+    return ProfiledMachine(Profile(cells, SURVIVAL, (100,) * 4))
 
 
 def test_step_times_between_profiled_batch_sizes_are_interpolated() -> None:
@@ -29,7 +37,7 @@ def test_a_cell_that_was_not_measured_is_not_taken_from_another_batch_size() -> 
     """A hole at the largest batch size once made that length look as cheap as at the next smaller one, and win."""
     whole = machine()
     cells = [c for c in whole.profile.cells if (c.batch_size, c.speculation_length) != (16, 2)]
-    holed = Machine(Profile(tuple(cells), SURVIVAL, (100,) * 4)).step_s
+    holed = ProfiledMachine(Profile(tuple(cells), SURVIVAL, (100,) * 4)).step_s
     assert holed[16, 2] == pytest.approx((whole.step_s[16, 1] + whole.step_s[16, 3]) / 2)
 
 
@@ -79,4 +87,4 @@ def test_traffic_has_the_rate_the_variation_and_the_bursts_asked_for() -> None:
 
 def test_a_profile_with_holes_is_refused() -> None:
     with pytest.raises(ValueError, match="every one from 0 on"):
-        Machine(Profile((ProfileCell(1, 1, 0.01), ProfileCell(1, 2, 0.01)), (0.5, 0.4), (1, 1)))
+        ProfiledMachine(Profile((ProfileCell(1, 1, 0.01), ProfileCell(1, 2, 0.01)), (0.5, 0.4), (1, 1)))

@@ -13,8 +13,8 @@ from speclen.bench.comparison import headline
 from speclen.bench.comparison.compare import best_fixed, compare_runs, run_all
 from speclen.bench.comparison.plot import plot
 from speclen.bench.comparison.report import print_comparison, to_json, write_requests
-from speclen.bench.serving.fleet import Contender, parse_contenders
-from speclen.bench.serving.load import Outcome
+from speclen.bench.serving.deployment import Contender, parse_contenders
+from speclen.bench.serving.load import RequestOutcome
 from speclen.bench.serving.run_track import TrackRun, failed_run
 from speclen.bench.serving.tracks import make_track
 from speclen.bench.serving.watch import Sample
@@ -36,12 +36,12 @@ def make_run(contender, repeat, failed=(), track=TRACK, steps_per_s=40):
     outcomes = []
     for index, arrival in enumerate(track.arrivals):
         if index in failed:
-            outcomes.append(Outcome(index, arrival.at_s, arrival.at_s, error="UNAVAILABLE: gone"))
+            outcomes.append(RequestOutcome(index, arrival.at_s, arrival.at_s, error="UNAVAILABLE: gone"))
             continue
         latency = 0.01 * arrival.output_tokens * SLOWNESS[contender.name] * rng.lognormal(0, 0.1)
         first, end = arrival.at_s + 0.1 * latency, arrival.at_s + latency
         steps = arrival.output_tokens // 2
-        outcomes.append(Outcome(index, arrival.at_s, arrival.at_s, first, end, arrival.output_tokens, steps))
+        outcomes.append(RequestOutcome(index, arrival.at_s, arrival.at_s, first, end, arrival.output_tokens, steps))
     samples = [sample(at_s, int(steps_per_s * at_s)) for at_s in np.arange(0, track.duration_s, 0.5)]
     return TrackRun(contender.name, repeat, outcomes, samples, {"worker": 90.0, "controller": 1.0}, track.duration_s)
 

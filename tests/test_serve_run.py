@@ -9,7 +9,7 @@ import pytest
 from fake_generation import FakeService, serving
 
 from speclen.bench.serving import run_track as module
-from speclen.bench.serving.fleet import Contender
+from speclen.bench.serving.deployment import Contender
 from speclen.bench.serving.run_track import run_track
 from speclen.bench.serving.tracks import Arrival, Track
 
@@ -39,8 +39,8 @@ class FakeFleet:
 def serve(track, service, exit_code=None):
     async def run():
         async with serving(service) as address:
-            fleet = FakeFleet(FakeWorker(address, exit_code), Contender("none", "none"))
-            return await run_track(fleet, track, [(1, 2)] * len(track.arrivals), repeat=1, num_burners=2)
+            deployment = FakeFleet(FakeWorker(address, exit_code), Contender("none", "none"))
+            return await run_track(deployment, track, [(1, 2)] * len(track.arrivals), repeat=1, num_burners=2)
 
     return asyncio.run(run())
 

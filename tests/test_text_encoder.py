@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import speclen.worker.requests.text_encoder
+import speclen.worker.service.text_encoder
 from speclen.worker.requests.request import QueueFullError
-from speclen.worker.requests.text_encoder import TextEncoder, longest_token_bytes
+from speclen.worker.service.text_encoder import TextEncoder, longest_token_bytes
 
 
 def run(test: Any) -> Any:
@@ -64,7 +64,7 @@ class SlowTokenizer:
 
 
 def test_long_texts_wait_for_each_other_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speclen.worker.requests.text_encoder, "MAX_WAITING", 2)
+    monkeypatch.setattr(speclen.worker.service.text_encoder, "MAX_WAITING", 2)
 
     async def test() -> None:
         tokenizer = SlowTokenizer()

@@ -7,42 +7,55 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
+from speclen.transport.settings import check_bounds, setting
 
 POLICY = re.compile(r"adaptive|profile|none|fixed:(\d{1,2})")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Everything that `speclen worker` can be told."""
+    """Everything that `speclen worker` can be told. Raises ValueError with one sentence that names the flag."""
 
-    listen: str = "127.0.0.1:7080"  # address of GenerationService
-    controller: str = "127.0.0.1:7070"  # address of the controller; empty: none
-    target: str = "bundled:target"  # directory, hub id or bundled name
-    draft: str = "bundled:draft"  # the same; empty: no draft, plain decoding
-    device: str = "auto"  # CUDA where there is one, else CPU
-    dtype: str = "auto"  # see worker/models/loading.py
-    max_batch_size: int = 32  # rows decoding in one step
-    max_length: int = 8  # largest speculation length
-    max_waiting: int = 256  # requests that may queue; one more is refused at once
-    max_kv_tokens: int = 0  # tokens of KV over all rows; 0: what the engine finds fit
-    policy: str = "adaptive"  # adaptive, profile, fixed:K or none
-    profile: Path | None = None  # profile as JSON, the table to start with and that of policy `profile`
-    quick_profile_s: float = 0.0  # unknown to the controller: measure this long before serving; 0: learn while serving
-    worker_id: str = ""  # stable name; empty: host name and port
-    threads: int = 0  # torch threads on CPU; 0: see worker/backends/threads.py
-    stream_interval_s: float = 0.02  # chunks of a stream are gathered for this long
-    unread_timeout_s: float = 30.0  # a client that takes nothing for this long loses its request
-    drain_timeout_s: float = 30.0  # SIGTERM: running requests have this long to finish
-    metrics_listen: str = ""  # HOST:PORT of the Prometheus page; empty: none
-    tls_cert: Path | None = None  # the worker's certificate chain, PEM
-    tls_key: Path | None = None  # its key, PEM
-    tls_client_ca: Path | None = None  # clients must show a certificate that this one signed, PEM
-    token_file: Path | None = None  # file with the bearer token that every call must carry
-    insecure: bool = False  # allow an address other than loopback without encryption and authentication
-    controller_ca: Path | None = None  # authority of the controller's certificate, PEM; None: no TLS
-    controller_cert: Path | None = None  # certificate to show to the controller, PEM
-    controller_key: Path | None = None  # its key, PEM
-    controller_token_file: Path | None = None  # file with the controller's bearer token
+    listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
+    controller: str = setting("127.0.0.1:7070", "Address of the controller; empty for none.")
+    target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
+    draft: str = setting("bundled:draft", "Draft model, likewise; empty for plain decoding.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    max_batch_size: int = setting(32, "Rows decoding in one step.", least=1, most=4096)
+    max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
+    max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
+    max_kv_tokens: int = setting(0, "Tokens of KV cache over all rows; 0: as many as fit.", least=0)
+    policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
+    profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
+    quick_profile_s: float = setting(
+        0.0,
+        "Measure a profile for this many seconds first, if the controller knows nothing of this context.",
+        least=0,
+    )
+    worker_id: str = setting("", "Stable name in the fleet; default: host name and port.")
+    threads: int = setting(
+        0, "CPU threads for the models; 0: by model size, fewer while other processes want the cores.", least=0
+    )
+    metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
+    unread_timeout_s: float = setting(
+        30.0, "Seconds without reading after which a client loses its request.", least=0.1
+    )
+    drain_timeout_s: float = setting(30.0, "Seconds that running requests have after SIGTERM.", least=0)
+    log_level: str = setting("info", "Least level that is logged: debug, info, warning or error.")
+    tls_cert: Path | None = setting(None, "Certificate chain of this worker, PEM.")
+    tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
+    tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
+    token_file: Path | None = setting(None, "File with the bearer token that every call must carry.")
+    insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
+    controller_ca: Path | None = setting(None, "Authority of the controller's certificate, PEM.")
+    controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
+    controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
+    controller_token_file: Path | None = setting(None, "File with the controller's bearer token.")
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        parse_policy(self.policy)
 
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from speclen.bench.comparison.stats import Interval, ratio_of_means, too_short
 from speclen.bench.comparison.summary import RunSummary, summarise
-from speclen.bench.serving.fleet import Contender
+from speclen.bench.serving.deployment import Contender
 from speclen.bench.serving.run_track import TrackRun
 from speclen.bench.serving.tracks import Track
 from speclen.bench.serving.watch import reached_steps_at

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from speclen.bench.comparison.report import provenance
-from speclen.bench.serving.fleet import Contender, Fleet, WorkerSettings, parse_contenders
+from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings, parse_contenders
 from speclen.bench.serving.load import Prompt
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey, capacity_cells, exhaustive_cells, load_survey, measure
 from speclen.bench.serving.track_file import load_track
 from speclen.bench.serving.tracks import SCENARIOS, scenario_of
 from speclen.console.errors import UserError
+from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.file import foreign_parts
 
@@ -31,21 +32,24 @@ SURVEY_PROMPT_TOKENS = 64
 class Plan:
     """What was asked for, checked as far as possible before anything starts."""
 
-    track: str
-    policies: str
-    repeats: int
     settings: WorkerSettings
-    profile: Path | None
-    survey: Path | None
-    cell_s: float
-    duration_s: float | None
-    scale: float
-    seed: int
-    burners: int
+    track: str = setting("time-varying", f"{', '.join(SCENARIOS)}; a saved track's file; or segments.")
+    compare: str = setting("adaptive,none", "Policies, the one it is about first.")
+    repeats: int = setting(3, "Runs of every policy, interleaved.", least=1)
+    profile: Path | None = setting(None, "Offline profile for `profile`, and the seed of `adaptive`.")
+    survey: Path | None = setting(None, "Survey to use; measured and written there when it does not exist.")
+    cell_s: float = setting(4.0, "Seconds per cell of a survey.", least=0.2)
+    duration_s: float | None = setting(None, "Seconds of the track; default: the track's own.")
+    scale: float = setting(1.0, "Multiplies every load of the track.", least=0.01)
+    seed: int = setting(0, "Draws arrivals, prompts and output lengths.", least=0)
+    burners: int = setting(1, "Processes that take a core each, on a track that throttles.", least=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @property
     def wants_oracle(self) -> bool:
-        return any(name.strip().startswith("oracle") for name in self.policies.split(","))
+        return any(name.strip().startswith("oracle") for name in self.compare.split(","))
 
     @property
     def replays(self) -> bool:
@@ -53,7 +57,7 @@ class Plan:
 
     def contenders(self, oracle: Path | None) -> list[Contender]:
         """Cold tracks take the profile away from whoever learns, not from the paper's table."""
-        found = parse_contenders(self.policies, self.settings.max_length, self.profile, oracle)
+        found = parse_contenders(self.compare, self.settings.max_length, self.profile, oracle)
         scenario = SCENARIOS.get(self.track)
         if scenario is not None and scenario.cold:
             return [replace(c, profile=None, seeded=False) if c.learns else c for c in found]
@@ -97,12 +101,12 @@ def survey(plan: Plan, kind: str) -> Prepared:
             raise UserError(f"the survey {file} lacks lengths that oracle needs: name another file to measure them")
         return Prepared(known, file, json.loads(file.read_text("utf-8"))["context"])
     cells = exhaustive_cells(*limits) if plan.wants_oracle else capacity_cells(*limits)
-    with Fleet(SURVEYOR, settings) as fleet:
-        info = fleet.model_info()
+    with Deployment(SURVEYOR, settings) as deployment:
+        info = deployment.model_info()
         context = {field.name: getattr(info.context, field.name) for field in info.context.DESCRIPTOR.fields}
         prompt = prompt_maker(plan, kind)
         say(f"survey of {len(cells)} cells, about {len(cells) * (plan.cell_s + 2) / 60:.0f} minutes")
-        found = asyncio.run(measure(fleet.worker.address, cells, prompt, plan.cell_s, on_cell=show_cells))
+        found = asyncio.run(measure(deployment.worker.address, cells, prompt, plan.cell_s, on_cell=show_cells))
     found.save(file, {"context": context, "cell_s": plan.cell_s, **provenance()})
     say(f"survey written to {file}: --survey {file} uses it again")
     return Prepared(found, file, context)

@@ -15,36 +15,25 @@ from speclen.bench.comparison.compare import Comparison, compare_runs, run_all
 from speclen.bench.comparison.plan import Plan, Prepared, load_tokenizer, prepare, say
 from speclen.bench.comparison.report import print_comparison, provenance, to_json, write_requests
 from speclen.bench.serving import track_file
-from speclen.bench.serving.fleet import Contender, Fleet, WorkerSettings
+from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.run_track import TrackRun, failed_run, run_track
-from speclen.bench.serving.tracks import SCENARIOS, Track, make_track
+from speclen.bench.serving.tracks import Track, make_track
 from speclen.console.errors import UserError
-from speclen.console.model_options import DEVICE, DRAFT, DTYPE, TARGET_HELP
+from speclen.console.flags import flags_from
+from speclen.transport.settings import settings_of
+from speclen.worker.config import WorkerConfig
 
 GOOD_ENOUGH = 2.0  # goodput: latency per token at most so many times that of one request alone without speculation
 QUICK_DURATION_S, QUICK_CELL_S = 20.0, 1.5
 START_AND_STOP_S = 20.0  # of controller and worker, about, for the estimate of how long it will take
 
 
+@flags_from(Plan)
+@flags_from(WorkerConfig, "draft", "device", "dtype", "max_length", "threads")
 def serve(
-    track: str = typer.Option("time-varying", help=f"{', '.join(SCENARIOS)}; a saved track's file; or segments."),
-    compare: str = typer.Option("adaptive,none", help="Policies, the one it is about first."),
-    repeats: int = typer.Option(3, min=1, help="Runs of every policy, interleaved."),
-    target: str = typer.Option("bundled:target-60m", help=TARGET_HELP),
-    draft: str = DRAFT,
-    device: str = DEVICE,
-    dtype: str = DTYPE,
+    target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
     max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),
-    max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
-    threads: int = typer.Option(0, min=0, help="CPU threads of the worker; 0: its own default."),
-    profile: Path | None = typer.Option(None, help="Offline profile for `profile`, and the seed of `adaptive`."),
-    survey: Path | None = typer.Option(None, help="Survey to use; measured and written there when it does not exist."),
-    cell_s: float = typer.Option(4.0, min=0.2, help="Seconds per cell of a survey."),
-    duration_s: float | None = typer.Option(None, help="Seconds of the track; default: the track's own."),
-    scale: float = typer.Option(1.0, min=0.01, help="Multiplies every load of the track."),
-    seed: int = typer.Option(0, min=0, help="Draws arrivals, prompts and output lengths."),
-    burners: int = typer.Option(1, min=1, help="Processes that take a core each, on a track that throttles."),
     target_ms_per_token: float = typer.Option(0.0, min=0, help="Goodput's latency per token; 0: from the survey."),
     quick: bool = typer.Option(False, help="Seconds instead of minutes, to see that all works; figures are marked."),
     save_track: Path | None = typer.Option(None, help="Write the track, to be replayed."),
@@ -52,16 +41,14 @@ def serve(
     requests: Path | None = typer.Option(None, help="Write every request of every run, one JSON line each."),
     plot: Path | None = typer.Option(None, help="Draw latency, batch size and length over time (png, svg, pdf)."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON on stdout instead of tables."),
+    **others: Any,
 ) -> None:
     """Serve one track with every policy in turn and compare latencies.
 
     Example: speclen bench serve --track time-varying --compare adaptive,none,fixed:2,fixed:4,oracle --repeats 3
     """
-    settings = WorkerSettings(target, draft, device, dtype, max_batch_size, max_length, threads)
-    plan = Plan(track, compare, repeats, settings, profile, survey, cell_s, duration_s, scale, seed, burners)
-    if quick:
-        plan = replace(plan, cell_s=QUICK_CELL_S, duration_s=duration_s or QUICK_DURATION_S)
     try:
+        plan = plan_of(target, max_batch_size, quick, others)
         session = Session(plan, prepare(plan))
         if save_track is not None:
             track_file.save_track(session.track, save_track)
@@ -76,6 +63,14 @@ def serve(
         print_comparison(comparison, Console())
         if quick:
             print("--quick: these figures show that everything works, and nothing else")
+
+
+def plan_of(target: str, max_batch_size: int, quick: bool, others: dict[str, Any]) -> Plan:
+    """The plan that the flags describe. Raises ValueError for a setting outside its bounds."""
+    of_plan = {name: others.pop(name) for name in settings_of(Plan)}
+    settings = WorkerSettings(target=target, max_batch_size=max_batch_size, **others)
+    plan = Plan(settings, **of_plan)
+    return replace(plan, cell_s=QUICK_CELL_S, duration_s=plan.duration_s or QUICK_DURATION_S) if quick else plan
 
 
 class Session:
@@ -116,8 +111,8 @@ class Session:
     def run_one(self, contender: Contender, repeat: int) -> TrackRun:
         """A process that does not start is an error at first, and a run in which everything failed later on."""
         try:
-            with Fleet(contender, self.plan.settings) as fleet:
-                return asyncio.run(run_track(fleet, self.track, self.prompts, repeat, self.plan.burners))
+            with Deployment(contender, self.plan.settings) as deployment:
+                return asyncio.run(run_track(deployment, self.track, self.prompts, repeat, self.plan.burners))
         except UserError as error:
             if repeat == 0:
                 raise

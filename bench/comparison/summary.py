@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speclen.bench.comparison.stats import Distribution, distribution
-from speclen.bench.serving.load import Outcome
+from speclen.bench.serving.load import RequestOutcome
 from speclen.bench.serving.run_track import TrackRun
 from speclen.bench.serving.watch import Stretch, counted_stretch, over_time
 
@@ -85,19 +85,19 @@ def summarise(run: TrackRun, counted: Sequence[int], from_s: float, target_s_per
     )
 
 
-def time_per_output_token(outcome: Outcome) -> float | None:
+def time_per_output_token(outcome: RequestOutcome) -> float | None:
     """Seconds per token after the first; None for a single token."""
     if outcome.num_tokens < 2 or outcome.finished_s is None or outcome.first_token_s is None:
         return None
     return (outcome.finished_s - outcome.first_token_s) / (outcome.num_tokens - 1)
 
 
-def lateness(outcomes: Sequence[Outcome]) -> float:
+def lateness(outcomes: Sequence[RequestOutcome]) -> float:
     """99th percentile of how much later than planned requests were sent."""
     return float(np.percentile([outcome.sent_s - outcome.at_s for outcome in outcomes], 99)) if outcomes else 0.0
 
 
-def warnings(run: TrackRun, outcomes: Sequence[Outcome]) -> list[str]:
+def warnings(run: TrackRun, outcomes: Sequence[RequestOutcome]) -> list[str]:
     found = [run.worker_exit] if run.worker_exit else []
     late = lateness(outcomes)
     if late > LATE_S:

@@ -22,8 +22,9 @@ from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.machine import machine
 from speclen.bench.spread import Spread, ratio, spread
 from speclen.console.errors import UserError
-from speclen.console.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from speclen.console.flags import flags_from
 from speclen.worker.backends.threads import set_threads
+from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts, texts_from_file
 
@@ -55,11 +56,8 @@ class Settings:
     seed: int
 
 
+@flags_from(WorkerConfig, "target", "draft", "device", "dtype")
 def step(
-    target: str = TARGET,
-    draft: str = DRAFT,
-    device: str = DEVICE,
-    dtype: str = DTYPE,
     batch_sizes: str = typer.Option("1,4,16", help="Batch sizes, separated by commas."),
     lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, separated by commas; 0 is always measured."),
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),
@@ -71,6 +69,7 @@ def step(
     baselines: bool = typer.Option(True, help="Also time transformers' generate and assisted generation."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path | None = typer.Option(None, help="Also write the JSON to this file."),
+    **models: str,
 ) -> None:
     """Measure step times, tokens per step, and throughput beside transformers on the same weights.
 
@@ -85,7 +84,7 @@ def step(
         seed,
     )
     try:
-        pair = load_pair(target, draft, device, dtype)
+        pair = load_pair(**models)
         set_threads(threads, pair)
         texts = texts_from_file(prompts) if prompts else held_out_texts()
     except ValueError as error:

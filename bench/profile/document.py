@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from speclen.console.database import reading
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
-from speclen.store.profiles import StoredProfile
+from speclen.store.profiles import StoredProfile, stored_profiles
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.samples import ProfileResult
 
@@ -142,3 +143,17 @@ def write_document(path: Path, content: dict[str, Any]) -> None:
         temporary.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def find_profile(profile: str, db: Path) -> ProfileDocument:
+    """A profile by file name, id or "latest". Raises UserError saying which there are."""
+    if profile != "latest" and not profile.isdecimal():
+        return read_document(Path(profile))
+    with reading(db) as connection:
+        profiles = {stored.profile.profile_id: stored for stored in stored_profiles(connection)}
+    if not profiles:
+        raise UserError(f"{db} holds no profile: make one with `speclen profile run`")
+    wanted = max(profiles) if profile == "latest" else int(profile)
+    if wanted not in profiles:
+        raise UserError(f"{db} holds no profile {wanted}; there are {', '.join(map(str, profiles))}")
+    return from_store(profiles[wanted])

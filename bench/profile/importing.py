@@ -9,6 +9,7 @@ import grpc
 
 from speclen.console.errors import UserError
 from speclen.controller.config import ControllerConfig
+from speclen.controller.estimator.core import ContextKey
 from speclen.controller.service.server import running
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
@@ -55,3 +56,17 @@ def send(request: pb.ImportProfileRequest, address: str) -> int:
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             raise UserError(f"no controller answers at {address}: give its address with --controller") from error
         raise UserError(f"the controller at {address} refused the profile: {detail}") from error
+
+
+def check_same_context(path: Path, theirs: ContextKey, here: ContextKey, as_prior: bool) -> None:
+    """Raises UserError naming every difference, unless they are accepted."""
+    different = [
+        f"{name} {getattr(theirs, name)!r} instead of {getattr(here, name)!r}"
+        for name in ("target", "draft", "device", "dtype", "engine_fingerprint")
+        if getattr(theirs, name) != getattr(here, name)
+    ]
+    if different and not as_prior:
+        raise UserError(
+            f"{path} was measured with {'; '.join(different)}: it does not describe this context; "
+            "give --as-prior to use it as a starting point"
+        )

@@ -27,7 +27,7 @@ Prompt = Sequence[int]
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request. Times in seconds since the track began; None: it never came to that.
 
     error: empty for a request that got all the tokens it asked for.
@@ -65,7 +65,7 @@ def make_request(prompt: Prompt, num_tokens: int, fixed_length: int | None = Non
     return request
 
 
-async def follow(call: Any, outcome: Outcome, clock: Callable[[], float], num_tokens: int) -> None:
+async def follow(call: Any, outcome: RequestOutcome, clock: Callable[[], float], num_tokens: int) -> None:
     """Read one answer to its end and fill in the outcome; errors end up in it, too."""
     try:
         async for response in call:
@@ -82,7 +82,7 @@ async def follow(call: Any, outcome: Outcome, clock: Callable[[], float], num_to
         outcome.error = "the stream ended without a completion"
 
 
-def note_completion(complete: pb.GenerateComplete, outcome: Outcome, now: float, num_tokens: int) -> None:
+def note_completion(complete: pb.GenerateComplete, outcome: RequestOutcome, now: float, num_tokens: int) -> None:
     outcome.num_tokens = len(complete.output_ids)
     stats = complete.speculation
     outcome.num_steps = stats.num_steps
@@ -103,7 +103,7 @@ class Progress:
     num_failed: int = 0
     latency_sum_s: float = 0.0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: RequestOutcome) -> None:
         if outcome.error:
             self.num_failed += 1
             return
@@ -122,10 +122,10 @@ async def open_loop(
     prompts: Sequence[Prompt],
     progress: Progress,
     timeout_s: float = REQUEST_TIMEOUT_S,
-) -> list[Outcome]:
+) -> list[RequestOutcome]:
     """Send every request at its time and wait for all answers; one outcome per arrival, in order."""
     prepare_aio()
-    outcomes = [Outcome(index, arrival.at_s) for index, arrival in enumerate(arrivals)]
+    outcomes = [RequestOutcome(index, arrival.at_s) for index, arrival in enumerate(arrivals)]
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.GenerationServiceStub(channel)
         begin = time.monotonic()
@@ -133,7 +133,7 @@ async def open_loop(
         def clock() -> float:
             return time.monotonic() - begin
 
-        async def one(outcome: Outcome) -> None:
+        async def one(outcome: RequestOutcome) -> None:
             num_tokens = arrivals[outcome.index].output_tokens
             request = make_request(prompts[outcome.index], num_tokens)
             outcome.sent_s = clock()

@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from speclen.bench.serving.fleet import Fleet, start_burner
-from speclen.bench.serving.load import REQUEST_TIMEOUT_S, Outcome, Progress, Prompt, open_loop
+from speclen.bench.serving.deployment import Deployment, start_burner
+from speclen.bench.serving.load import REQUEST_TIMEOUT_S, Progress, Prompt, RequestOutcome, open_loop
 from speclen.bench.serving.tracks import Track
 from speclen.bench.serving.watch import Sample, watch
 
@@ -25,7 +25,7 @@ class TrackRun:
 
     contender: str
     repeat: int
-    outcomes: list[Outcome]
+    outcomes: list[RequestOutcome]
     samples: list[Sample]
     cpu_s: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -33,7 +33,7 @@ class TrackRun:
 
 
 async def run_track(
-    fleet: Fleet,
+    deployment: Deployment,
     track: Track,
     prompts: Sequence[Prompt],
     repeat: int,
@@ -45,31 +45,31 @@ async def run_track(
     num_burners: processes that take a core each from the moment at which the track throttles the machine.
     """
     progress, samples = Progress(), list[Sample]()
-    before, begin = fleet.cpu_seconds(), time.monotonic()
+    before, begin = deployment.cpu_seconds(), time.monotonic()
     async with asyncio.TaskGroup() as group, throttle(track, num_burners):
         helpers = [
-            group.create_task(watch(fleet.worker.address, samples)),
-            group.create_task(show(progress, f"{fleet.contender.name} #{repeat + 1}", track)),
+            group.create_task(watch(deployment.worker.address, samples)),
+            group.create_task(show(progress, f"{deployment.contender.name} #{repeat + 1}", track)),
         ]
-        outcomes = await open_loop(fleet.worker.address, track.arrivals, prompts, progress, timeout_s)
+        outcomes = await open_loop(deployment.worker.address, track.arrivals, prompts, progress, timeout_s)
         for helper in helpers:
             helper.cancel()
-    after = fleet.cpu_seconds()
-    code = fleet.worker.exit_code
+    after = deployment.cpu_seconds()
+    code = deployment.worker.exit_code
     return TrackRun(
-        contender=fleet.contender.name,
+        contender=deployment.contender.name,
         repeat=repeat,
         outcomes=outcomes,
         samples=samples,
         cpu_s={name: after[name] - used for name, used in before.items() if name in after},
         seconds=time.monotonic() - begin,
-        worker_exit="" if code is None else f"the worker ended with code {code}: {fleet.worker.last_line()}",
+        worker_exit="" if code is None else f"the worker ended with code {code}: {deployment.worker.last_line()}",
     )
 
 
 def failed_run(contender: str, repeat: int, track: Track, reason: str) -> TrackRun:
     """A run of which nothing came."""
-    outcomes = [Outcome(index, arrival.at_s, error=reason) for index, arrival in enumerate(track.arrivals)]
+    outcomes = [RequestOutcome(index, arrival.at_s, error=reason) for index, arrival in enumerate(track.arrivals)]
     return TrackRun(contender, repeat, outcomes, samples=[], worker_exit=reason)
 
 

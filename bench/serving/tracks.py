@@ -72,7 +72,7 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class TrackRecipe:
     """What a named track is made of. cold: policies that learn start from nothing. others: needs a foreign profile."""
 
     summary: str
@@ -91,18 +91,18 @@ def steady(load: float, share: float = 1.0, cv: float = 1.0, kind: str = "code")
 # The paper's traffic: intense and sparse stretches take turns while the burstiness grows.
 ALTERNATING = tuple(steady(load, 1 / 8, cv) for cv in (1.0, 2.0, 3.0, 4.0) for load in (0.15, 0.75))
 BURSTS = tuple(segment for _ in range(4) for segment in (steady(0.15, 0.225), steady(4.0, 0.025)))
-SCENARIOS: dict[str, Scenario] = {
-    "steady-low": Scenario("few requests at a time", (steady(0.15),)),
-    "steady-high": Scenario("close to capacity", (steady(0.9),)),
-    "time-varying": Scenario("intense and sparse stretches take turns, burstiness grows (the paper's)", ALTERNATING),
-    "burst": Scenario("few requests, and four bursts at four times capacity", BURSTS),
-    "prompt-shift": Scenario(
+SCENARIOS: dict[str, TrackRecipe] = {
+    "steady-low": TrackRecipe("few requests at a time", (steady(0.15),)),
+    "steady-high": TrackRecipe("close to capacity", (steady(0.9),)),
+    "time-varying": TrackRecipe("intense and sparse stretches take turns, burstiness grows (the paper's)", ALTERNATING),
+    "burst": TrackRecipe("few requests, and four bursts at four times capacity", BURSTS),
+    "prompt-shift": TrackRecipe(
         "half-way from prompts that the draft knows to prompts that it does not",
         (steady(0.4, 0.5), steady(0.4, 0.5, kind="prose")),
     ),
-    "throttle": Scenario("half-way another process takes a core", (steady(0.35),), throttle_share=0.5),
-    "wrong-profile": Scenario("seeded from another machine's profile", ALTERNATING, foreign_profile=True),
-    "cold": Scenario(
+    "throttle": TrackRecipe("half-way another process takes a core", (steady(0.35),), throttle_share=0.5),
+    "wrong-profile": TrackRecipe("seeded from another machine's profile", ALTERNATING, foreign_profile=True),
+    "cold": TrackRecipe(
         "nothing known at the start, counted after 500 steps",
         tuple(Segment(1 / 4, *loads) for loads in ((0.1, 0.8), (0.8, 0.1)) * 2),
         settle_steps=500,
@@ -111,7 +111,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def scenario_of(text: str) -> Scenario:
+def scenario_of(text: str) -> TrackRecipe:
     """A named scenario, or one spelled out: "for=30 load=0.2; for=60 load=0.2..0.8 cv=2 kind=prose".
 
     Raises ValueError naming what cannot be read.
@@ -130,7 +130,7 @@ def scenario_of(text: str) -> Scenario:
         segments.append(segment)
     total = sum(seconds)
     shared = tuple(dataclasses.replace(s, share=t / total) for s, t in zip(segments, seconds, strict=True))
-    return Scenario("spelled out", shared, duration_s=total)
+    return TrackRecipe("spelled out", shared, duration_s=total)
 
 
 def _parse_segment(text: str) -> tuple[float, Segment]:

@@ -1,7 +1,7 @@
 """Write the table of docs/policy.md from docs/results/policy.json, after adding newer runs to it.
 
-`python -m speclen.bench.simulation.policy_table NEW.json` takes the result of `speclen bench policy --json`: its runs replace those of
-the same scenario and policy, so that after a change of one policy only that one needs to be run again.
+`python -m speclen.bench.simulation.policy_table NEW.json` takes the result of `speclen bench policy --json`: its runs
+replace those of the same scenario and policy, so that after a change of one policy only that one needs to be run again.
 """
 
 from __future__ import annotations

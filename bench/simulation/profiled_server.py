@@ -42,7 +42,7 @@ def make_traffic(rate_per_s: float, cv: float, num_requests: int, burst: int, me
     return Traffic(arrivals, np.maximum(4, rng.geometric(1 / mean_tokens, num_requests)))
 
 
-class Machine:
+class ProfiledMachine:
     """Step times by batch size and length, and acceptance, from a profile. Raises ValueError if length 0 is missing."""
 
     def __init__(self, profile: Profile) -> None:
@@ -81,7 +81,7 @@ class Machine:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ServedTraffic:
     """What one policy made of the traffic. Latency per token: from arrival to the last token, over the tokens."""
 
     ms_per_token: float
@@ -106,7 +106,7 @@ def from_table(table: Sequence[int]) -> Policy:
     return Policy(lambda batch_size: table[batch_size])
 
 
-def adaptive(machine: Machine, seed: int = 0, seeded: bool = False) -> Policy:
+def adaptive(machine: ProfiledMachine, seed: int = 0, seeded: bool = False) -> Policy:
     """Our controller with the probes that it asks for. It knows nothing at the start, or, seeded, the profile."""
     controller = Estimator(seed=seed)
     controller.add_context(KEY, Limits(machine.max_batch_size, machine.max_length))
@@ -122,7 +122,7 @@ def adaptive(machine: Machine, seed: int = 0, seeded: bool = False) -> Policy:
     return Policy(choose, lambda observation: controller.observe(KEY, [observation], "worker"))
 
 
-def serve(machine: Machine, traffic: Traffic, policy: Policy, seed: int = 0) -> Outcome:
+def serve(machine: ProfiledMachine, traffic: Traffic, policy: Policy, seed: int = 0) -> ServedTraffic:
     """Serve all the traffic with continuous batching: rows join and leave between steps, first come first served."""
     rng = np.random.default_rng(seed)
     now, next_request, num_steps, busy_rows = 0.0, 0, 0, 0
@@ -151,4 +151,4 @@ def serve(machine: Machine, traffic: Traffic, policy: Policy, seed: int = 0) -> 
         rows = rows[left[rows] > 0]
     per_token = 1e3 * (finished_s - traffic.arrivals_s) / traffic.num_tokens
     p95 = float(np.percentile(per_token, 95))
-    return Outcome(float(per_token.mean()), p95, busy_rows / num_steps, num_steps)
+    return ServedTraffic(float(per_token.mean()), p95, busy_rows / num_steps, num_steps)

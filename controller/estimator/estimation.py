@@ -48,7 +48,7 @@ class Estimator:
     """Contexts by key. One thread calls it."""
 
     def __init__(self, policy: str = "adaptive", seed: int = 0, buckets: str = DOUBLING) -> None:
-        """policy: a name of `speclen.controller.estimator.policies`; buckets: see `speclen.controller.estimator.buckets`. ValueError if either is unknown."""
+        """policy: a name of `policies`; buckets: see `buckets`. ValueError if either is unknown."""
         self.policy_name = policy
         self.seed = seed
         self.bucket_spec = buckets

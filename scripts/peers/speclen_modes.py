@@ -12,7 +12,7 @@ import grpc
 import typer
 from closed_loop import Clients, Prompt, Requests, summary
 
-from speclen.bench.serving.fleet import Contender, Fleet, WorkerSettings
+from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings
 from speclen.bench.serving.load import make_request
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -45,7 +45,7 @@ def main(
         str(folder / "target"), str(folder / "draft"), "cpu", max_batch_size=max(concurrency), threads=threads
     )
     contender = Contender(policy, policy, profile, seeded=policy == "adaptive" and profile is not None)
-    with Fleet(contender, settings) as fleet, grpc.insecure_channel(fleet.worker.address) as channel:
+    with Deployment(contender, settings) as deployment, grpc.insecure_channel(deployment.worker.address) as channel:
         client = Client(channel)
         for number in concurrency:
             if contender.learns:

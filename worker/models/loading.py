@@ -1,7 +1,7 @@
 """Loads a target and a draft that fit together, or says in one sentence why they do not.
 
 A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones; any
-Llama-style model may be widened by a shape behind its name, see `speclen.worker.models.widen`. Only safetensors are read and no code
+Llama-style model may be widened by a shape behind its name, see `widen`. Only safetensors are read and no code
 of a checkpoint runs. Whether the engine can run a family exactly is checked where the engine is built; only what can
 never work is refused here.
 """

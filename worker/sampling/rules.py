@@ -15,7 +15,7 @@ from speclen.worker.sampling.verification import accept_matching, choose, distri
 
 @dataclass(slots=True)
 class RowSampling:
-    """One row's settings. key: of `speclen.worker.sampling.noise`, set when the row's tokens must not depend on the rest of the batch."""
+    """One row's settings. key: of `noise`, set when the row's tokens must not depend on the rest of the batch."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -94,7 +94,7 @@ class BatchSampling:
 
 
 class SamplingRule:
-    """Rows with and without randomness, each by the rule that fits it; see `speclen.worker.sampling.verification` for the two rules.
+    """Rows with and without randomness, each by the rule that fits it; see `verification` for the two rules.
 
     positions: [rows], how many tokens each row has put out before the step: noise and min_tokens go by output position.
     """

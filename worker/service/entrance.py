@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speclen.worker.requests.text_encoder import TextEncoder
+from speclen.worker.service.text_encoder import TextEncoder
 from speclen.worker.service.turnstile import Turnstile
 
 

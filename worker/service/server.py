@@ -53,6 +53,7 @@ SERVER_OPTIONS = [
 ]
 # The engine's thread takes the interpreter back from the event loop between any two operators. At the default of 5 ms
 # one busy moment of gRPC would cost more than a whole step.
+STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 SWITCH_INTERVAL_S = 0.0005
 ENGINE = "the engine"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -171,7 +172,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     if config.metrics_listen:
         metrics.serve(config.metrics_listen)
         supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen))
-    timings = config.stream_interval_s, config.unread_timeout_s
+    timings = STREAM_INTERVAL_S, config.unread_timeout_s
     servicer = GenerationServicer(engine, pair, control, model_facts(pair, control), metrics, entrance, *timings)
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     running = start_engine(torch_thread, engine, supervisor)

@@ -102,7 +102,7 @@ class WorkerSettings:
 
 
 @dataclass(slots=True)
-class Fleet:
+class Deployment:
     """One controller and one worker for the length of a `with` block; logs and database go with it."""
 
     contender: Contender
@@ -110,7 +110,7 @@ class Fleet:
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
     children: list[Child] = field(default_factory=list)
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Deployment:
         try:
             controller = "" if self.contender.local else self._start_controller()
             self._start_worker(controller)

@@ -1,21 +1,17 @@
-"""`speclen export` and `speclen import`: learned state as a JSON file, to move it between fleets."""
+"""Learned state as a JSON document: made from a database, checked, and made into a commit for another."""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
 from speclen.store import queries
-from speclen.store.connection import Connection, StoreError
+from speclen.store.connection import Connection
 from speclen.store.database import Store
 from speclen.store.records import AcceptanceRow, Commit, ContextRow, LatencyCellRow, StateRow, StoredState
 
@@ -23,59 +19,6 @@ FORMAT = "speclen learned state"
 VERSION = 1
 KEY = ("target", "draft", "device", "dtype", "engine_fingerprint")
 CONTEXT_COLUMNS = [field.name for field in fields(ContextRow)]
-
-
-def export_state(
-    file: Path | None = typer.Argument(None, help="File to write; standard output if left out."),
-    db: Path = DB_OPTION,
-    context: str = typer.Option("", help="Only contexts of which target, draft, device or dtype contains this."),
-) -> None:
-    """Write what was learned as JSON: contexts with their step times, pairs with their acceptance; no raw reports.
-
-    Example: speclen export learned.json --db .speclen/speclen.db
-    """
-    with reading(db) as connection:
-        document = exported(connection, context)
-    text = json.dumps(document, indent=1)
-    if file is None:
-        print(text)
-        return
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}): choose another place") from error
-    print(f"{file}: {len(document['contexts'])} contexts, {len(document['pairs'])} pairs", file=sys.stderr)
-
-
-def import_state(
-    file: Path = typer.Argument(help="File that `speclen export` wrote."),
-    db: Path = DB_OPTION,
-    replace_known: bool = typer.Option(
-        False, "--replace", help="Replace what the database knows of the same contexts."
-    ),
-) -> None:
-    """Read what another controller learned into a database, while no controller runs on it.
-
-    A pair of models that the database knows keeps its own acceptance, unless --replace is given.
-
-    Example: speclen import learned.json --db .speclen/speclen.db
-    """
-    document = read_document(file)
-    check_usable(file, document)
-    try:
-        store = Store.open(db)
-    except StoreError as error:
-        raise UserError(str(error)) from error
-    try:
-        commit, kept = commit_of(document, store.load(), replace_known)
-        store_now(store, commit)
-    except (KeyError, TypeError) as error:
-        raise damaged(file, error) from error
-    finally:
-        store.close()
-    for pair in kept:
-        print(f"{pair['target']} with {pair['draft']}: known here, its own acceptance was kept", file=sys.stderr)
-    print(f"{db}: {len(commit.contexts)} contexts imported", file=sys.stderr)
 
 
 def exported(connection: Connection, wanted: str) -> dict[str, Any]:

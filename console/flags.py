@@ -1,0 +1,51 @@
+"""Flags made from configuration classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+
+from speclen.transport.settings import flag, settings_of
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def flags_from(config: type, *names: str) -> Callable[[Command], Command]:
+    """Give a command, in place of its `**settings`, a flag for every setting of the class, or for those named.
+
+    The command gets what was given, or the defaults, as keyword arguments.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        kept = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        added = [parameter for parameter in parameters(config) if not names or parameter.name in names]
+        command.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def parameters(config: type) -> list[inspect.Parameter]:
+    """The settings of a class as parameters that typer makes options of."""
+    types = get_type_hints(config)
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            # A switch has one form: there is no --no-insecure.
+            default=typer.Option(
+                each.default, *([flag(name)] if types[name] is bool else []), help=each.metadata["help"]
+            ),
+            annotation=types[name],
+        )
+        for name, each in settings_of(config).items()
+    ]
+
+
+def arguments(settings: dict[str, Any]) -> list[str]:
+    """Settings as arguments for another command that has the same flags."""
+    return [part for name, value in settings.items() for part in (flag(name), str(value))]
