@@ -6,10 +6,11 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
 from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
@@ -44,6 +45,7 @@ FULL_BUDGET_S = 150.0
 
 @app.command()
 @flags_from(WorkerConfig, *MODELS)
+@flags_from(ClientConfig, *SECURITY)
 def run(
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
@@ -67,7 +69,7 @@ def run(
     store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
     out: Path | None = typer.Option(None, help="JSON file of the profile; default: one in the data directory."),
     as_json: bool = JSON,
-    **models: str,
+    **settings: Any,
 ) -> None:
     """Measure whole-step times and survival over batch sizes and lengths on the real engine.
 
@@ -77,30 +79,31 @@ def run(
     """
     set_spins()  # before torch is imported
     from speclen.bench.profile.document import write_document
-    from speclen.bench.profile.importing import import_profile
+    from speclen.bench.profile.importing import find_destination
     from speclen.bench.profile.run import file_stem, measure, say
     from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
-    pair = load(threads, **models)
+    destination = find_destination(db, controller, client_from(settings)) if store else None
+    pair = load(threads, **models_of(settings))
     if pair.draft is None:
         wanted = (0,)
     budget = budget_s or (max(3.0, QUICK_S - (time.monotonic() - STARTED)) if quick else FULL_BUDGET_S)
-    settings = quick_settings(sizes[-1], wanted[-1], budget) if quick else ProfileSettings(sizes, wanted, budget)
-    settings = adjusted(settings, precision, temperature, seed)
+    plan = quick_settings(sizes[-1], wanted[-1], budget) if quick else ProfileSettings(sizes, wanted, budget)
+    plan = adjusted(plan, precision, temperature, seed)
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
         source = f"speclen profile run{' --quick' if quick else ''}"
-        document = measure(pair, settings, texts, data_dir / "profiles", fresh, source)
+        document = measure(pair, plan, texts, data_dir / "profiles", fresh, source)
     except ValueError as error:
         raise UserError(str(error)) from error
     path = out or data_dir / "profiles" / f"{file_stem(document.context)}.json"
     write_document(path, document.to_json())
     say(f"profile in {path}")
-    if store:
-        profile_id, place = import_profile(document.to_request(document.context, as_prior=False), db, controller)
-        say(f"profile {profile_id} in {place}")
+    if destination is not None:
+        profile_id = destination.take(document.to_request(document.context, as_prior=False))
+        say(f"profile {profile_id} in {destination}")
     present(document, as_json)
 
 
@@ -153,6 +156,7 @@ def export(
 
 @app.command(name="import")
 @flags_from(WorkerConfig, *MODELS)
+@flags_from(ClientConfig, *SECURITY)
 def import_(
     profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
@@ -160,7 +164,7 @@ def import_(
     db: Path = DB,
     controller: str = CONTROLLER,
     as_json: bool = JSON,
-    **models: str,
+    **settings: Any,
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
@@ -169,17 +173,18 @@ def import_(
     Example: speclen profile import profile.json --target bundled:target-60m
     """
     from speclen.bench.profile.document import read_document
-    from speclen.bench.profile.importing import check_same_context, import_profile
+    from speclen.bench.profile.importing import check_same_context, find_destination
     from speclen.bench.profile.run import core_context
 
     document = read_document(profile)
-    here = core_context(load(threads, **models))
+    destination = find_destination(db, controller, client_from(settings))
+    here = core_context(load(threads, **models_of(settings)))
     check_same_context(profile, document.context, here, as_prior)
-    profile_id, place = import_profile(document.to_request(here, as_prior), db, controller)
+    profile_id = destination.take(document.to_request(here, as_prior))
     if as_json:
         print(json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": asdict(here)}))
     else:
-        print(f"profile {profile_id} in {place}{', as a prior' if as_prior else ''}")
+        print(f"profile {profile_id} in {destination}{', as a prior' if as_prior else ''}")
 
 
 @app.command()
@@ -216,6 +221,11 @@ def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
     if not values or min(values) < least or max(values) > most:
         raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
     return tuple(sorted(values))
+
+
+def models_of(settings: dict[str, Any]) -> dict[str, str]:
+    """The settings that name and place the models."""
+    return {name: settings[name] for name in MODELS}
 
 
 def load(threads: int, target: str, draft: str, device: str, dtype: str) -> ModelPair:

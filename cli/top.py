@@ -13,22 +13,31 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from speclen.console.client import SECURITY, ClientConfig, client_from
+from speclen.console.flags import flags_from
+from speclen.transport.settings import settings_of
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
 Sample = tuple[float, pb.GetServerInfoResponse | None]
 
 
+HERE = settings_of(ClientConfig)["worker"].default
+
+
+@flags_from(ClientConfig, *SECURITY)
 def top(
-    worker: list[str] = typer.Option(["127.0.0.1:7080"], help="Address of a worker; may be given several times."),
+    worker: list[str] = typer.Option([HERE], help="Address of a worker; may be given several times."),
     interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two looks."),
     as_json: bool = typer.Option(False, "--json", help="Look once and print what the workers say as JSON."),
+    **reaching: Any,
 ) -> None:
     """Watch workers: requests, throughput, acceptance and the length in use by batch size.
 
     Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
     """
-    channels = {address: grpc.insecure_channel(address) for address in worker}
+    client = client_from(reaching)
+    channels = {address: client.channel(address) for address in worker}
     try:
         if as_json:
             print(json.dumps({address: as_dict(ask(channel)[1]) for address, channel in channels.items()}, indent=2))

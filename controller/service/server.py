@@ -20,6 +20,7 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.controller import Controller
 from speclen.controller.service.fleet import Fleet
 from speclen.controller.service.journal import Journal, JournalSettings
+from speclen.controller.service.messages import identity_of
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.snapshots import Snapshots
@@ -106,7 +107,8 @@ def create_fleet(config: ControllerConfig, store: Store | None, stored: StoredSt
 
 def create_servicer(fleet: Fleet, config: ControllerConfig) -> ControlServicer:
     """The service, told by the journal when something became durable."""
-    servicer = ControlServicer(fleet, StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s))
+    settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
+    servicer = ControlServicer(fleet, settings, identity_of(config))
     fleet.journal.on_durable = servicer.streams.wake
     return servicer
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from speclen.transport.address import split_address
+from speclen.transport.credentials import ServerSecurity
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.control_client import ControlClient
 
@@ -29,13 +31,11 @@ class WorkerMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry)
 
-    def serve(self, address: str) -> None:
+    def serve(self, address: str, security: ServerSecurity = ServerSecurity()) -> None:  # noqa: B008
         """Serve the page on HOST:PORT from a thread. Raises OSError when the port is taken, ValueError for no address."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"--metrics-listen {address!r} is not HOST:PORT")
+        host, port = split_address("--metrics-listen", address)
         try:
-            start_http_server(int(port), addr=host, registry=self.registry)
+            start_http_server(port, addr=host, registry=self.registry, **security.of_pages())
         except OSError as error:
             raise OSError(
                 f"cannot listen on {address}: {error.strerror}; choose another with --metrics-listen"

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from speclen.transport.address import check_exposure, check_free
 from speclen.transport.aio import prepare_aio
-from speclen.transport.credentials import ServerSecurity
+from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.stopping import stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends.threads import ThreadChoice, set_threads, watch_cores
@@ -87,6 +87,7 @@ def make_control(config: WorkerConfig, pair: ModelPair) -> ControlClient:
         max_speculation_length=max_length,
         address=config.listen,
         policy=config.policy,
+        run_id=config.run_id,
     )
     return ControlClient(card, table, follow)
 
@@ -145,7 +146,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     security, controller_security = config.server_security(), config.controller_security()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
     if config.metrics_listen:
-        check_exposure("--metrics-listen", config.metrics_listen, False, False, config.insecure)
+        check_pages(config.metrics_listen, security, config.insecure)
     credentials, metadata = controller_security.credentials(), controller_security.metadata()
     check_free("--listen", config.listen)
     torch_thread = EngineThread()
@@ -155,7 +156,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
         await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
     metrics = WorkerMetrics(engine, control)
     if config.metrics_listen:
-        metrics.serve(config.metrics_listen)
+        metrics.serve(config.metrics_listen, security)
     facts = model_facts(pair, control)
     servicer = GenerationServicer(engine, pair, control, facts, metrics, STREAM_INTERVAL_S)
     server, port, health_servicer = await create_server(config.listen, servicer, security)

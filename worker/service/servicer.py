@@ -19,6 +19,7 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.request import DrainingError, GenerationRequest, QueueFullError, SequenceOutput
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.identity import server_identity
 from speclen.worker.service.messages import SequenceMessages, to_request
 from speclen.worker.service.metrics import WorkerMetrics
 from speclen.worker.service.relay import OutputRelay, OutputStream
@@ -57,6 +58,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._metrics = metrics
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._running: set[str] = set()
+        self._identity = server_identity(control.card.run_id)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         stream = OutputStream()
@@ -155,6 +157,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_generated_tokens=load.num_generated_tokens,
             num_draft_tokens=load.num_draft_tokens,
             num_accepted_tokens=load.num_accepted_tokens,
+            server=self._identity,
+            controller=self._control.controller,
         )
 
 
