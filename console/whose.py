@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import grpc
@@ -70,20 +71,27 @@ def check_controller(security: ClientSecurity, address: str, run_id: str) -> Non
     None at all is no error: a worker serves until one comes.
     """
     client = Client(security.ca, security.cert, security.key, security.token_file, security.prefix)
-    try:
-        with client.channel(address, "--controller") as channel:
-            found = identity(channel, "controller")
-    except grpc.RpcError as error:
-        if is_hopeless(error, address, run_id):
-            raise UserError(client.explain(error, "controller", address)) from error
-        return
-    if run_id and found.run_id != run_id:
+    found = answering(client, address, run_id)
+    if found is not None and run_id and found.run_id != run_id:
         raise UserError(f"{address} is taken by {occupant(address, client)}: give --controller the one of this run")
 
 
-def is_hopeless(error: grpc.RpcError, address: str, run_id: str) -> bool:
-    """Whether waiting will not help. A controller of an older version does not say whose it is, and will do for any run."""
-    code = error.code() if isinstance(error, grpc.Call) else None
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return is_listening(address)
-    return code is grpc.StatusCode.UNAUTHENTICATED or (code is grpc.StatusCode.UNIMPLEMENTED and bool(run_id))
+def answering(client: Client, address: str, run_id: str) -> control_pb2.ServerIdentity | None:
+    """Whose the controller is; None when none is there yet, or one of an older version, which does not say.
+
+    Raises UserError for something that listens and will not do; asked twice, since a controller may just be starting.
+    """
+    for last in (False, True):
+        try:
+            with client.channel(address, "--controller") as channel:
+                return identity(channel, "controller")
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            if code is grpc.StatusCode.UNAVAILABLE and is_listening(address):
+                if not last:
+                    time.sleep(0.3)
+                    continue
+            elif not (code is grpc.StatusCode.UNAUTHENTICATED or (code is grpc.StatusCode.UNIMPLEMENTED and run_id)):
+                return None
+            raise UserError(client.explain(error, "controller", address)) from error
+    return None
