@@ -76,22 +76,15 @@ def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
 
 
 def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Table:
-    table = Table(title="speclen workers", title_justify="left")
-    for heading in (
-        "worker",
-        "running",
-        "waiting",
-        "KV used",
-        "tokens/s",
-        "tokens/step",
-        "accepted",
-        "lengths",
-        "table",
-    ):
-        table.add_column(heading, justify="left" if heading in ("worker", "lengths", "table") else "right")
+    table = Table(box=None, padding=(0, 1, 0, 0))  # nine columns have to fit into 80
+    table.add_column("worker", no_wrap=True)
+    for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("table", no_wrap=True)
+    table.add_column("lengths by batch", overflow="fold")
     for address, (asked_at, info) in current.items():
         if info is None:
-            table.add_row(address, "no answer", *[""] * 7)
+            table.add_row(address, *[""] * 7, "no answer")
             continue
         before_at, before = previous[address]
         table.add_row(address, *state_cells(info), *rate_cells(info, before, asked_at - before_at), *table_cells(info))
@@ -123,4 +116,4 @@ def table_cells(info: pb.GetServerInfoResponse) -> list[str]:
         f"{c.batch_min if c.batch_min == c.batch_max else f'{c.batch_min}-{c.batch_max}'}:{c.speculation_length}"
         for c in info.table.choices
     ]
-    return [" ".join(lengths), info.table_source]
+    return [info.table_source, " ".join(lengths)]

@@ -1,15 +1,19 @@
 """Settings come from flags, then the environment, then the file; what is unknown is an error that names it."""
 
+import io
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from speclen.cli.app import VERBS, main, settings_of_verb
+from speclen.cli.top import overview
 from speclen.console.environment import check_environment
 from speclen.console.errors import UserError
+from speclen.v1 import control_pb2, generation_pb2
 
 
 def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -184,3 +188,17 @@ def test_help_fits_80_columns_and_keeps_its_brackets():
         said = speclen(verb, "--help", COLUMNS="80").stdout
         assert max(map(len, said.splitlines())) <= 80
         assert "…" not in said, said
+
+
+def test_top_shows_whole_addresses_at_80_columns():
+    choices = [control_pb2.BucketChoice(batch_min=2**n, batch_max=2**n, speculation_length=n) for n in range(6)]
+    info = generation_pb2.GetServerInfoResponse(
+        table_source="controller", table=control_pb2.LengthTable(choices=choices), num_kv_tokens_total=1, num_steps=9
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    names = ["127.0.0.1:7080", "gpu-worker-17:7080"]
+    console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, None)}))
+    shown = console.export_text()
+    assert all(name in shown for name in names)
+    assert "4:2" in shown
+    assert "controller" in shown
