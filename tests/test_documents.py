@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from speclen.cli.app import VERBS, app, checked_keys, load_verb
+from speclen.cli.app import VERBS, app, checked_client_keys, checked_keys, load_verb
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,7 +56,10 @@ def test_links_lead_somewhere(document):
 def test_settings_in_examples_are_settings(document):
     for block in blocks(document.read_text(), "toml"):
         for verb, values in tomllib.loads(block).items():
-            checked_keys(values, load_verb(verb, *VERBS[verb][:2]), document.name)
+            if verb == "client":
+                checked_client_keys(values, document.name)
+            else:
+                checked_keys(values, load_verb(verb, *VERBS[verb][:2]), document.name)
 
 
 def test_nothing_is_left_to_fill_in():
@@ -66,3 +69,27 @@ def test_nothing_is_left_to_fill_in():
 
 def test_the_picture_of_the_house_is_what_the_code_gives() -> None:
     subprocess.run([sys.executable, "scripts/house.py", "--check"], cwd=ROOT, check=True)
+
+
+def test_alerts_name_metrics_that_exist() -> None:
+    code = "".join((ROOT / side / "service" / "metrics.py").read_text() for side in ("worker", "controller"))
+    names = set(re.findall(r"`speclen_(?:controller_)?([a-z_]+)", (ROOT / "docs" / "runbook.md").read_text()))
+    assert len(names) > 8
+    for name in names:
+        base = name.removesuffix("_total").removesuffix("_seconds")
+        assert re.search(rf'["_]{base}(_seconds)?"', code), f"docs/runbook.md: there is no metric speclen_{name}"
+
+
+def test_anchors_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for page, anchor in re.findall(r"\]\(([a-z_/]*\.?m?d?)#([a-z0-9-]+)\)", document.read_text()):
+            text = (document.parent / page).read_text() if page else document.read_text()
+            headings = {
+                re.sub(r"[^a-z0-9 -]", "", line.lower()).strip().replace(" ", "-")
+                for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            }
+            assert anchor in headings, f"{document.name} links to {page}#{anchor}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 700
