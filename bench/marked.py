@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 # Program that makes each table, as `python -m` takes it.
 MAKERS = {"headline": "speclen.bench.comparison.headline", "policy_table": "speclen.bench.simulation.policy_table"}
 

@@ -150,3 +150,14 @@ def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
     )
     # It got through TLS and token: what answers is a controller, and says that it cannot generate.
     assert f"what answers at {guarded.address} is no speclen worker" in done.stderr
+
+
+def test_a_container_can_ask_for_health_with_a_token(guarded, made, token):
+    probe = [sys.executable, "-m", "speclen.console.health", "controller", guarded.address]
+    options = ["--ca", str(made.authority.cert), "--token-file", str(token)]
+    assert subprocess.run([*probe, *options], check=False).returncode == 0
+    refused = subprocess.run([*probe, *options[:2]], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.strip() == (
+        f"the controller at {guarded.address} wants a token: give the file that holds it with --token-file"
+    )

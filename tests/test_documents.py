@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from speclen.cli.app import VERBS, app, checked_client_keys, checked_keys, load_verb
+from speclen.cli.app import VERBS, app, checked_client_keys, checked_keys, load_verb, settings_of_verb
+from speclen.console.environment import check_environment
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,3 +94,14 @@ def test_anchors_lead_somewhere() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 700
+
+
+def test_deployments_name_settings_and_flags_that_exist() -> None:
+    files = [*(ROOT / "deploy").rglob("*.yaml"), *(ROOT / "deploy").rglob("*.service"), ROOT / "docs" / "runbook.md"]
+    text = "".join(path.read_text() for path in files)
+    variables = set(re.findall(r"SPECLEN_[A-Z_]+[A-Z]", text))
+    assert len(variables) > 6
+    check_environment(variables - {"SPECLEN_CONTROLLER", "SPECLEN_WORKER"}, [*VERBS, "client"], settings_of_verb)
+    for verb, arguments in re.findall(r"command: \[(controller|worker), (.*)\]", text):
+        flags = {flag for each in load_verb(verb, *VERBS[verb][:2]).params for flag in each.opts}
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= flags, verb

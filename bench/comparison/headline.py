@@ -112,7 +112,7 @@ def main(
     if check:
         if new != old:
             print(
-                "headline: docs/results/README.md is not what its results say: run python -m speclen.bench.comparison.headline",
+                "headline: the page is not what its results say: run python -m speclen.bench.comparison.headline",
                 file=sys.stderr,
             )
             raise typer.Exit(1)

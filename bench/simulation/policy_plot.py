@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ STYLES = ("-", "--", ":")
 MARKS = (".", "x", "^")
 
 
-def style(index: int) -> dict[str, str]:
+def style(index: int) -> dict[str, Any]:
     """Colour and line of the policy with this number."""
     return {"color": f"C{index % 10}", "linestyle": STYLES[index // 10 % len(STYLES)]}
 
