@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+# Program that makes each table, as `python -m` takes it.
+MAKERS = {"headline": "speclen.bench.comparison.headline", "policy_table": "speclen.bench.simulation.policy_table"}
+
 
 def begin_of(name: str) -> str:
-    return f"<!-- {name}: made by python -m bench.{name} -->"
+    return f"<!-- {name}: made by python -m {MAKERS[name]} -->"
 
 
 def end_of(name: str) -> str:

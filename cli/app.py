@@ -2,7 +2,8 @@
 
 A verb is imported only when it is used, so that `speclen tables` does not wait for torch. Settings of a verb come from
 its flags, then `SPECLEN_<VERB>_<FLAG>` in the environment, then the verb's section of the TOML file that `--config` or
-`SPECLEN_CONFIG` names, then the default.
+`SPECLEN_CONFIG` names, then the default. How servers are reached is said once for all verbs: `SPECLEN_CLIENT_<FLAG>` and
+the section [client] are the defaults of the verbs that are clients.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 import tomllib
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from speclen.console.environment import check_environment
 from speclen.console.errors import UserError
+from speclen.console.help import readable
 
 # verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
 VERBS: dict[str, tuple[str, str, str]] = {
@@ -48,8 +52,15 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "inspect": ("speclen.cli.inspect", "inspect", "Browse the database in a web browser, with charts."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
 }
-# Variables that are not settings of a verb.
-OTHER_VARIABLES = {"SPECLEN_CONFIG", "SPECLEN_FAILPOINT"}
+# The verbs that call our servers, and what each takes from the settings of all clients.
+PROTECTION = ("ca", "cert", "key", "token_file")
+CLIENTS: dict[str, tuple[str, ...]] = {
+    "generate": ("worker", *PROTECTION),
+    "top": ("worker", *PROTECTION),
+    "profile": ("controller", *PROTECTION),
+    "up": PROTECTION,
+}
+CLIENT_SETTINGS = ("worker", "controller", *PROTECTION)
 
 
 class LazyVerbs(TyperGroup):
@@ -68,6 +79,11 @@ class LazyVerbs(TyperGroup):
             return TyperCommand(cmd_name, help=summary)
         return load_verb(cmd_name, module, attribute)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise UserError(f"there is no verb {args[0]!r}{suggestion(args[0], VERBS)}")
+        return super().resolve_command(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.listing = True
         try:
@@ -79,10 +95,10 @@ class LazyVerbs(TyperGroup):
 def load_verb(name: str, module: str, attribute: str) -> TyperCommand | TyperGroup:
     target = getattr(importlib.import_module(module), attribute)
     if isinstance(target, typer.Typer):
-        return typer.main.get_group(target)
+        return readable(typer.main.get_group(target), name)
     app = typer.Typer(add_completion=False)
     app.command(name)(target)
-    return typer.main.get_command(app)  # type: ignore[return-value]
+    return readable(typer.main.get_command(app), name)
 
 
 def settings_from(path: Path, group: LazyVerbs, ctx: typer.Context) -> dict[str, Any]:
@@ -95,12 +111,54 @@ def settings_from(path: Path, group: LazyVerbs, ctx: typer.Context) -> dict[str,
         raise UserError(f"the configuration file {path} is not valid TOML: {error}") from error
     defaults: dict[str, Any] = {}
     for verb, values in content.items():
-        if verb not in VERBS:
-            raise UserError(f"{path}: unknown section [{verb}]{suggestion(verb, VERBS)}")
+        if verb not in (*VERBS, "client"):
+            raise UserError(f"{path}: unknown section [{verb}]{suggestion(verb, [*VERBS, 'client'])}")
         if not isinstance(values, dict):
             raise UserError(f"{path}: {verb} must be a section, [{verb}]")
-        defaults[verb] = checked_keys(values, group.get_command(ctx, verb), f"{path}: [{verb}]")
+        if verb == "client":
+            defaults[verb] = checked_client_keys(values, f"{path}: [client]")
+        else:
+            defaults[verb] = checked_keys(values, group.get_command(ctx, verb), f"{path}: [{verb}]")
     return defaults
+
+
+def checked_client_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
+    for key in values:
+        if key.replace("-", "_") not in CLIENT_SETTINGS:
+            raise UserError(f"{where} has no setting {key!r}{suggestion(key, CLIENT_SETTINGS)}")
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
+    """Settings of all clients under each of their verbs: the environment's first, then the verb's own, then [client]'s."""
+    of_all = defaults.pop("client", {})
+    variables = {name: os.environ.get(f"SPECLEN_CLIENT_{name.upper()}") for name in CLIENT_SETTINGS}
+    for verb, names in CLIENTS.items():
+        given = {name: of_all[name] for name in names if name in of_all}
+        given |= defaults.get(verb, {})
+        given |= {name: value for name in names if (value := variables[name])}
+        if verb == "top" and isinstance(given.get("worker"), str):
+            given["worker"] = given["worker"].split()  # may be given several times
+        if verb == "profile":
+            of_subcommands = {name: given.pop(name) for name in names if name in given}
+            for subcommand in ("run", "import"):
+                given[subcommand] = of_subcommands | given.get(subcommand, {})
+        defaults[verb] = given
+    return defaults
+
+
+def settings_of_verb(verb: str) -> set[str]:
+    """Names of the settings that variables of a verb may set, sub-commands' behind the name of theirs."""
+    if verb == "client":
+        return set(CLIENT_SETTINGS)
+    return names_of(load_verb(verb, *VERBS[verb][:2]))
+
+
+def names_of(command: Any) -> set[str]:
+    names = {parameter.name for parameter in command.params if parameter.name}
+    for name in getattr(command, "commands", {}):
+        names |= {f"{name}_{setting}" for setting in names_of(command.commands[name])}
+    return names
 
 
 def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, Any]:
@@ -124,21 +182,13 @@ def suggestion(word: str, known: Any) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
 
 
-def check_environment(names: Sequence[str]) -> None:
-    """A variable that looks like a setting but names no verb is a spelling mistake: say so."""
-    prefixes = tuple(f"SPECLEN_{verb.upper()}_" for verb in VERBS)
-    for name in names:
-        if name.startswith("SPECLEN_") and name not in OTHER_VARIABLES and not name.startswith(prefixes):
-            raise UserError(f"the environment variable {name} is no setting: use SPECLEN_<VERB>_<FLAG>")
-
-
 def show_version(wanted: bool) -> None:
     if wanted:
         print(f"speclen {version('speclen')}")
         raise typer.Exit
 
 
-app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True)
+app = typer.Typer(cls=LazyVerbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -153,17 +203,24 @@ def root(
 
     Example: speclen up
     """
-    if config is not None:
-        assert isinstance(ctx.command, LazyVerbs)
-        ctx.default_map = settings_from(config, ctx.command, ctx)
+    assert isinstance(ctx.command, LazyVerbs)
+    ctx.default_map = with_client_defaults({} if config is None else settings_from(config, ctx.command, ctx))
+
+
+def wrapped(sentence: str) -> str:
+    """The sentence broken between words on a terminal; in one line for everything else."""
+    if not sys.stderr.isatty():
+        return sentence
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> None:
     try:
-        check_environment(list(os.environ))
+        check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
         typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")
     except UserError as error:
-        print(f"speclen: {error}", file=sys.stderr)
+        print(wrapped(f"speclen: {error}"), file=sys.stderr)
         sys.exit(2)
 
 

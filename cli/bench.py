@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from speclen.console.help import readable
 from speclen.worker.backends.spinning import set_spins
 
 # verb: (module, function, one line for the overview)
@@ -31,7 +32,7 @@ class LazyCommands(dict[str, Any]):
         set_spins()  # before a benchmark imports torch
         single = typer.Typer(add_completion=False)
         single.command(name)(getattr(importlib.import_module(module), function))
-        return typer.main.get_command(single)  # type: ignore[return-value]
+        return readable(typer.main.get_command(single), f"bench {name}")
 
 
 class Benchmarks(TyperGroup):

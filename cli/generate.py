@@ -10,9 +10,16 @@ import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 
+from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.errors import UserError
+from speclen.console.flags import flags_from
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
+
+MOST_TOKENS = 2**32 - 1  # what the message holds
+MOST_SEED = 2**64 - 1
+LONGEST_SPECULATION = 64
+LONGEST_WAIT_S = 1e6
 
 
 def parse_speculation(text: str) -> pb.Speculation:
@@ -21,45 +28,63 @@ def parse_speculation(text: str) -> pb.Speculation:
         return pb.Speculation(mode=pb.Speculation.MODE_AUTO)
     if text == "off":
         return pb.Speculation(mode=pb.Speculation.MODE_OFF)
-    if text.isdecimal():
+    if text.isdecimal() and len(text) < 9 and int(text) <= LONGEST_SPECULATION:
         return pb.Speculation(mode=pb.Speculation.MODE_FIXED, length=int(text))
-    raise UserError(f"--speculation {text!r} is unknown: use auto, off or a number of tokens")
+    raise UserError(
+        f"--speculation {text!r} is unknown: use auto, off or a number of tokens from 0 to {LONGEST_SPECULATION}"
+    )
 
 
+@flags_from(ClientConfig, "worker", *SECURITY)
 def generate(
     prompt: str = typer.Argument(help="The prompt; - reads it from standard input."),
-    worker: str = typer.Option("127.0.0.1:7080", help="Address of the worker."),
-    max_tokens: int = typer.Option(128, min=1, help="Tokens to generate at most."),
-    temperature: float = typer.Option(0.0, help="0 is greedy."),
-    top_p: float = typer.Option(1.0, help="Smallest set of tokens with this probability."),
-    top_k: int = typer.Option(0, help="The k most likely tokens; 0: all."),
-    seed: int | None = typer.Option(None, help="Same seed, same tokens."),
+    max_tokens: int = typer.Option(128, min=1, max=MOST_TOKENS, help="Tokens to generate at most."),
+    temperature: float = typer.Option(0.0, min=0, max=100, help="0 is greedy."),
+    top_p: float = typer.Option(1.0, min=0, max=1, help="Smallest set of tokens with this probability."),
+    top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="The k most likely tokens; 0: all."),
+    seed: int | None = typer.Option(None, min=0, max=MOST_SEED, help="Same seed, same tokens."),
     stop: list[str] = typer.Option([], help="Stop before this text; may be given several times."),
     n: int = typer.Option(1, min=1, max=64, help="Sequences to generate."),
     speculation: str = typer.Option("auto", help="auto, off, or a fixed number of tokens."),
-    timeout_s: float = typer.Option(300.0, help="Give up after this many seconds."),
+    timeout_s: float = typer.Option(300.0, min=0.001, max=LONGEST_WAIT_S, help="Give up after this many seconds."),
     as_json: bool = typer.Option(False, "--json", help="Print the completions as JSON instead of text."),
+    **reaching: Any,
 ) -> None:
     """Send one prompt to a worker and print what it generates.
 
     Example: speclen generate "def fibonacci(n):" --max-tokens 64
     """
     sampling = pb.SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, n=n, max_tokens=max_tokens
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, n=n, max_tokens=max_tokens, stop=map(utf8, stop)
     )
     request = pb.GenerateRequest(
-        text=sys.stdin.read() if prompt == "-" else prompt,
+        text=utf8(standard_input() if prompt == "-" else prompt),
         sampling_params=sampling,
         stream=not as_json and n == 1,
         speculation=parse_speculation(speculation),
     )
-    with grpc.insecure_channel(worker) as channel:
+    client, worker = client_from(reaching), reaching["worker"]
+    with client.channel(worker) as channel:
         try:
             completions = print_stream(rpc.GenerationServiceStub(channel).Generate(request, timeout=timeout_s), as_json)
         except grpc.RpcError as error:
-            raise UserError(explain(error, worker)) from error
+            raise UserError(client.explain(error, "worker", worker)) from error
     if as_json:
         print(json.dumps(completions, indent=2))
+
+
+def standard_input() -> str:
+    """All of it. Bytes that are no UTF-8 are kept as what they are, and refused by `utf8`."""
+    return sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+
+
+def utf8(text: str) -> str:
+    """The text. Raises UserError when it cannot be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text is not UTF-8 (character {error.start + 1}): convert it first") from error
+    return text
 
 
 def print_stream(responses: Any, as_json: bool) -> list[dict[str, Any]]:
@@ -87,10 +112,3 @@ def statistics(complete: pb.GenerateComplete) -> str:
     if stats.num_draft_tokens:
         line += f", {stats.num_accepted_tokens} of {stats.num_draft_tokens} drafted accepted"
     return f"{line}; finished: {pb.FinishReason.Name(complete.finish_reason).removeprefix('FINISH_REASON_').lower()}]"
-
-
-def explain(error: grpc.RpcError, worker: str) -> str:
-    assert isinstance(error, grpc.Call)
-    if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return f"no worker answers at {worker}: start one with `speclen up`, or name its address with --worker"
-    return f"the worker at {worker} answered {error.code().name}: {error.details()}"

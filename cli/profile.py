@@ -6,10 +6,11 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
 from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
@@ -18,6 +19,7 @@ from speclen.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from speclen.bench.profile.document import ProfileDocument
+    from speclen.bench.profile.importing import Destination
     from speclen.worker.models.loading import ModelPair
     from speclen.worker.profiling.profiler import ProfileSettings
 
@@ -45,6 +47,7 @@ BUDGET_HELP = f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --qu
 
 @app.command()
 @flags_from(WorkerConfig, *MODELS)
+@flags_from(ClientConfig, *SECURITY)
 def run(
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
@@ -62,7 +65,7 @@ def run(
     store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
     out: Path | None = typer.Option(None, help="JSON file of the profile; default: one in the data directory."),
     as_json: bool = JSON,
-    **models: str,
+    **settings: Any,
 ) -> None:
     """Measure whole-step times and survival over batch sizes and lengths on the real engine.
 
@@ -71,22 +74,24 @@ def run(
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
     set_spins()  # before torch is imported
+    from speclen.bench.profile.importing import find_destination
     from speclen.bench.profile.run import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
-    pair = load(threads, **models)
-    settings = settings_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
-    settings = replace(settings, precision=precision, temperature=temperature, seed=seed)
+    destination = find_destination(db, controller, client_from(settings)) if store else None
+    pair = load(threads, **models_of(settings))
+    plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
+    plan = replace(plan, precision=precision, temperature=temperature, seed=seed)
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
         source = f"speclen profile run{' --quick' if quick else ''}"
-        document = measure(pair, settings, texts, data_dir / "profiles", fresh, source)
+        document = measure(pair, plan, texts, data_dir / "profiles", fresh, source)
     except ValueError as error:
         raise UserError(str(error)) from error
     keep(document, out or data_dir / "profiles" / f"{file_stem(document.context)}.json")
-    if store:
-        hand_over(document, db, controller)
+    if destination is not None:
+        hand_over(document, destination)
     present(document, as_json)
 
 
@@ -98,15 +103,14 @@ def keep(document: ProfileDocument, path: Path) -> None:
     say(f"profile in {path}")
 
 
-def hand_over(document: ProfileDocument, db: Path, controller: str) -> None:
-    from speclen.bench.profile.importing import import_profile
+def hand_over(document: ProfileDocument, destination: Destination) -> None:
     from speclen.bench.profile.run import say
 
-    profile_id, place = import_profile(document.to_request(document.context, as_prior=False), db, controller)
-    say(f"profile {profile_id} in {place}")
+    profile_id = destination.take(document.to_request(document.context, as_prior=False))
+    say(f"profile {profile_id} in {destination}")
 
 
-def settings_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
+def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
     """What is measured, and for how long."""
     from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
 
@@ -165,6 +169,7 @@ def export(
 
 @app.command(name="import")
 @flags_from(WorkerConfig, *MODELS)
+@flags_from(ClientConfig, *SECURITY)
 def import_(
     profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
@@ -172,7 +177,7 @@ def import_(
     db: Path = DB,
     controller: str = CONTROLLER,
     as_json: bool = JSON,
-    **models: str,
+    **settings: Any,
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
@@ -181,17 +186,18 @@ def import_(
     Example: speclen profile import profile.json --target bundled:target-60m
     """
     from speclen.bench.profile.document import read_document
-    from speclen.bench.profile.importing import check_same_context, import_profile
+    from speclen.bench.profile.importing import check_same_context, find_destination
     from speclen.bench.profile.run import core_context
 
     document = read_document(profile)
-    here = core_context(load(threads, **models))
+    destination = find_destination(db, controller, client_from(settings))
+    here = core_context(load(threads, **models_of(settings)))
     check_same_context(profile, document.context, here, as_prior)
-    profile_id, place = import_profile(document.to_request(here, as_prior), db, controller)
+    profile_id = destination.take(document.to_request(here, as_prior))
     if as_json:
         print(json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": asdict(here)}))
     else:
-        print(f"profile {profile_id} in {place}{', as a prior' if as_prior else ''}")
+        print(f"profile {profile_id} in {destination}{', as a prior' if as_prior else ''}")
 
 
 @app.command()
@@ -228,6 +234,11 @@ def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
     if not values or min(values) < least or max(values) > most:
         raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
     return tuple(sorted(values))
+
+
+def models_of(settings: dict[str, Any]) -> dict[str, str]:
+    """The settings that name and place the models."""
+    return {name: settings[name] for name in MODELS}
 
 
 def load(threads: int, target: str, draft: str, device: str, dtype: str) -> ModelPair:

@@ -13,22 +13,31 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from speclen.console.client import SECURITY, ClientConfig, client_from
+from speclen.console.flags import flags_from
+from speclen.transport.settings import settings_of
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
 Sample = tuple[float, pb.GetServerInfoResponse | None]
 
 
+HERE = settings_of(ClientConfig)["worker"].default
+
+
+@flags_from(ClientConfig, *SECURITY)
 def top(
-    worker: list[str] = typer.Option(["127.0.0.1:7080"], help="Address of a worker; may be given several times."),
+    worker: list[str] = typer.Option([HERE], help="Address of a worker; may be given several times."),
     interval_s: float = typer.Option(1.0, min=0.1, help="Seconds between two looks."),
     as_json: bool = typer.Option(False, "--json", help="Look once and print what the workers say as JSON."),
+    **reaching: Any,
 ) -> None:
     """Watch workers: requests, throughput, acceptance and the length in use by batch size.
 
     Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
     """
-    channels = {address: grpc.insecure_channel(address) for address in worker}
+    client = client_from(reaching)
+    channels = {address: client.channel(address) for address in worker}
     try:
         if as_json:
             print(json.dumps({address: as_dict(ask(channel)[1]) for address, channel in channels.items()}, indent=2))
@@ -67,22 +76,15 @@ def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
 
 
 def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Table:
-    table = Table(title="speclen workers", title_justify="left")
-    for heading in (
-        "worker",
-        "running",
-        "waiting",
-        "KV used",
-        "tokens/s",
-        "tokens/step",
-        "accepted",
-        "lengths",
-        "table",
-    ):
-        table.add_column(heading, justify="left" if heading in ("worker", "lengths", "table") else "right")
+    table = Table(box=None, padding=(0, 1, 0, 0))  # nine columns have to fit into 80
+    table.add_column("worker", no_wrap=True)
+    for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("table", no_wrap=True)
+    table.add_column("lengths by batch", overflow="fold")
     for address, (asked_at, info) in current.items():
         if info is None:
-            table.add_row(address, "no answer", *[""] * 7)
+            table.add_row(address, *[""] * 7, "no answer")
             continue
         before_at, before = previous[address]
         table.add_row(address, *state_cells(info), *rate_cells(info, before, asked_at - before_at), *table_cells(info))
@@ -114,4 +116,4 @@ def table_cells(info: pb.GetServerInfoResponse) -> list[str]:
         f"{c.batch_min if c.batch_min == c.batch_max else f'{c.batch_min}-{c.batch_max}'}:{c.speculation_length}"
         for c in info.table.choices
     ]
-    return [" ".join(lengths), info.table_source]
+    return [info.table_source, " ".join(lengths)]

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from speclen.console.client import SECURITY, Client, ClientConfig, client_from
 from speclen.console.errors import UserError
 from speclen.console.flags import arguments, flags_from
 from speclen.console.processes import Child, end_as_by_ctrl_c
+from speclen.console.whose import check_available
 from speclen.worker.config import WorkerConfig
 
-START_TIMEOUT_S = 180.0
+STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
 OF_WORKERS = ("target", "draft", "device", "dtype", "policy", "max_batch_size", "max_length")
 
 
 @flags_from(WorkerConfig, *OF_WORKERS)
+@flags_from(ClientConfig, *SECURITY)
 def up(
+    context: typer.Context,
     workers: int = typer.Option(
         1, min=1, max=64, help="Workers to run; the second listens one port further, and so on."
     ),
-    controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller."),
-    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker."),
+    controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; port 0: any that is free."),
+    listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker, likewise."),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
     quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
     demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
@@ -36,48 +44,128 @@ def up(
 
     Example: speclen up --workers 2
     """
-    data_dir.mkdir(parents=True, exist_ok=True)
+    client = client_from(settings)
+    options = {name: value for name, value in settings.items() if name in OF_WORKERS}
+    check_worker_options(options)
+    hand_on_configuration(context)
+    places = Places.choose(controller, listen, workers, client, any_port=once)
     end_as_by_ctrl_c()
-    children = [controller_child(controller, data_dir)]
-    options = arguments({**settings, "quick_profile_s": quick_profile_s})
-    for index in range(workers):
-        children.append(worker_child(index, next_address(listen, index), controller, data_dir, options))
+    run = Run(data_dir, places, secrets.token_hex(8), client)
+    children = [run.controller(), *run.workers(arguments({**options, "quick_profile_s": quick_profile_s}))]
     try:
+        data_dir.mkdir(parents=True, exist_ok=True)
         for child in children:
+            # The controller first, alone: what is wrong with its database is told before a worker loads anything.
             say(f"starting the {child.name} on {child.address}")
             child.start()
-        for child in children:
-            child.wait_until_serving(START_TIMEOUT_S, say)
+            if child.kind == "controller":
+                child.wait_until_serving(STALL_TIMEOUT_S, say)
+                say("the controller is serving")
+        for child in children[1:]:
+            child.wait_until_serving(STALL_TIMEOUT_S, say)
             say(f"the {child.name} is serving")
         if demo:
             from speclen.console.demo import run_demo
 
-            run_demo([child.address for child in children[1:]], data_dir / "speclen.db")
-        print_addresses(children, data_dir)
-        if not once:
+            run_demo(places.workers, data_dir / "speclen.db", client)
+        if once:
+            print_what_is_left(data_dir)
+        else:
+            print_addresses(places, data_dir)
             supervise(children)
     except KeyboardInterrupt:
         say("\nstopping")
+    except OSError as error:
+        raise UserError(f"--data-dir {data_dir} cannot be used: {error.strerror or error}") from error
     finally:
         for child in reversed(children):
             child.stop(timeout_s=40.0)
 
 
-def controller_child(address: str, data_dir: Path) -> Child:
-    arguments = ["controller", "--listen", address, "--data-dir", str(data_dir)]
-    return Child("controller", arguments, address, data_dir / "controller.log")
+def check_worker_options(options: dict[str, Any]) -> None:
+    """Raises UserError for what a worker would refuse after seconds of importing torch."""
+    try:
+        WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
-def worker_child(index: int, address: str, controller: str, data_dir: Path, options: list[str]) -> Child:
-    arguments = ["worker", "--listen", address, "--controller", controller, *options]
-    return Child(f"worker {index}", arguments, address, data_dir / f"worker-{index}.log")
+def hand_on_configuration(context: typer.Context) -> None:
+    """Children read the file that `--config` named, too."""
+    config = context.find_root().params.get("config")
+    if config is not None:
+        os.environ["SPECLEN_CONFIG"] = str(Path(config).absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where everything listens."""
+
+    controller: str
+    workers: list[str]
+
+    @classmethod
+    def choose(cls, controller: str, listen: str, num_workers: int, client: Client, any_port: bool) -> Places:
+        """Addresses that are free now. any_port: where one is taken, another will do; else UserError says by whom."""
+        wanted = [("--controller", controller), *(("--listen", next_address(listen, i)) for i in range(num_workers))]
+        chosen: list[str] = []
+        for flag, address in wanted:
+            if not address.endswith(":0"):
+                try:
+                    check_available(flag, address, client)
+                    chosen.append(address)
+                    continue
+                except UserError as error:
+                    if not any_port:
+                        raise
+                    say(f"{error}; using a free port this once")
+            chosen.append(free_port(address))
+        return cls(chosen[0], chosen[1:])
+
+
+def free_port(address: str) -> str:
+    """The address with a port that is free now."""
+    host = address.rpartition(":")[0]
+    with socket.create_server(
+        (host.strip("[]"), 0), family=socket.AF_INET6 if "[" in host else socket.AF_INET
+    ) as probe:
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What belongs together: all children know its name, and take nobody else's server for theirs."""
+
+    data_dir: Path
+    places: Places
+    run_id: str
+    client: Client
+
+    def controller(self) -> Child:
+        arguments = ["controller", "--listen", self.places.controller, "--data-dir", str(self.data_dir)]
+        return self._child("controller", arguments, self.places.controller)
+
+    def workers(self, options: list[str]) -> list[Child]:
+        return [
+            self._child(
+                f"worker {index}",
+                ["worker", "--listen", address, "--controller", self.places.controller, *options],
+                address,
+            )
+            for index, address in enumerate(self.places.workers)
+        ]
+
+    def _child(self, name: str, arguments: list[str], address: str) -> Child:
+        log_file = self.data_dir / f"{name.replace(' ', '-')}.log"
+        arguments = [*arguments, "--run-id", self.run_id]
+        return Child(name, arguments, address, log_file, run_id=self.run_id, client=self.client)
 
 
 def next_address(address: str, offset: int) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise UserError(f"--listen {address!r} is not HOST:PORT")
-    return f"{host}:{int(port) + offset}"
+        raise UserError(f"--listen {address!r} is not HOST:PORT, for example 127.0.0.1:7080")
+    return f"{host}:{int(port) + offset if int(port) else 0}"
 
 
 def supervise(children: list[Child]) -> None:
@@ -89,18 +177,25 @@ def supervise(children: list[Child]) -> None:
         time.sleep(0.2)
 
 
-def print_addresses(children: list[Child], data_dir: Path) -> None:
-    worker = children[1].address
+def print_addresses(places: Places, data_dir: Path) -> None:
+    worker = places.workers[0]
     print(
         f"""
-controller  {children[0].address}    workers  {", ".join(child.address for child in children[1:])}    logs  {data_dir}/*.log
+controller  {places.controller}    workers  {", ".join(places.workers)}
+logs        {data_dir}/*.log    Ctrl-C ends all
 
+In another terminal:
   speclen generate "def fibonacci(n):" --worker {worker}
   speclen tables --db {data_dir / "speclen.db"}
-  sqlite-utils rows {data_dir / "speclen.db"} learned_table --table
 """,
         flush=True,
     )
+
+
+def print_what_is_left(data_dir: Path) -> None:
+    """Nothing serves any more, so only commands that need no server."""
+    print(f"\nAll stopped. What was learned stays in {data_dir / 'speclen.db'}:\n")
+    print(f"  speclen tables --db {data_dir / 'speclen.db'}\n", flush=True)
 
 
 def say(message: str) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
+from speclen.console.whose import check_controller
+from speclen.transport.address import check_exposure, check_free
+from speclen.transport.credentials import check_pages
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
@@ -21,6 +24,7 @@ def worker(**settings: Any) -> None:
     """
     try:
         config = WorkerConfig(**settings)
+        check_surroundings(config)
         progress(f"starting a worker on {config.listen}")
         set_spins()  # before torch is imported, which takes seconds
         from speclen.transport.logs import set_up_logs
@@ -34,6 +38,19 @@ def worker(**settings: Any) -> None:
     except PartFailedError:  # It has been logged.
         sys.stderr.flush()
         os._exit(1)  # without waiting for threads that may never end
+
+
+def check_surroundings(config: WorkerConfig) -> None:
+    """What can be told before torch is imported, which takes seconds. Raises ValueError, OSError, UserError."""
+    security = config.server_security()
+    security.credentials(), security.interceptors()
+    check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
+    check_free("--listen", config.listen)
+    if config.metrics_listen:
+        check_pages(config.metrics_listen, security, config.insecure)
+        check_free("--metrics-listen", config.metrics_listen)
+    if config.controller:
+        check_controller(config.controller_security(), config.controller, config.run_id)
 
 
 def progress(message: str) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from speclen.console.client import Client
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -57,9 +58,9 @@ class PhaseResult:
     tokens_per_s: dict[str, float]
 
 
-def run_demo(addresses: list[str], database: Path) -> None:
+def run_demo(addresses: list[str], database: Path, client: Client) -> None:
     """Shows generated text, then throughput by concurrency, then the learned table."""
-    channels = [grpc.insecure_channel(address) for address in addresses]
+    channels = [client.channel(address) for address in addresses]
     try:
         stubs = [rpc.GenerationServiceStub(channel) for channel in channels]
         show_text(stubs[0])

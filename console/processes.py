@@ -14,7 +14,10 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from speclen.console.client import Client
 from speclen.console.errors import UserError
+from speclen.console.progress import Progress
+from speclen.console.whose import identity, occupant
 
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
 MAX_PAUSE_S = 30.0
@@ -44,11 +47,15 @@ class Child:
     num_restarts: int = 0
     pause_s: float = FIRST_PAUSE_S
     restart_at: float | None = field(default=None)
+    log_begin: int = 0
     log_position: int = 0
+    # Whoever answers at the address has to be of this run, a worker or controller; empty: anybody will do.
+    run_id: str = ""
+    client: Client = field(default_factory=Client)
 
     def start(self) -> None:
         with self.log_file.open("ab") as log:
-            self.log_position = log.tell()
+            self.log_position = self.log_begin = log.tell()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "speclen.cli.app", *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -79,29 +86,59 @@ class Child:
         lines = text.decode("utf-8", errors="replace").splitlines()
         return [line for line in lines if line[:1].isalpha() and " serving on " not in line]
 
+    @property
+    def kind(self) -> str:
+        """Its verb: worker or controller."""
+        return self.arguments[0]
+
     def is_serving(self) -> bool:
-        with grpc.insecure_channel(self.address) as channel:
+        """Whether it answers. Raises UserError when somebody else does, or refuses our token."""
+        says_so = self.says_that_it_serves()
+        with self.client.channel(self.address) as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
-            except grpc.RpcError:
+                found = identity(channel, self.kind) if self.run_id else None
+            except grpc.RpcError as error:
+                self._give_up_if_hopeless(error, says_so)
                 return False
+        if found is not None and found.run_id != self.run_id:
+            raise UserError(f"{self.address} is taken by {occupant(self.address, self.client)}: choose another address")
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def wait_until_serving(self, timeout_s: float, say: Callable[[str], None] = lambda remark: None) -> None:
-        """Pass on what it remarks meanwhile.
+    def _give_up_if_hopeless(self, error: grpc.RpcError, says_so: bool) -> None:
+        """says_so: it said that it serves before it was called, so that no call will ever get through."""
+        assert isinstance(error, grpc.Call)
+        hopeless = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+        if error.code() in hopeless or (error.code() is grpc.StatusCode.UNAVAILABLE and says_so):
+            raise UserError(self.client.explain(error, self.kind, self.address))
 
-        Raises UserError with the process's own last words when it ends or is not ready in time.
+    def says_that_it_serves(self) -> bool:
+        """Whether this life of the process has said so in its log."""
+        if self.process is None or not self.log_file.exists():
+            return False
+        with self.log_file.open("rb") as log:
+            log.seek(self.log_begin)
+            return f" serving on {self.address}".encode() in log.read()
+
+    def wait_until_serving(self, timeout_s: float, say: Callable[[str], None] = lambda remark: None) -> None:
+        """Pass on what it remarks meanwhile, and wait for as long as it gets on: a large model takes its time.
+
+        timeout_s: without any sign of work. Raises UserError with the process's own last words when it ends or stands
+        still for that long.
         """
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        progress = Progress(self.process.pid if self.process else None, time.monotonic())
+        while not progress.stalled(time.monotonic(), timeout_s):
             if self.exit_code is not None:
                 raise UserError(f"the {self.name} did not start: {self.last_line()}")
             for remark in self.new_remarks():
                 say(f"the {self.name}: {remark}")
+                progress.note(remark)
             if self.is_serving():
                 return
+            if news := progress.news(time.monotonic()):
+                say(f"the {self.name}: {news}")
             time.sleep(0.1)
-        raise UserError(f"the {self.name} was not ready within {timeout_s:g} s: see {self.log_file}")
+        raise UserError(f"the {self.name} has stood still for {timeout_s:g} s: see {self.log_file}")
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL when that did not help in time."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speclen.transport.address import check_exposure
-from speclen.transport.credentials import ServerSecurity
+from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.settings import check_bounds, setting
 
 
@@ -38,15 +38,14 @@ class ControllerConfig:
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
     token_file: Path | None = setting(None, "File with the bearer token that every call must carry.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
+    run_id: str = setting("", "Name of the run that this belongs to: workers that expect another are refused.")
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        encrypted, listens = self.security.encrypted, [("--listen", self.listen, self.security.authenticated)]
+        security = self.security
+        check_exposure("--listen", self.listen, security.encrypted, security.authenticated, self.insecure)
         if self.metrics_listen:
-            # The Prometheus page knows no token: beyond loopback it wants certificates of its readers.
-            listens.append(("--metrics-listen", self.metrics_listen, self.tls_client_ca is not None))
-        for name, address, authenticated in listens:
-            check_exposure(name, address, encrypted, authenticated, self.insecure)
+            check_pages(self.metrics_listen, security, self.insecure)
 
     @property
     def security(self) -> ServerSecurity:

@@ -35,8 +35,8 @@ make_environment() {
   check_space
   echo "installing into .venv (a few minutes the first time, nothing the next)" >&2
   [[ -x .venv/bin/python ]] || "$python" -m venv .venv || fail "$python cannot make a virtual environment: install its venv module"
-  # The CPU build of torch is asked for by name: a later, unpinned one would bring gigabytes of CUDA packages. On a
-  # machine with a GPU the pinned version from the index has CUDA by itself.
+  # torch is pinned to a version, not to a build: PyPI's for Linux has CUDA in it (5 GB), the one of PyTorch's CPU index
+  # (PIP_EXTRA_INDEX_URL, see docs/install.md) has not, and is preferred where pip is told of it.
   .venv/bin/python -m pip install -qq --progress-bar off -c constraints.txt -e ".[$extras]" >&2 ||
     fail "the dependencies could not be installed: the lines above name the cause; then run this again"
   .venv/bin/python -m compileall -q .venv/lib/python3*/site-packages/{transformers/models/llama,grpc,typer,rich} >/dev/null 2>&1 || true

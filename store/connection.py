@@ -48,7 +48,8 @@ class CorruptStoreError(StoreError):
 def connect_writer(path: Path) -> Connection:
     """The connection that writes: WAL, synchronous FULL, so that a commit survives a loss of power.
 
-    Raises StoreError, or CorruptStoreError if the file is not a database.
+    Raises StoreError, for another program's database as well, or CorruptStoreError if the file is none. Such a file stays
+    as it is.
     """
     if sqlite3.sqlite_version_info < OLDEST_USABLE_SQLITE:
         raise StoreError(f"SQLite {sqlite3.sqlite_version} is too old: install the pysqlite3 package.")
@@ -57,6 +58,8 @@ def connect_writer(path: Path) -> Connection:
         # Has to come before the first table; without it a file never gives space back. Setting it again would write.
         if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        elif connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+            require_ours(path, connection)  # before the next line, which would change another program's file
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")

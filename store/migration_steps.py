@@ -357,6 +357,25 @@ def _made_anew(table: str, create: str, columns: str) -> tuple[str, ...]:
 # For current_choice and for the history of one bucket.
 DECISIONS_BY_BUCKET = "CREATE INDEX decisions_by_bucket ON decisions (context_id, batch_min, decision_id)"
 
+CHOICES = f"""\
+CREATE VIEW choices AS
+-- current_choice for a terminal: at most 100 columns wide, one row per context and bucket.
+SELECT
+  c.context_id AS context,  -- as `speclen explain --context` takes it
+  substr(substr(x.target, 1, instr(x.target || '#', '#') - 1) || ' + '
+    || substr(x.draft, 1, instr(x.draft || '#', '#') - 1), 1, 30) AS models,
+  {BUCKET.format(t="c")} AS batch,
+  c.speculation_length AS length,
+  round(1000 * c.step_s / c.expected_tokens, 2) AS ms_per_token,
+  round((plain.step_s / plain.expected_tokens) / (c.step_s / c.expected_tokens), 2) AS speedup,  -- over length 0
+  c.num_steps
+FROM latency_cells AS c
+JOIN contexts AS x USING (context_id)
+LEFT JOIN latency_cells AS plain
+  ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
+WHERE c.is_best
+ORDER BY c.context_id, c.batch_min"""
+
 STEPS: dict[str, tuple[str, ...]] = {
     "m001_tables": (
         CONTEXTS,
@@ -385,4 +404,5 @@ STEPS: dict[str, tuple[str, ...]] = {
         "DROP VIEW worker_health",
         WORKER_HEALTH_2,
     ),
+    "m006_choices": (CHOICES,),
 }

@@ -295,3 +295,21 @@ SELECT
   strftime('%Y-%m-%d %H:%M:%f', w.last_seen_at, 'unixepoch') AS last_seen_at
 FROM workers AS w JOIN contexts AS x USING (context_id)
 ORDER BY w.last_seen_at DESC;
+
+CREATE VIEW choices AS
+-- current_choice for a terminal: at most 100 columns wide, one row per context and bucket.
+SELECT
+  c.context_id AS context,  -- as `speclen explain --context` takes it
+  substr(substr(x.target, 1, instr(x.target || '#', '#') - 1) || ' + '
+    || substr(x.draft, 1, instr(x.draft || '#', '#') - 1), 1, 30) AS models,
+  CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch,
+  c.speculation_length AS length,
+  round(1000 * c.step_s / c.expected_tokens, 2) AS ms_per_token,
+  round((plain.step_s / plain.expected_tokens) / (c.step_s / c.expected_tokens), 2) AS speedup,  -- over length 0
+  c.num_steps
+FROM latency_cells AS c
+JOIN contexts AS x USING (context_id)
+LEFT JOIN latency_cells AS plain
+  ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
+WHERE c.is_best
+ORDER BY c.context_id, c.batch_min;

@@ -1,13 +1,19 @@
 """Settings come from flags, then the environment, then the file; what is unknown is an error that names it."""
 
+import io
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from speclen.cli.app import VERBS, main
+from speclen.cli.app import VERBS, main, settings_of_verb
+from speclen.cli.top import overview
+from speclen.console.environment import check_environment
 from speclen.console.errors import UserError
+from speclen.v1 import control_pb2, generation_pb2
 
 
 def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -96,3 +102,103 @@ def test_every_verb_has_help_with_an_example(verb):
 
 def test_user_errors_are_exceptions_of_their_own():
     assert not issubclass(UserError, ValueError)  # else a verb's own ValueError would be taken for the user's
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SPECLEN_SERVICE_HOST",  # what Kubernetes sets for a service named speclen, speclen-worker, speclen-up
+        "SPECLEN_SERVICE_PORT",
+        "SPECLEN_SERVICE_PORT_GRPC",
+        "SPECLEN_PORT",
+        "SPECLEN_PORT_7070_TCP",
+        "SPECLEN_PORT_7070_TCP_ADDR",
+        "SPECLEN_PORT_7070_TCP_PROTO",
+        "SPECLEN_WORKER_SERVICE_HOST",
+        "SPECLEN_WORKER_PORT_7080_TCP_PORT",
+        "SPECLEN_UP_PORT",
+        "SPECLEN_HOME",  # and somebody else's
+        "SPECLEN_CLIENT_TOKEN_FILE",  # ours
+        "SPECLEN_WORKER_MAX_BATCH_SIZE",
+        "SPECLEN_PROFILE_RUN_QUICK",
+        "SPECLEN_BENCH_SERVE_OUT",
+        "SPECLEN_CONFIG",
+    ],
+)
+def test_variables_of_others_and_our_own_are_let_through(name):
+    """A Kubernetes service named speclen ended every verb with exit code 2: a crash loop."""
+    check_environment([name], [*VERBS, "client"], settings_of_verb)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SPECLEN_WORKER_MAX_BATCHSIZE", "SPECLEN_WORKER_MAX_BATCH_SIZE"),
+        ("SPECLEN_WORKR_LISTEN", "SPECLEN_WORKER_LISTEN"),
+        ("SPECLEN_CONTROLER_DB", "SPECLEN_CONTROLLER_DB"),
+        ("SPECLEN_CLIENT_TOKENFILE", "SPECLEN_CLIENT_TOKEN_FILE"),
+        ("SPECLEN_PROFILE_RUN_QICK", "SPECLEN_PROFILE_RUN_QUICK"),
+        ("SPECLEN_CONFG", "SPECLEN_CONFIG"),
+        ("SPECLEN_TOP_NONSENSE", "it may be one of SPECLEN_TOP_{"),
+    ],
+)
+def test_misspelt_settings_are_told_with_what_was_meant(name, meant):
+    with pytest.raises(UserError, match=re.escape(name)) as error:
+        check_environment([name], [*VERBS, "client"], settings_of_verb)
+    assert meant in str(error.value)
+
+
+def test_a_misspelt_verb_gets_a_suggestion():
+    result = speclen("genrate", "x")
+    assert result.returncode == 2
+    assert result.stderr.strip() == "speclen: there is no verb 'genrate'; did you mean 'generate'?"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--top-k", "-1"),
+        ("--seed", "-1"),
+        ("--seed", str(2**64)),
+        ("--max-tokens", str(2**32)),
+        ("--temperature", "nan"),
+        ("--temperature", "-1"),
+        ("--top-p", "2"),
+        ("--n", "65"),
+        ("--timeout-s", "nan"),
+        ("--timeout-s", "1e300"),
+        ("--speculation", "99999999999999999999"),
+        ("--stop", "\udcff"),
+        ("--worker", "nowhere"),
+    ],
+)
+def test_what_a_message_cannot_hold_is_refused_by_name(arguments):
+    """These were tracebacks, or waited for a worker first."""
+    result = speclen("generate", "x", "--worker", "127.0.0.1:1", *arguments)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "answers at" not in result.stderr
+    assert arguments[0] in result.stderr or "UTF-8" in result.stderr
+
+
+def test_help_fits_80_columns_and_keeps_its_brackets():
+    result = speclen("inspect", "--help", COLUMNS="80")
+    assert "pip install 'speclen[inspect]'" in result.stdout
+    for verb in VERBS:
+        said = speclen(verb, "--help", COLUMNS="80").stdout
+        assert max(map(len, said.splitlines())) <= 80
+        assert "…" not in said, said
+
+
+def test_top_shows_whole_addresses_at_80_columns():
+    choices = [control_pb2.BucketChoice(batch_min=2**n, batch_max=2**n, speculation_length=n) for n in range(6)]
+    info = generation_pb2.GetServerInfoResponse(
+        table_source="controller", table=control_pb2.LengthTable(choices=choices), num_kv_tokens_total=1, num_steps=9
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    names = ["127.0.0.1:7080", "gpu-worker-17:7080"]
+    console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, None)}))
+    shown = console.export_text()
+    assert all(name in shown for name in names)
+    assert "4:2" in shown
+    assert "controller" in shown

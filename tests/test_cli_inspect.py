@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -208,3 +209,24 @@ def unused_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_a_wide_interval_does_not_flatten_the_curves(database, tmp_path):
+    """A bucket that was hardly measured has an interval many times its value: the axis follows the curves, not it."""
+    wide = tmp_path / "wide.db"
+    shutil.copy(database, wide)
+    with sqlite3.connect(wide) as connection:
+        connection.execute("UPDATE latency_cells SET ms_per_token_high = 1e6, ms_per_token_low = 0 WHERE batch_min > 1")
+    query = re.sub(r"\[\[.*?\]\]", "", CHARTS["curves"]["query"])
+    with sqlite3.connect(wide) as connection:
+        shown = connection.execute(
+            f"SELECT max(ms_per_token_high), max(ms_per_token), min(ms_per_token_low) FROM ({query})"
+        )
+        high, curve, low = shown.fetchone()
+    assert high <= 1.25 * curve
+    assert low > 0
+
+
+def test_hours_are_counted_to_24():
+    for chart in ("choices", "error"):
+        assert "%H:%M" in CHARTS[chart]["display"]["encoding"]["x"]["axis"]["format"]

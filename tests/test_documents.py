@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from speclen.cli.app import VERBS, app, checked_keys, load_verb
+from speclen.cli.app import VERBS, app, checked_client_keys, checked_keys, load_verb, settings_of_verb
+from speclen.console.environment import check_environment
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,7 +57,10 @@ def test_links_lead_somewhere(document):
 def test_settings_in_examples_are_settings(document):
     for block in blocks(document.read_text(), "toml"):
         for verb, values in tomllib.loads(block).items():
-            checked_keys(values, load_verb(verb, *VERBS[verb][:2]), document.name)
+            if verb == "client":
+                checked_client_keys(values, document.name)
+            else:
+                checked_keys(values, load_verb(verb, *VERBS[verb][:2]), document.name)
 
 
 def test_nothing_is_left_to_fill_in():
@@ -66,3 +70,38 @@ def test_nothing_is_left_to_fill_in():
 
 def test_the_picture_of_the_house_is_what_the_code_gives() -> None:
     subprocess.run([sys.executable, "scripts/house.py", "--check"], cwd=ROOT, check=True)
+
+
+def test_alerts_name_metrics_that_exist() -> None:
+    code = "".join((ROOT / side / "service" / "metrics.py").read_text() for side in ("worker", "controller"))
+    names = set(re.findall(r"`speclen_(?:controller_)?([a-z_]+)", (ROOT / "docs" / "runbook.md").read_text()))
+    assert len(names) > 8
+    for name in names:
+        base = name.removesuffix("_total").removesuffix("_seconds")
+        assert re.search(rf'["_]{base}(_seconds)?"', code), f"docs/runbook.md: there is no metric speclen_{name}"
+
+
+def test_anchors_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for page, anchor in re.findall(r"\]\(([a-z_/]*\.?m?d?)#([a-z0-9-]+)\)", document.read_text()):
+            text = (document.parent / page).read_text() if page else document.read_text()
+            headings = {
+                re.sub(r"[^a-z0-9 -]", "", line.lower()).strip().replace(" ", "-")
+                for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            }
+            assert anchor in headings, f"{document.name} links to {page}#{anchor}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 700
+
+
+def test_deployments_name_settings_and_flags_that_exist() -> None:
+    files = [*(ROOT / "deploy").rglob("*.yaml"), *(ROOT / "deploy").rglob("*.service"), ROOT / "docs" / "runbook.md"]
+    text = "".join(path.read_text() for path in files)
+    variables = set(re.findall(r"SPECLEN_[A-Z_]+[A-Z]", text))
+    assert len(variables) > 6
+    check_environment(variables - {"SPECLEN_CONTROLLER", "SPECLEN_WORKER"}, [*VERBS, "client"], settings_of_verb)
+    for verb, arguments in re.findall(r"command: \[(controller|worker), (.*)\]", text):
+        flags = {flag for each in load_verb(verb, *VERBS[verb][:2]).params for flag in each.opts}
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= flags, verb

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from sqlite_utils import Database
 
 from speclen.store import migrations
-from speclen.store.connection import StoreError, connect_writer
+from speclen.store.connection import StoreError, connect_writer, sqlite3
 from speclen.store.migration_steps import STEPS
 from speclen.store.migrations import applied_steps, migrate, newest_schema, schema_text
 
@@ -71,10 +72,17 @@ def test_a_file_of_a_newer_program_is_refused_and_not_touched(tmp_path, monkeypa
 
 
 def test_another_programs_database_is_refused_and_not_touched(tmp_path):
+    """It was said to stay untouched, and was switched to WAL."""
     path = tmp_path / "other.db"
-    connection = connect_writer(path)
-    connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+        connection.commit()
+    before = path.read_bytes()
     with pytest.raises(StoreError, match=r"not one of speclen's"):
-        migrate(path, connection)
-    assert Database(connection).table_names() == ["bookmarks"]
-    connection.close()
+        connect_writer(path)
+    assert path.read_bytes() == before
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
+        with pytest.raises(StoreError, match=r"not one of speclen's"):
+            migrate(path, connection)
+        assert Database(connection).table_names() == ["bookmarks"]

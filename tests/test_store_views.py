@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -146,3 +148,30 @@ def test_every_view_can_be_read_with_an_older_sqlite_as_well(store, name):
     assert len(here) == len(there) == 1
     if name != "worker_health":  # it tells the time
         assert here == there
+
+
+def test_choices_by_hand_and_in_100_columns(store):
+    """The view of the first minute: `sqlite-utils rows … learned_table --table` is 310 columns wide."""
+    long = context(2, "gpu", target="Llama-3.1-405B-Instruct-FP8#0123abcd", draft="Llama-3.2-1B-Instruct#0123abcd")
+    cells = [cell(0, step_s=0.01, expected_tokens=1.0), cell(2, step_s=0.016, expected_tokens=3.2, is_best=True)]
+    cells.append(cell(1, context_id=2, batch_min=1, batch_max=4096, num_steps=10**9, is_best=True))
+    store_now(store, Commit(contexts=[context(), long], latency_cells=cells))
+    first, second = view(store, "choices")
+    assert first == {
+        "context": 1,
+        "models": "t + d",
+        "batch": "3-4",
+        "length": 2,
+        "ms_per_token": 5.0,
+        "speedup": 2.0,
+        "num_steps": first["num_steps"],
+    }
+    assert second["models"].startswith("Llama-3.1-405B-Instruct-FP8 + ")
+    assert second["speedup"] is None
+    shown = subprocess.run(
+        [sys.executable, "-m", "sqlite_utils", "rows", str(store.path), "choices", "--table"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert max(map(len, shown.splitlines())) <= 100, shown

@@ -59,3 +59,16 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
     profile.write_text(content)
     with pytest.raises(ValueError, match="profile"):
         initial_table(WorkerConfig(profile=profile), max_length=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"policy": "fixed:9"}, "fixed:9 is over --max-length 8"),
+        ({"policy": "profile"}, "--policy profile needs --profile FILE"),
+        ({"max_kv_tokens": 10}, "--max-kv-tokens is 10; it must be 0, for as many as fit, or at least 256"),
+    ],
+)
+def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
+    with pytest.raises(ValueError, match=words):
+        WorkerConfig(**settings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 
 import grpc
 from grpc import aio
+
+from speclen.transport.address import check_exposure
 
 MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
 
@@ -46,12 +50,21 @@ class ServerSecurity:
         """Certificates as configured; None for a server without TLS. Raises ValueError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
-        client_ca = None if self.tls_client_ca is None else read_file("--tls-client-ca", self.tls_client_ca)
+        client_ca = None if self.tls_client_ca is None else read_authority("--tls-client-ca", self.tls_client_ca)
         return grpc.ssl_server_credentials(
-            [(read_file("--tls-key", self.tls_key), read_file("--tls-cert", self.tls_cert))],
+            [read_pair("--tls-key", self.tls_key, "--tls-cert", self.tls_cert)],
             root_certificates=client_ca,
             require_client_auth=client_ca is not None,
         )
+
+    def of_pages(self) -> dict[str, Any]:
+        """What prometheus_client needs to serve its page under the same certificates; nothing without TLS."""
+        pages: dict[str, Any] = {}
+        if self.tls_cert is not None and self.tls_key is not None:
+            pages = {"certfile": str(self.tls_cert), "keyfile": str(self.tls_key)}
+        if self.tls_client_ca is not None:
+            pages |= {"client_cafile": str(self.tls_client_ca), "client_auth_required": True}
+        return pages
 
     def interceptors(self) -> list[aio.ServerInterceptor]:
         """The token check, when there is a token. Raises ValueError."""
@@ -66,6 +79,12 @@ class ServerSecurity:
             return server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: is it taken? Choose another with --listen") from error
+
+
+def check_pages(address: str, security: ServerSecurity, insecure: bool) -> None:
+    """Raise ValueError for a Prometheus page that others reach unasked: it knows no token, so it wants certificates."""
+    authenticated = security.tls_client_ca is not None
+    check_exposure("--metrics-listen", address, security.encrypted, authenticated, insecure, means="")
 
 
 class TokenInterceptor(aio.ServerInterceptor):
@@ -110,32 +129,33 @@ def refusing(handler: grpc.RpcMethodHandler[Any, Any] | None) -> grpc.RpcMethodH
 class ClientSecurity:
     """How a client reaches a protected server. ca: PEM file of the authority that signed the server's certificate.
 
-    cert, key: the client's own, for servers that ask for one. token_file: the server's token.
+    cert, key: the client's own, for servers that ask for one. token_file: the server's token. prefix: of the flags that
+    errors name.
     """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     token_file: Path | None = None
+    prefix: str = "--"
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """None for a plain channel. Raises ValueError when a file cannot be read or only half is given."""
+        """None for a plain channel. Raises ValueError when a file is of no use or only half is given."""
+        ca, cert, key = (f"{self.prefix}{name}" for name in ("ca", "cert", "key"))
         if (self.cert is None) != (self.key is None):
-            raise ValueError("the client's certificate and key belong together: give both or none")
+            raise ValueError(f"{cert} and {key} belong together: give both or none")
         if self.ca is None:
             if self.cert is not None:
-                raise ValueError("a client's certificate needs the server's authority as well")
+                raise ValueError(f"{cert} needs {ca}, the authority of the server, as well")
             return None
-        own = (
-            () if self.cert is None or self.key is None else (read_file("key", self.key), read_file("cert", self.cert))
-        )
-        return grpc.ssl_channel_credentials(read_file("authority", self.ca), *own)
+        own = () if self.cert is None or self.key is None else read_pair(key, self.key, cert, self.cert)
+        return grpc.ssl_channel_credentials(read_authority(ca, self.ca), *own)
 
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """What every call carries. Raises ValueError when the token cannot be read."""
         if self.token_file is None:
             return ()
-        return (("authorization", f"Bearer {read_token('token file', self.token_file)}"),)
+        return (("authorization", f"Bearer {read_token(f'{self.prefix}token-file', self.token_file)}"),)
 
 
 def read_token(flag: str, path: Path) -> str:
@@ -154,3 +174,34 @@ def read_file(flag: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
+
+
+def read_authority(flag: str, path: Path) -> bytes:
+    """Certificates in a PEM file. Raises ValueError: gRPC would print pages about them, and then trust nobody."""
+    content = read_file(flag, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise ValueError(
+            f"{flag} {path} holds no certificates in PEM that can be read: name the authority's file"
+        ) from None
+    return content
+
+
+def read_pair(key_flag: str, key: Path, cert_flag: str, cert: Path) -> tuple[bytes, bytes]:
+    """Key and certificate chain, in gRPC's order. Raises ValueError when one is not PEM, or they do not belong together."""
+    contents = read_file(key_flag, key), read_file(cert_flag, cert)
+    for flag, path, content, word in (
+        (key_flag, key, contents[0], "KEY"),
+        (cert_flag, cert, contents[1], "CERTIFICATE"),
+    ):
+        if not re.search(rf"-----BEGIN ([A-Z0-9]+ )*{word}-----".encode(), content):
+            raise ValueError(f"{flag} {path} holds no {word.lower()} in PEM: was it swapped with another file?")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        pair, reason = f"{key_flag} {key} and {cert_flag} {cert}", error.reason or "damaged, or with a password"
+        if reason == "KEY_VALUES_MISMATCH":
+            raise ValueError(f"{pair} do not belong together: give the certificate with its own key") from None
+        raise ValueError(f"{pair} cannot be used ({reason}): give PEM files without a password") from None
+    return contents

@@ -9,6 +9,7 @@ from pathlib import Path
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from speclen.transport.settings import check_bounds, setting
 
+LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
 POLICY = re.compile(r"adaptive|profile|none|fixed:(\d{1,2})")
 
 
@@ -52,10 +53,19 @@ class WorkerConfig:
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
     controller_token_file: Path | None = setting(None, "File with the controller's bearer token.")
+    run_id: str = setting("", "Name of the run that this belongs to: only a controller of the same will do.")
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        parse_policy(self.policy)
+        kind, length = parse_policy(self.policy)
+        if length is not None and length > self.max_length:
+            raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")
+        if kind == "profile" and self.profile is None:
+            raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
+        if 0 < self.max_kv_tokens < LEAST_KV_TOKENS:
+            raise ValueError(
+                f"--max-kv-tokens is {self.max_kv_tokens}; it must be 0, for as many as fit, or at least {LEAST_KV_TOKENS}"
+            )
 
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""
@@ -63,7 +73,9 @@ class WorkerConfig:
 
     def controller_security(self) -> ClientSecurity:
         """How the controller is reached."""
-        return ClientSecurity(self.controller_ca, self.controller_cert, self.controller_key, self.controller_token_file)
+        return ClientSecurity(
+            self.controller_ca, self.controller_cert, self.controller_key, self.controller_token_file, "--controller-"
+        )
 
 
 def parse_policy(policy: str) -> tuple[str, int | None]:

@@ -1,4 +1,4 @@
-"""Write the README's headline table from the results of `speclen bench serve` that are committed.
+"""Write the headline table of docs/results/README.md from the results of `speclen bench serve` that are committed.
 
 The table stands between two markers, so that it never says anything but what docs/results/serve/*.json say. --check
 fails when it does.
@@ -74,7 +74,7 @@ def table(results: list[dict[str, Any]]) -> str:
             tried = reference or any(contender.startswith("fixed:") for contender in result["contenders"])
             text = ratio_to(result, reference or best) if tried else "–"
             cells.append(f"{text} ({best})" if heading == "best fixed length" and text != "–" else text)
-        lines.append(f"| [`{name}`](docs/results/serve/{result['file']}) | {' | '.join(cells)} |")
+        lines.append(f"| [`{name}`](serve/{result['file']}) | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *footnotes(results)])
 
 
@@ -95,16 +95,16 @@ def footnotes(results: list[dict[str, Any]]) -> list[str]:
 
 
 def main(
-    check: bool = typer.Option(False, help="Change nothing; fail when the README is not what the results say."),
+    check: bool = typer.Option(False, help="Change nothing; fail when the page is not what the results say."),
     results: Path = ROOT / "docs/results/serve",
-    readme: Path = ROOT / "README.md",
+    page: Path = ROOT / "docs/results/README.md",
 ) -> None:
-    """Update the README's headline table from the committed results."""
+    """Update the page's headline table from the committed results."""
     try:
         found = read_results(results)
         if not found:
             raise ValueError(f"{results} holds no results: make some with `speclen bench serve --out`")
-        old = readme.read_text("utf-8")
+        old = page.read_text("utf-8")
         new = insert(old, "headline", table(found))
     except (OSError, ValueError, KeyError) as error:
         print(f"headline: {error}", file=sys.stderr)
@@ -112,12 +112,12 @@ def main(
     if check:
         if new != old:
             print(
-                "headline: README.md is not what docs/results says: run python -m speclen.bench.comparison.headline",
+                "headline: the page is not what its results say: run python -m speclen.bench.comparison.headline",
                 file=sys.stderr,
             )
             raise typer.Exit(1)
     else:
-        readme.write_text(new, "utf-8")
+        page.write_text(new, "utf-8")
         print(table(found))
 
 

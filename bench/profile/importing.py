@@ -3,36 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
+from speclen.console.client import Client
+from speclen.console.database import DATABASE
 from speclen.console.errors import UserError
+from speclen.console.whose import identity, owns
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import ContextKey
 from speclen.controller.service.server import running
+from speclen.store.files import is_locked
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 TIMEOUT_S = 30.0
 
 
-def import_profile(request: pb.ImportProfileRequest, db: Path, controller: str) -> tuple[int, str]:
-    """Id of the stored profile, and who stored it.
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a profile goes: to the controller at an address, or, with none, to one that lives for this call on `db`."""
 
-    controller: address of a controller to send it to; empty: the one that runs on `db`, expected at its default
-    address, or, when none runs on it, one that lives for this call, so that a profile seeds the estimator in one way
-    only. Raises UserError.
-    """
-    if controller:
-        return send(request, controller), f"the controller at {controller}"
-    default = ControllerConfig().listen
-    try:
-        return asyncio.run(send_to_own(request, db)), str(db)
-    except ValueError as error:
-        if "in use by another controller" not in str(error):
+    db: Path
+    address: str
+    client: Client
+
+    def __str__(self) -> str:
+        return f"the controller at {self.address}, which keeps it in {self.db}" if self.address else str(self.db)
+
+    def take(self, request: pb.ImportProfileRequest) -> int:
+        """Id of the stored profile. Raises UserError when it is refused."""
+        if self.address:
+            return send(request, self.address, self.client)
+        try:
+            return asyncio.run(send_to_own(request, self.db))
+        except (ValueError, OSError) as error:
             raise UserError(str(error)) from error
-    return send(request, default), f"the controller at {default}, which owns {db}"
+
+
+def find_destination(db: Path, controller: str, client: Client) -> Destination:
+    """The controller that keeps `db`, found before anything is measured or loaded. Raises UserError.
+
+    controller: its address; empty: the one that runs on `db`, expected at the default address, or, when none runs on it,
+    one for the moment, so that a profile seeds the estimator in one way only. A controller of another database than one
+    that was named is refused: what it learned is somebody else's.
+    """
+    named = db.absolute() != DATABASE.absolute()
+    if not controller:
+        if not is_locked(db):
+            return Destination(db, "", client)
+        controller, named = ControllerConfig().listen, True
+    found = owner(controller, client)
+    if named and found is not None and not owns(found, db):
+        raise UserError(
+            f"the controller at {controller} keeps {found.database or 'no database'}, not {db}: give --controller the "
+            "address of the one that does"
+            + ("" if is_locked(db) else ", or leave --controller away, since none runs on it")
+        )
+    return Destination(db if found is None else Path(found.database), controller, client)
+
+
+def owner(controller: str, client: Client) -> pb.ServerIdentity | None:
+    """Whose the controller is; None for one of an older version, which does not say. Raises UserError without any."""
+    try:
+        with client.channel(controller, "--controller") as channel:
+            return identity(channel, "controller", timeout_s=5.0)
+    except grpc.RpcError as error:
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return None
+        raise UserError(client.explain(error, "controller", controller)) from error
 
 
 async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
@@ -46,16 +87,13 @@ async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
     return response.profile_id
 
 
-def send(request: pb.ImportProfileRequest, address: str) -> int:
+def send(request: pb.ImportProfileRequest, address: str, client: Client) -> int:
     """Import through a running controller. Raises UserError when it does not answer or refuses."""
     try:
-        with grpc.insecure_channel(address) as channel:
+        with client.channel(address, "--controller") as channel:
             return rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S).profile_id
     except grpc.RpcError as error:
-        detail = error.details()
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            raise UserError(f"no controller answers at {address}: give its address with --controller") from error
-        raise UserError(f"the controller at {address} refused the profile: {detail}") from error
+        raise UserError(client.explain(error, "controller", address)) from error
 
 
 def check_same_context(path: Path, theirs: ContextKey, here: ContextKey, as_prior: bool) -> None:

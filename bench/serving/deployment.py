@@ -16,6 +16,7 @@ import grpc
 
 from speclen.bench.profile.document import read_document
 from speclen.bench.profile.importing import send
+from speclen.console.client import Client
 from speclen.console.errors import UserError
 from speclen.console.processes import Child
 from speclen.controller.estimator.core import ContextKey
@@ -175,7 +176,7 @@ def seed_controller(controller: str, worker: str, profile: Path) -> None:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         known = stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10.0).context
     context = ContextKey(known.target, known.draft, known.device, known.dtype, known.engine_fingerprint)
-    send(document.to_request(context, as_prior=document.context != context), controller)
+    send(document.to_request(context, as_prior=document.context != context), controller, Client())
 
 
 def free_address() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,6 +13,20 @@ from speclen.bench.simulation.scenarios import SCENARIOS
 
 if TYPE_CHECKING:
     from speclen.bench.simulation.policy import Outcome, Summary
+
+
+# Fifteen policies and more take part: ten colours, each with three line styles and marks, tell thirty apart.
+STYLES = ("-", "--", ":")
+MARKS = (".", "x", "^")
+
+
+def style(index: int) -> dict[str, Any]:
+    """Colour and line of the policy with this number."""
+    return {"color": f"C{index % 10}", "linestyle": STYLES[index // 10 % len(STYLES)]}
+
+
+def mark(policy: str, index: int) -> str:
+    return "o" if policy == "adaptive" else MARKS[index // 10 % len(MARKS)]
 
 
 def draw(outcomes: list[Outcome], summaries: list[Summary], path: Path) -> None:
@@ -32,8 +46,8 @@ def _draw_scores(axes: Axes, summaries: list[Summary]) -> None:
         rows = [place + 0.8 * index / len(policies) - 0.4 for place, name in enumerate(scenarios) if name in mine]
         medians = [mine[name].median for name in scenarios if name in mine]
         worst = [mine[name].worst for name in scenarios if name in mine]
-        axes.hlines(rows, worst, medians, color=f"C{index % 10}", alpha=0.4)
-        axes.plot(medians, rows, "o" if policy == "adaptive" else ".", color=f"C{index % 10}", label=policy)
+        axes.hlines(rows, worst, medians, alpha=0.4, **style(index))
+        axes.plot(medians, rows, mark(policy, index), color=f"C{index % 10}", label=policy)
     axes.set_yticks(range(len(scenarios)), [SCENARIOS[name].title for name in scenarios])
     axes.invert_yaxis()
     axes.set_xlim(left=75.0, right=101.0)
@@ -46,8 +60,9 @@ def _draw_regret(axes: Axes, outcomes: list[Outcome]) -> None:
     for index, policy in enumerate(dict.fromkeys(each.policy for each in outcomes)):
         curves = np.array([each.regret for each in outcomes if each.policy == policy])
         moments = np.linspace(0.0, 100.0, curves.shape[1])
-        axes.plot(moments, np.maximum(np.median(curves, axis=0), 0.1), color=f"C{index % 10}", label=policy)
+        axes.plot(moments, np.maximum(np.median(curves, axis=0), 0.1), label=policy, **style(index))
     axes.set_yscale("log")
     axes.set_xlabel("course of a run, %")
     axes.set_ylabel("cumulative regret, steps (median over scenarios and seeds)")
+    axes.legend(fontsize="small", ncols=2, handlelength=3.0)
     axes.grid(alpha=0.3)

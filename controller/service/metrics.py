@@ -153,13 +153,9 @@ def serve_metrics(collector: ControllerCollector, config: ControllerConfig) -> M
     host, port = split_address("--metrics-listen", config.metrics_listen)
     registry = CollectorRegistry()
     registry.register(collector)
-    tls = {}
-    if config.tls_cert is not None and config.tls_key is not None:
-        tls = {"certfile": str(config.tls_cert), "keyfile": str(config.tls_key)}
-    if config.tls_client_ca is not None:
-        tls |= {"client_cafile": str(config.tls_client_ca), "client_auth_required": True}  # type: ignore[dict-item]
+    tls = config.security.of_pages()
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry, **tls)  # type: ignore[arg-type]
+        server, thread = start_http_server(port, addr=host, registry=registry, **tls)
     except OSError as error:
         raise OSError(
             f"cannot listen on {config.metrics_listen}: {error.strerror}; choose another with --metrics-listen"

@@ -27,6 +27,7 @@ from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.snapshots import Snapshots
 from speclen.controller.service.streams import StreamSettings
 from speclen.controller.service.supervision import LOOK_INTERVAL_S, EndedError, Supervisor
+from speclen.controller.wire.messages import identity_of
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
@@ -151,7 +152,7 @@ async def create(config: ControllerConfig, store: Store | None, stored: StoredSt
     news = News()
     service = create_service(config, store, stored, news)
     settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
-    servicer = ControlServicer(service, news, settings)
+    servicer = ControlServicer(service, news, settings, identity_of(config))
     server, port, health_servicer = await create_server(servicer, config)
     return Running(servicer, service.journal, server, port, health_servicer, stored, Supervisor())
 

@@ -27,7 +27,9 @@ from speclen.controller.service.streams import StreamEndError, Streams, StreamSe
 from speclen.controller.wire.messages import learned_table_message
 from speclen.controller.wire.validation import (
     InvalidMessageError,
+    OtherRunError,
     check_identity,
+    check_run,
     check_text,
     read_context,
     read_limits,
@@ -53,6 +55,7 @@ STATUS: dict[type[Exception], grpc.StatusCode] = {
     UnknownContextError: grpc.StatusCode.FAILED_PRECONDITION,
     OldEpochError: grpc.StatusCode.FAILED_PRECONDITION,
     UnknownWorkerError: grpc.StatusCode.FAILED_PRECONDITION,
+    OtherRunError: grpc.StatusCode.FAILED_PRECONDITION,
     FullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DrainingError: grpc.StatusCode.UNAVAILABLE,
     InvalidMessageError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -77,10 +80,17 @@ def answering(method: Method) -> Method:
 
 
 class ControlServicer(rpc.ControlServiceServicer):
-    """The five calls."""
+    """The six calls."""
 
-    def __init__(self, service: LearningService, news: News, settings: StreamSettings | None = None) -> None:
+    def __init__(
+        self,
+        service: LearningService,
+        news: News,
+        settings: StreamSettings | None = None,
+        identity: pb.ServerIdentity | None = None,
+    ) -> None:
         self.service = service
+        self.identity = identity or pb.ServerIdentity()
         self.streams = Streams(service, self._find, news, settings)
         self.num_errors: Counter[tuple[str, str]] = Counter()  # by method and status
 
@@ -89,9 +99,12 @@ class ControlServicer(rpc.ControlServiceServicer):
         self, request: pb.RegisterWorkerRequest, context: Call
     ) -> pb.RegisterWorkerResponse:
         self._admit()
+        check_run(request.run_id, self.identity)
         worker = self.service.register(registration(request))
         self.streams.end_old_epoch(worker)
-        return pb.RegisterWorkerResponse(table=self.streams.table(worker), durable_seq=worker.durable_seq)
+        return pb.RegisterWorkerResponse(
+            table=self.streams.table(worker), durable_seq=worker.durable_seq, controller=self.identity
+        )
 
     @answering
     async def ReportStep(self, request: pb.ReportStepRequest, context: Call) -> pb.ReportStepResponse:  # noqa: N802
@@ -132,6 +145,12 @@ class ControlServicer(rpc.ControlServiceServicer):
         profile = read_profile(request)
         profile_id = self.service.import_profile(read_context(request.context), profile)
         return pb.ImportProfileResponse(profile_id=profile_id, num_cells=len(profile.cells))
+
+    @answering
+    async def GetControllerInfo(  # noqa: N802
+        self, request: pb.GetControllerInfoRequest, context: Call
+    ) -> pb.GetControllerInfoResponse:
+        return pb.GetControllerInfoResponse(server=self.identity)
 
     def _admit(self) -> None:
         if self.streams.draining:

@@ -177,3 +177,16 @@ def check_survival(survival: list[float], num_rows: list[int]) -> None:
         raise InvalidMessageError("survival", "survival grows with the position; it can only fall")
     if any(rows > MAX_INTEGER for rows in num_rows):
         raise InvalidMessageError("num_survival_rows", f"num_survival_rows must be at most {MAX_INTEGER}")
+
+
+class OtherRunError(Exception):
+    """A worker expects the controller of another run."""
+
+
+def check_run(expected: str, own: pb.ServerIdentity) -> None:
+    """Raises OtherRunError when somebody expects another run than this one; "" expects none."""
+    if expected and expected != own.run_id:
+        raise OtherRunError(
+            f"this controller (process {own.process_id} on {own.host}, database {own.database or 'none'}) does not belong "
+            f"to run {expected!r}: give the worker the address of its own with --controller"
+        )

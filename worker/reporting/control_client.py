@@ -75,6 +75,7 @@ class WorkerCard:
     max_speculation_length: int
     address: str
     policy: str
+    run_id: str = ""
 
     def identity(self) -> pb.WorkerIdentity:
         return pb.WorkerIdentity(worker_id=self.worker_id, epoch=self.epoch)
@@ -88,6 +89,7 @@ class WorkerCard:
             ),
             address=self.address,
             policy=self.policy,
+            run_id=self.run_id,
         )
 
 
@@ -169,6 +171,7 @@ class ControlClient:
         self.clock = clock
         self.buffer = ReportBuffer(self.settings.max_buffered)
         self.connected = False
+        self.controller: pb.ServerIdentity | None = None  # whose it was that answered last
         self.num_refused = 0
         # accepted_runs[j]: rows that had draft tokens and whose accepted run was exactly j, since the start.
         self.accepted_runs = [0] * (card.max_speculation_length + 1)
@@ -260,6 +263,8 @@ class ControlClient:
         registered = await stub.RegisterWorker(
             self.card.register_request(), timeout=self.settings.rpc_timeout_s, metadata=metadata
         )
+        if registered.HasField("controller"):
+            self.controller = registered.controller
         self._apply_table(registered.table)
         self.buffer.forget_until(registered.durable_seq)
         self._last_answer = self.clock()

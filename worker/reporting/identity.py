@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,4 +41,11 @@ def context_key(pair: ModelPair) -> pb.ContextKey:
         device=device_name(pair.device),
         dtype=str(pair.dtype).removeprefix("torch."),
         engine_fingerprint=f"threads={torch.get_num_threads()},{digest(engine)}",
+    )
+
+
+def server_identity(run_id: str) -> pb.ServerIdentity:
+    """Whose this process is."""
+    return pb.ServerIdentity(
+        run_id=run_id, host=socket.gethostname(), process_id=os.getpid(), version=version("speclen")
     )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from speclen.transport.address import split_address
+from speclen.transport.credentials import ServerSecurity
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.control_client import ControlClient
 
@@ -47,22 +49,20 @@ class WorkerMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry)
 
-    def serve(self, address: str) -> None:
+    def serve(self, address: str, security: ServerSecurity = ServerSecurity()) -> None:  # noqa: B008
         """Serve the page on HOST:PORT from a thread. Raises OSError when the port is taken, ValueError for no address."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"--metrics-listen {address!r} is not HOST:PORT")
+        host, port = split_address("--metrics-listen", address)
         try:
-            _, self._thread = start_http_server(int(port), addr=host, registry=self.registry)
+            _, self._thread = start_http_server(port, addr=host, registry=self.registry, **security.of_pages())
         except OSError as error:
             raise OSError(
                 f"cannot listen on {address}: {error.strerror}; choose another with --metrics-listen"
             ) from error
 
-    async def keep_page(self, address: str) -> None:
+    async def keep_page(self, address: str, security: ServerSecurity) -> None:
         """Serve the page, if it is not served, and return when its thread has ended. Raises as `serve`."""
         if self._thread is None or not self._thread.is_alive():
-            self.serve(address)
+            self.serve(address, security)
         while self._thread is not None and self._thread.is_alive():
             await asyncio.sleep(1.0)
 

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from speclen.transport.address import check_exposure, check_free
 from speclen.transport.aio import prepare_aio
-from speclen.transport.credentials import ServerSecurity
+from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.stopping import stop_event
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends.threads import ThreadChoice, set_threads, watch_cores
@@ -100,6 +100,7 @@ def make_control(config: WorkerConfig, pair: ModelPair) -> ControlClient:
         max_speculation_length=max_length,
         address=config.listen,
         policy=config.policy,
+        run_id=config.run_id,
     )
     return ControlClient(card, table, follow)
 
@@ -170,8 +171,8 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     if config.metrics_listen:
-        metrics.serve(config.metrics_listen)
-        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen))
+        metrics.serve(config.metrics_listen, security)
+        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security))
     timings = STREAM_INTERVAL_S, config.unread_timeout_s
     servicer = GenerationServicer(engine, pair, control, model_facts(pair, control), metrics, entrance, *timings)
     server, port, health_servicer = await create_server(config.listen, servicer, security)
@@ -227,7 +228,7 @@ def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCred
     security, controller_security = config.server_security(), config.controller_security()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
     if config.metrics_listen:
-        check_exposure("--metrics-listen", config.metrics_listen, False, False, config.insecure)
+        check_pages(config.metrics_listen, security, config.insecure)
     credentials, metadata = controller_security.credentials(), controller_security.metadata()
     check_free("--listen", config.listen)
     return security, credentials, metadata

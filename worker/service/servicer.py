@@ -20,6 +20,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.identity import server_identity
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -86,6 +87,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._sparse = Sparse()
         self._open: dict[str, OutputStream] = {}  # by request id
         self._refusal: Exception | None = None  # of new requests
+        self._identity = server_identity(control.card.run_id)
 
     @property
     def num_open(self) -> int:
@@ -253,6 +255,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_generated_tokens=load.num_generated_tokens,
             num_draft_tokens=load.num_draft_tokens,
             num_accepted_tokens=load.num_accepted_tokens,
+            server=self._identity,
+            controller=self._control.controller,
         )
 
 

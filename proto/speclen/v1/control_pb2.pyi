@@ -54,6 +54,38 @@ STEP_FLAG_MIXED_LENGTHS: StepFlag.ValueType  # 5
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final
+class ServerIdentity(google.protobuf.message.Message):
+    """Whose a server is: compared by whoever started or expects one, so that nobody takes another's for its own."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    DATABASE_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    PROCESS_ID_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """Given by whoever started the server; empty when it was started by itself."""
+    database: builtins.str
+    """Absolute path of the controller's database on its host; empty for a worker and for a controller in memory."""
+    host: builtins.str
+    process_id: builtins.int
+    version: builtins.str
+    """Of speclen."""
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+        database: builtins.str = ...,
+        host: builtins.str = ...,
+        process_id: builtins.int = ...,
+        version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["database", b"database", "host", b"host", "process_id", b"process_id", "run_id", b"run_id", "version", b"version"]) -> None: ...
+
+Global___ServerIdentity: typing_extensions.TypeAlias = ServerIdentity
+
+@typing.final
 class ContextKey(google.protobuf.message.Message):
     """What step times depend on. Acceptance depends on target and draft alone, and is shared between contexts."""
 
@@ -279,10 +311,13 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where the worker's GenerationService listens, for people to find it."""
     policy: builtins.str
     """"adaptive", "profile", "fixed:4", "none": what the worker does with the table."""
+    run_id: builtins.str
+    """When set, a controller whose run_id is another one refuses the worker."""
     @property
     def worker(self) -> Global___WorkerIdentity: ...
     @property
@@ -297,9 +332,10 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
         limits: Global___WorkerLimits | None = ...,
         address: builtins.str = ...,
         policy: builtins.str = ...,
+        run_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "limits", b"limits", "worker", b"worker"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "context", b"context", "limits", b"limits", "policy", b"policy", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "context", b"context", "limits", b"limits", "policy", b"policy", "run_id", b"run_id", "worker", b"worker"]) -> None: ...
 
 Global___RegisterWorkerRequest: typing_extensions.TypeAlias = RegisterWorkerRequest
 
@@ -309,18 +345,22 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
 
     TABLE_FIELD_NUMBER: builtins.int
     DURABLE_SEQ_FIELD_NUMBER: builtins.int
+    CONTROLLER_FIELD_NUMBER: builtins.int
     durable_seq: builtins.int
     """Every report of this worker and epoch up to this seq is on disk; 0 for none."""
     @property
     def table(self) -> Global___LengthTable: ...
+    @property
+    def controller(self) -> Global___ServerIdentity: ...
     def __init__(
         self,
         *,
         table: Global___LengthTable | None = ...,
         durable_seq: builtins.int = ...,
+        controller: Global___ServerIdentity | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["table", b"table"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["durable_seq", b"durable_seq", "table", b"table"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["controller", b"controller", "table", b"table"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["controller", b"controller", "durable_seq", b"durable_seq", "table", b"table"]) -> None: ...
 
 Global___RegisterWorkerResponse: typing_extensions.TypeAlias = RegisterWorkerResponse
 
@@ -639,3 +679,30 @@ class ImportProfileResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_cells", b"num_cells", "profile_id", b"profile_id"]) -> None: ...
 
 Global___ImportProfileResponse: typing_extensions.TypeAlias = ImportProfileResponse
+
+@typing.final
+class GetControllerInfoRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetControllerInfoRequest: typing_extensions.TypeAlias = GetControllerInfoRequest
+
+@typing.final
+class GetControllerInfoResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: builtins.int
+    @property
+    def server(self) -> Global___ServerIdentity: ...
+    def __init__(
+        self,
+        *,
+        server: Global___ServerIdentity | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["server", b"server"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["server", b"server"]) -> None: ...
+
+Global___GetControllerInfoResponse: typing_extensions.TypeAlias = GetControllerInfoResponse

@@ -63,6 +63,11 @@ class ControlServiceStub(object):
                 request_serializer=speclen_dot_v1_dot_control__pb2.ImportProfileRequest.SerializeToString,
                 response_deserializer=speclen_dot_v1_dot_control__pb2.ImportProfileResponse.FromString,
                 _registered_method=True)
+        self.GetControllerInfo = channel.unary_unary(
+                '/speclen.v1.ControlService/GetControllerInfo',
+                request_serializer=speclen_dot_v1_dot_control__pb2.GetControllerInfoRequest.SerializeToString,
+                response_deserializer=speclen_dot_v1_dot_control__pb2.GetControllerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer(object):
@@ -74,7 +79,8 @@ class ControlServiceServicer(object):
 
     def RegisterWorker(self, request, context):
         """Introduces a worker and returns what is known about its context.
-        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known.
+        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
+        or the controller is of another run than the worker expects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +116,13 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetControllerInfo(self, request, context):
+        """Whose the controller is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +150,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.ImportProfile,
                     request_deserializer=speclen_dot_v1_dot_control__pb2.ImportProfileRequest.FromString,
                     response_serializer=speclen_dot_v1_dot_control__pb2.ImportProfileResponse.SerializeToString,
+            ),
+            'GetControllerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetControllerInfo,
+                    request_deserializer=speclen_dot_v1_dot_control__pb2.GetControllerInfoRequest.FromString,
+                    response_serializer=speclen_dot_v1_dot_control__pb2.GetControllerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -278,6 +296,33 @@ class ControlService(object):
             '/speclen.v1.ControlService/ImportProfile',
             speclen_dot_v1_dot_control__pb2.ImportProfileRequest.SerializeToString,
             speclen_dot_v1_dot_control__pb2.ImportProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetControllerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/speclen.v1.ControlService/GetControllerInfo',
+            speclen_dot_v1_dot_control__pb2.GetControllerInfoRequest.SerializeToString,
+            speclen_dot_v1_dot_control__pb2.GetControllerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

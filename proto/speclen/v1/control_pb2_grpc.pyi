@@ -105,7 +105,23 @@ _ControlServiceImportProfileType = typing_extensions.TypeVar(
     ],
 )
 
-class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _ControlServiceReportStepType, _ControlServiceStreamReportsType, _ControlServiceGetLearnedTableType, _ControlServiceImportProfileType]):
+_ControlServiceGetControllerInfoType = typing_extensions.TypeVar(
+    '_ControlServiceGetControllerInfoType',
+    grpc.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.GetControllerInfoRequest,
+        speclen.v1.control_pb2.GetControllerInfoResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.GetControllerInfoRequest,
+        speclen.v1.control_pb2.GetControllerInfoResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.GetControllerInfoRequest,
+        speclen.v1.control_pb2.GetControllerInfoResponse,
+    ],
+)
+
+class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _ControlServiceReportStepType, _ControlServiceStreamReportsType, _ControlServiceGetLearnedTableType, _ControlServiceImportProfileType, _ControlServiceGetControllerInfoType]):
     """What workers and the controller say to each other.
 
     Units are in the names: seconds end in _s, counts begin with num_. A speculation length is the number of tokens that
@@ -134,6 +150,10 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
             speclen.v1.control_pb2.ImportProfileRequest,
             speclen.v1.control_pb2.ImportProfileResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            speclen.v1.control_pb2.GetControllerInfoRequest,
+            speclen.v1.control_pb2.GetControllerInfoResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -158,11 +178,16 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
             speclen.v1.control_pb2.ImportProfileRequest,
             speclen.v1.control_pb2.ImportProfileResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            speclen.v1.control_pb2.GetControllerInfoRequest,
+            speclen.v1.control_pb2.GetControllerInfoResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     RegisterWorker: _ControlServiceRegisterWorkerType
     """Introduces a worker and returns what is known about its context.
-    INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known.
+    INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
+    or the controller is of another run than the worker expects.
     """
 
     ReportStep: _ControlServiceReportStepType
@@ -180,6 +205,9 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
 
     ImportProfile: _ControlServiceImportProfileType
     """Seeds a context from an offline profile."""
+
+    GetControllerInfo: _ControlServiceGetControllerInfoType
+    """Whose the controller is."""
 
 ControlServiceAsyncStub: typing_extensions.TypeAlias = ControlServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -202,6 +230,10 @@ ControlServiceAsyncStub: typing_extensions.TypeAlias = ControlServiceStub[
         speclen.v1.control_pb2.ImportProfileRequest,
         speclen.v1.control_pb2.ImportProfileResponse,
     ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        speclen.v1.control_pb2.GetControllerInfoRequest,
+        speclen.v1.control_pb2.GetControllerInfoResponse,
+    ],
 ]
 
 class ControlServiceServicer(metaclass=abc.ABCMeta):
@@ -218,7 +250,8 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.RegisterWorkerResponse, collections.abc.Awaitable[speclen.v1.control_pb2.RegisterWorkerResponse]]:
         """Introduces a worker and returns what is known about its context.
-        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known.
+        INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
+        or the controller is of another run than the worker expects.
         """
 
     @abc.abstractmethod
@@ -256,5 +289,13 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.control_pb2.ImportProfileResponse, collections.abc.Awaitable[speclen.v1.control_pb2.ImportProfileResponse]]:
         """Seeds a context from an offline profile."""
+
+    @abc.abstractmethod
+    def GetControllerInfo(
+        self,
+        request: speclen.v1.control_pb2.GetControllerInfoRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[speclen.v1.control_pb2.GetControllerInfoResponse, collections.abc.Awaitable[speclen.v1.control_pb2.GetControllerInfoResponse]]:
+        """Whose the controller is."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -554,6 +554,8 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_ROW_STEPS_FIELD_NUMBER: builtins.int
+    SERVER_FIELD_NUMBER: builtins.int
+    CONTROLLER_FIELD_NUMBER: builtins.int
     policy: builtins.str
     table_source: builtins.str
     """"controller", "last table", "profile" or "default": where the lengths in use come from."""
@@ -577,6 +579,12 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     def table(self) -> speclen.v1.control_pb2.LengthTable: ...
     @property
     def limits(self) -> speclen.v1.control_pb2.WorkerLimits: ...
+    @property
+    def server(self) -> speclen.v1.control_pb2.ServerIdentity: ...
+    @property
+    def controller(self) -> speclen.v1.control_pb2.ServerIdentity:
+        """The controller that the worker registered with last; absent for none."""
+
     def __init__(
         self,
         *,
@@ -596,8 +604,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         num_draft_tokens: builtins.int = ...,
         num_accepted_tokens: builtins.int = ...,
         num_row_steps: builtins.int = ...,
+        server: speclen.v1.control_pb2.ServerIdentity | None = ...,
+        controller: speclen.v1.control_pb2.ServerIdentity | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["limits", b"limits", "table", b"table", "worker", b"worker"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["limits", b"limits", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_generated_tokens", b"num_generated_tokens", "num_kv_tokens_total", b"num_kv_tokens_total", "num_kv_tokens_used", b"num_kv_tokens_used", "num_reports_buffered", b"num_reports_buffered", "num_reports_dropped", b"num_reports_dropped", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_row_steps", b"num_row_steps", "num_steps", b"num_steps", "policy", b"policy", "table", b"table", "table_source", b"table_source", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["controller", b"controller", "limits", b"limits", "server", b"server", "table", b"table", "worker", b"worker"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["controller", b"controller", "limits", b"limits", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_generated_tokens", b"num_generated_tokens", "num_kv_tokens_total", b"num_kv_tokens_total", "num_kv_tokens_used", b"num_kv_tokens_used", "num_reports_buffered", b"num_reports_buffered", "num_reports_dropped", b"num_reports_dropped", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "num_row_steps", b"num_row_steps", "num_steps", b"num_steps", "policy", b"policy", "server", b"server", "table", b"table", "table_source", b"table_source", "worker", b"worker"]) -> None: ...
 
 Global___GetServerInfoResponse: typing_extensions.TypeAlias = GetServerInfoResponse
