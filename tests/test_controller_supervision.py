@@ -23,7 +23,7 @@ BREAKING = """
 import asyncio, sys, threading, time
 from pathlib import Path
 from speclen.controller.config import ControllerConfig
-from controller import server
+from speclen.controller.service import server
 from speclen.transport.logs import set_up_logs
 
 def broken(*arguments, **more):

@@ -45,8 +45,7 @@ def set_up_logs(level: str = "info", stream: TextIO = sys.stderr) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(least, logging.WARNING), force=True)
-    for ours in ("worker", "speclen"):
-        logging.getLogger(ours).setLevel(least)
+    logging.getLogger("speclen").setLevel(least)
 
 
 class Sparse:
