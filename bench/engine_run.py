@@ -47,8 +47,8 @@ class EngineBench:
         )
         self.engine = Engine(pair, config, self.chooser, recorder)
         # The engine runs copies of the pair's models.
-        self.target_clock = ForwardClock(self.engine.target.model)
-        self.draft_clock = ForwardClock(self.engine.draft.model if self.engine.draft is not None else None)
+        self.target_clock = ForwardClock(self.engine.target)
+        self.draft_clock = ForwardClock(self.engine.draft)
 
     def run(self, prompts: Sequence[tuple[int, ...]], new_tokens: int, length: int) -> EngineRun:
         """Greedy generation of new_tokens for every prompt at once. Raises RuntimeError if a sequence fails."""

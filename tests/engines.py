@@ -8,9 +8,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import tiny_models
 import torch
 
+from worker.backends import openvino
 from worker.captured_model import Recorder
 from worker.engine import Engine, EngineConfig
 from worker.models import ModelPair
@@ -18,6 +20,13 @@ from worker.request import FinishReason, GenerationRequest, SamplingParams, Sequ
 from worker.steps import FixedLength, LengthChoice, LengthChooser, StepResult
 
 CPU = torch.device("cpu")
+WHY_NOT_OPENVINO = openvino.why_not(CPU, torch.float32)
+BACKENDS = [
+    "torch",
+    pytest.param(
+        "openvino", marks=pytest.mark.skipif(WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {WHY_NOT_OPENVINO}")
+    ),
+]
 
 
 @functools.cache
@@ -96,7 +105,7 @@ def make_engine(
 ) -> Engine:
     """An engine of 4 rows that checks nothing, since one test checks every family."""
     chooser = FixedLength(chooser) if isinstance(chooser, int) else chooser
-    defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1}
+    defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1, "backend": "torch"}
     return Engine(pair or make_pair(), EngineConfig(**(defaults | settings)), chooser, recorder)
 
 

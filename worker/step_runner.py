@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.cached_model import CachedModel, PassPart
+from worker.backends.passes import PassModel, PassPart, prompt_part
 from worker.logprobs import token_logprobs
 from worker.request import SequenceOutput, TokenLogprobs
 from worker.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
@@ -64,8 +64,8 @@ class StepRunner:
 
     def __init__(
         self,
-        target: CachedModel,
-        draft: CachedModel | None,
+        target: PassModel,
+        draft: PassModel | None,
         scheduler: Scheduler,
         deliver: Deliver,
         prefill_chunk: int,
@@ -78,7 +78,7 @@ class StepRunner:
         self._deliver = deliver
         self._prefill_chunk = prefill_chunk
         self._generator = generator
-        self._device = target.pool.device
+        self._device = target.device
         self._greedy = GreedyRule()
         self._sampling: tuple[int, BatchSampling] | None = None  # of the decoding rows, by the scheduler's version
         self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
@@ -90,7 +90,7 @@ class StepRunner:
 
     def feed(self, chunks: Rows[PromptChunk]) -> list[torch.Tensor]:
         """Feed prompts in a pass of their own; returns the logits [1, 1, vocab] after each."""
-        logits = self.target.plain_forward_parts(self._prompt_parts(self.target, chunks))
+        logits = self.target.forward(self._prompt_parts(chunks))
         self._feed_draft(chunks)
         self._note_fed(chunks)
         return logits
@@ -103,8 +103,8 @@ class StepRunner:
             sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
         self._first_token(sequence, logits)
 
-    def _prompt_parts(self, model: CachedModel, chunks: Rows[PromptChunk]) -> list[PassPart]:
-        return [model.prompt_part(chunk.row, chunk.ids, chunk.start) for chunk in chunks]
+    def _prompt_parts(self, chunks: Rows[PromptChunk]) -> list[PassPart]:
+        return [prompt_part(chunk.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
 
     def _feed_draft(self, chunks: Rows[PromptChunk]) -> None:
         """Feed prompts to the draft as well, where it will be asked for tokens next."""
@@ -116,10 +116,9 @@ class StepRunner:
         if not chunks:
             return
         assert self.draft is not None
-        self.draft.plain_forward_parts(self._prompt_parts(self.draft, chunks))
+        self.draft.forward(self._prompt_parts(chunks))
         for chunk in chunks:
             chunk.sequence.draft_length += len(chunk.ids)
-            self.draft.pool.note_written(chunk.row, chunk.sequence.draft_length)
 
     def _draft_goes_along(self, chunk: PromptChunk) -> bool:
         sequence = chunk.sequence
@@ -129,7 +128,6 @@ class StepRunner:
     def _note_fed(self, chunks: Rows[PromptChunk]) -> None:
         for chunk in chunks:
             chunk.sequence.target_length += len(chunk.ids)
-            self.target.pool.note_written(chunk.row, chunk.sequence.target_length)
 
     def copy_prompt(self, sequence: Sequence) -> bool:
         """Start the next sequence with the keys, values and logits of another one of its request, if one holds them."""
@@ -175,9 +173,9 @@ class StepRunner:
             width, caught_up = self._catch_up(batch)
             flags |= {StepFlag.CATCH_UP} if caught_up else set()
         tensors = make_batch(batch, self._scheduler.num_drafting, lengths, width, self._device)
-        num_recorded = self._num_recorded()
+        num_first_uses = self._num_first_uses()
         result = self._step(tensors, lengths.length, self._batch_rule(batch), chunks)
-        if self._num_recorded() != num_recorded:
+        if self._num_first_uses() != num_first_uses:
             flags |= {StepFlag.COMPILATION}
         accepted = self._commit(batch, result, lengths)
         if result.prompt_logits:
@@ -190,7 +188,7 @@ class StepRunner:
     def _step(self, batch: StepBatch, length: int, rule: TokenRule, chunks: Rows[PromptChunk]) -> StepTokens:
         """The passes of a step. Prompts that make it fail, for lack of memory, must not take the other rows along."""
         try:
-            prompts = self._prompt_parts(self.target, chunks)
+            prompts = self._prompt_parts(chunks)
             result = speculative_step(self.target, self.draft, batch, length, rule, prompts)
             self._feed_draft(chunks)
             return result
@@ -200,8 +198,8 @@ class StepRunner:
             log.exception("a step failed together with %d prompts; it is repeated without them", len(chunks))
         return speculative_step(self.target, self.draft, batch, length, rule)
 
-    def _num_recorded(self) -> int:
-        return self.target.num_recorded + (self.draft.num_recorded if self.draft is not None else 0)
+    def _num_first_uses(self) -> int:
+        return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
 
     def _flags(self, batch_size: int, lengths: StepLengths) -> set[StepFlag]:
         flags = {StepFlag.MIXED_LENGTHS} if lengths.caps is not None else set()
@@ -274,11 +272,8 @@ class StepRunner:
         kept = []
         for row, sequence in enumerate(batch):
             num_accepted, held = table[row][0], len(sequence.tokens)
-            self.target.pool.note_written(row, held + lengths.length)
             sequence.target_length = held + num_accepted
             if row < num_drafting:
-                assert self.draft is not None
-                self.draft.pool.note_written(row, held - 1 + lengths.length)
                 sequence.draft_length = held - 1 + min(num_accepted + 1, lengths.length)
             sequence.num_steps += 1
             sequence.num_draft_tokens += caps[row]

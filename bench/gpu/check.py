@@ -25,6 +25,7 @@ from bench.gpu.passes import PassTime, copy_bandwidth, time_pass
 from bench.gpu.plots import draw
 from bench.gpu.sizes import DRY, FULL, Sizes
 from bench.machine import machine
+from worker.cached_model import CachedModel
 from worker.captured_model import RerunRecorder
 from worker.models import load_pair
 
@@ -112,6 +113,7 @@ def run_passes(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[PassT
             ("target", engine.target, sizes.lengths[-1] + 1),
             ("draft", engine.draft, 1),
         ):
+            assert isinstance(model, CachedModel)
             found.append(
                 time_pass(name, model, batch_size, queries, sizes.prompt_tokens, bandwidth, sizes.pass_repeats)
             )
