@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from worker.captured_model import Recorder
 from worker.engine import Engine, EngineConfig
 from worker.forward_clock import ForwardClock
+from worker.length_chooser import FixedLength, StepResult
 from worker.models import ModelPair
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import FixedLength, StepResult
 
 
 @dataclass(slots=True)

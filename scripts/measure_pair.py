@@ -14,10 +14,10 @@ import torch
 import typer
 
 from worker.engine import Engine, EngineConfig
+from worker.length_chooser import LengthChoice, StepResult
 from worker.models import BUNDLED_FOLDER, ModelPair, load_pair
 from worker.prompts import PromptSource, held_out_texts
 from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import LengthChoice, StepResult
 
 LENGTH = 8
 

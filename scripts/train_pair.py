@@ -25,10 +25,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from worker.engine import Engine, EngineConfig
+from worker.length_chooser import FixedLength
 from worker.models import load_pair
 from worker.prompts import library_files
 from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import FixedLength
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 512

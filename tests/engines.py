@@ -15,9 +15,9 @@ import torch
 from worker.backends import openvino
 from worker.captured_model import Recorder
 from worker.engine import Engine, EngineConfig
+from worker.length_chooser import FixedLength, LengthChoice, LengthChooser, StepResult
 from worker.models import ModelPair
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import FixedLength, LengthChoice, LengthChooser, StepResult
 
 CPU = torch.device("cpu")
 WHY_NOT_OPENVINO = openvino.why_not(CPU, torch.float32)

@@ -13,7 +13,7 @@ from test_lossless import Traffic, check_greedy
 
 from worker.captured_model import CapturedModel, Recording, RerunRecorder, padded_rows, reach
 from worker.engine import Engine
-from worker.steps import StepFlag
+from worker.length_chooser import StepFlag
 
 
 class CountingRecorder(RerunRecorder):

@@ -9,8 +9,8 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 from worker.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
+from worker.length_chooser import LengthChoice, StepFlag, StepResult
 from worker.length_table import LengthTable
-from worker.steps import LengthChoice, StepFlag, StepResult
 
 MAX_BATCH, MAX_LENGTH = 8, 4
 QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)

@@ -13,10 +13,8 @@ import torch
 from engines import Collected, RandomLengths, finish, generate, make_engine, make_pair, request
 
 from worker.backends.passes import PassPart
-from worker.engine import Engine
+from worker.length_chooser import FixedLength, LengthChoice, StepFlag, StepResult
 from worker.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
-from worker.sequence import Sequence
-from worker.steps import FixedLength, LengthChoice, StepFlag, StepResult
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -368,77 +366,6 @@ def test_draining_refuses_new_requests_and_finishes_the_running_ones() -> None:
     assert len(collected.ids("x")) == 10
 
 
-def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
-    engine = make_engine()
-    honest, calls = engine.target.forward, []
-
-    def failing(*args: object, **options: object) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("out of memory")
-        return honest(*args, **options)  # type: ignore[arg-type]
-
-    engine.target.forward = failing  # type: ignore[method-assign]
-    collected = generate(engine, request("x", PROMPT, max_tokens=50, ignore_eos=True))
-    assert collected.reason("x") is FinishReason.ABORT
-    assert engine.load().num_kv_tokens_used == 0
-    good = generate(engine, request("y", PROMPT, max_tokens=8, ignore_eos=True))
-    assert good.ids("y") == generate(make_engine(), request("y", PROMPT, max_tokens=8, ignore_eos=True)).ids("y")
-
-
-def fail_on(engine: Engine, token: int) -> None:
-    """Let every pass fail that has a prompt with the token in it."""
-    honest = engine.target.forward
-
-    def failing(parts: list[PassPart]) -> list[torch.Tensor]:
-        if any((part.ids == token).any() for part in parts):
-            raise MemoryError
-        return honest(parts)
-
-    engine.target.forward = failing  # type: ignore[method-assign]
-
-
-def test_a_failing_prompt_ends_its_request_only() -> None:
-    engine = make_engine()
-    fail_on(engine, 13)
-    requests = [request("bad", [13, 13]), request("good", PROMPT, max_tokens=8, ignore_eos=True)]
-    collected = generate(engine, *requests)
-    assert collected.reason("bad") is FinishReason.ABORT
-    assert len(collected.ids("good")) == 8
-
-
-def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
-    engine, collected, alone = make_engine(), Collected(), make_engine()
-    running = request("running", PROMPT, max_tokens=30, ignore_eos=True)
-    engine.submit(running, collected)
-    for _ in range(3):
-        engine.step()
-    fail_on(engine, 13)
-    for name, prompt in (("good", PROMPT), ("bad", [13, 13]), ("late", PROMPT)):
-        engine.submit(request(name, prompt, max_tokens=8, ignore_eos=True), collected)
-    finish(engine)
-    assert collected.reason("bad") is FinishReason.ABORT
-    assert collected.ids("running") == generate(alone, running).ids("running")
-    assert collected.ids("good") == collected.ids("late") == collected.ids("running")[:8]
-    assert engine.load().num_kv_tokens_used == 0
-
-
-def test_a_failing_first_token_ends_its_request_only() -> None:
-    engine = make_engine()
-    honest = engine.runner.start
-
-    def failing(sequence: Sequence, logits: torch.Tensor) -> None:
-        if sequence.request.request_id == "bad":
-            raise RuntimeError("no token")
-        honest(sequence, logits)
-
-    engine.runner.start = failing  # type: ignore[method-assign]
-    names = ("first", "bad", "last")
-    collected = generate(engine, *(request(name, PROMPT, max_tokens=8, ignore_eos=True) for name in names))
-    assert collected.reason("bad") is FinishReason.ABORT
-    assert len(collected.ids("first")) == len(collected.ids("last")) == 8
-
-
 def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_decode() -> None:
     engine, collected = make_engine(chooser=1, max_batch_size=8), Collected()
     passes: list[list[tuple[int, ...]]] = []
@@ -463,19 +390,6 @@ def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_dec
     for number, prompt in enumerate(prompts):
         alone = generate(make_engine(), request("x", prompt, max_tokens=30, ignore_eos=True))
         assert collected.ids(f"{number}") == alone.ids("x")
-
-
-def test_a_failing_callback_is_the_callers_problem() -> None:
-    engine = make_engine()
-    collected = Collected()
-
-    def fails(output: SequenceOutput) -> None:
-        raise RuntimeError("closed")
-
-    engine.submit(request("closed", PROMPT, max_tokens=5), fails)
-    engine.submit(request("x", PROMPT, max_tokens=5, ignore_eos=True), collected)
-    finish(engine)
-    assert len(collected.ids("x")) == 5
 
 
 # Threads.
@@ -511,32 +425,6 @@ def test_many_threads_submit_and_abort_while_the_engine_runs() -> None:
     for thread in threads:
         thread.join()
     assert all(event.wait(60) for event in done.values())
-    engine.stop()
-    runner.join(10)
-    assert not runner.is_alive()
-
-
-def test_the_engine_survives_what_fails_outside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    collected, ended = Collected(), threading.Event()
-
-    def tell(output: SequenceOutput) -> None:
-        collected(output)
-        if output.finish_reason is not None:
-            ended.set()
-
-    def fails(sequence: Sequence, *args: object) -> None:
-        monkeypatch.undo()
-        raise MemoryError
-
-    monkeypatch.setattr(Sequence, "start_sampling", fails)
-    runner = threading.Thread(target=engine.run)
-    runner.start()
-    for name, reason in (("x", FinishReason.ABORT), ("y", FinishReason.LENGTH)):
-        ended.clear()
-        engine.submit(request(name, PROMPT, max_tokens=3, ignore_eos=True), tell)
-        assert ended.wait(30)
-        assert collected.reason(name) is reason
     engine.stop()
     runner.join(10)
     assert not runner.is_alive()

@@ -19,8 +19,8 @@ import tiny_models
 from engines import Collected, RandomLengths
 
 from worker.captured_model import Recorder
+from worker.length_chooser import StepFlag
 from worker.request import FinishReason, GenerationRequest
-from worker.steps import StepFlag
 
 TIE = 1e-4
 NUM_REQUESTS = 240  # for each of nine families

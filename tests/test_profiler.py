@@ -13,12 +13,12 @@ import tiny_models
 
 import worker.profiler
 from worker.engine import Engine, EngineConfig
+from worker.length_chooser import FixedLength
 from worker.models import ModelPair, load_pair
 from worker.profile_samples import ProfileSamples
 from worker.profiler import Profiler, ProfileSettings, fit_settings, quick_profile, quick_settings
 from worker.prompts import PromptSource
 from worker.request import GenerationRequest, SamplingParams
-from worker.steps import FixedLength
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
 GRID = ProfileSettings(batch_sizes=(1, 2, 4), lengths=(0, 1, 3), budget_s=20.0, precision=0.6, prompt_tokens=(8, 24))

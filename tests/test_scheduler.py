@@ -9,18 +9,18 @@ import torch
 from worker.kv_cache import KVPool, LayerShape
 from worker.request import GenerationRequest, SamplingParams
 from worker.scheduler import Scheduler
-from worker.sequence import Sequence
+from worker.sequence import SequenceState
 
 CPU = torch.device("cpu")
 
 
 def sequence(
     name: str, prompt: int = 4, max_tokens: int = 6, fixed_length: int | None = None, index: int = 0
-) -> Sequence:
+) -> SequenceState:
     request = GenerationRequest(
         name, tuple(range(1, prompt + 1)), SamplingParams(max_tokens=max_tokens), fixed_length=fixed_length
     )
-    return Sequence(
+    return SequenceState(
         request,
         index,
         lambda output: None,
@@ -33,10 +33,29 @@ def sequence(
 
 def scheduler(max_batch_size: int = 4, max_kv_tokens: int = 10_000) -> Scheduler:
     pools = [KVPool([LayerShape(1, 8)], max_batch_size, 80, torch.float32, CPU) for _ in range(2)]
-    return Scheduler(*pools, max_batch_size, max_kv_tokens, slack=4)
+    return Scheduler(*pools, max_batch_size, max_kv_tokens, slack=4, vocab_size=100, prefill_chunk=64)
 
 
-def names(sequences: list[Sequence]) -> list[str]:
+def admitted(queue: Scheduler) -> list[str]:
+    """Who gets a row now."""
+    before = len(queue.rows)
+    assert queue.admit() == []
+    return names(queue.rows[before:])
+
+
+def start(queue: Scheduler) -> None:
+    """The first prefilling sequence gets its first token."""
+    one = queue.rows[queue.num_decoding]
+    one.tokens.append(1)
+    queue.settle([one])
+
+
+def end(queue: Scheduler, one: SequenceState) -> None:
+    one.finished = True
+    queue.settle([one])
+
+
+def names(sequences: list[SequenceState]) -> list[str]:
     return [sequence.request.request_id for sequence in sequences]
 
 
@@ -44,10 +63,10 @@ def test_first_come_first_served() -> None:
     queue = scheduler()
     for name in "abcdef":
         queue.add([sequence(name)])
-    assert names(queue.admit()) == ["a", "b", "c", "d"]
-    queue.start_decoding()
-    queue.remove(queue.rows[0])
-    assert names(queue.admit()) == ["e"]
+    assert admitted(queue) == ["a", "b", "c", "d"]
+    start(queue)
+    end(queue, queue.rows[0])
+    assert admitted(queue) == ["e"]
     assert names(queue.rows) == ["b", "c", "d", "e"]
     assert queue.num_waiting == 1
 
@@ -57,13 +76,13 @@ def test_a_large_request_waits_for_room_and_is_not_overtaken() -> None:
     queue.add([sequence("small", max_tokens=6)])  # 4 + 6 + 4 tokens of slack
     queue.add([sequence("large", max_tokens=30)])
     queue.add([sequence("small too", max_tokens=6)])
-    assert names(queue.admit()) == ["small"]
-    queue.remove(queue.rows[0])
-    assert names(queue.admit()) == ["large"]
+    assert admitted(queue) == ["small"]
+    end(queue, queue.rows[0])
+    assert admitted(queue) == ["large"]
     assert queue.num_reserved_tokens == 38
-    queue.remove(queue.rows[0])
-    assert names(queue.admit()) == ["small too"]
-    queue.remove(queue.rows[0])
+    end(queue, queue.rows[0])
+    assert admitted(queue) == ["small too"]
+    end(queue, queue.rows[0])
     assert queue.num_reserved_tokens == 0
 
 
@@ -72,7 +91,7 @@ def test_many_sequences_of_one_request_let_others_in_between() -> None:
     queue.add([sequence("many", index=index) for index in range(10)])
     queue.add([sequence("b")])
     queue.add([sequence("c")])
-    assert names(queue.admit()) == ["many", "b", "c", "many", "many"]
+    assert admitted(queue) == ["many", "b", "c", "many", "many"]
 
 
 def test_waiting_sequences_can_be_dropped() -> None:
@@ -91,8 +110,8 @@ def check_regions(queue: Scheduler, marks: dict[str, float]) -> None:
         if row < queue.num_decoding:
             assert one.may_draft == (row < queue.num_drafting)
         mark = marks[one.request.request_id]
-        for pool, length in ((queue._target_pool, one.target_length), (queue._draft_pool, one.draft_length)):
-            assert pool is not None
+        assert one.row == row
+        for pool, length in zip(queue._pools, (one.target_length, one.draft_length), strict=True):
             assert set(pool.layers[0][row, :, :, :length].unique().tolist()) <= {mark}
             assert length <= pool.max_length
 
@@ -108,31 +127,24 @@ def test_rows_keep_their_contents_through_joins_and_leaves() -> None:
             marks[name] = float(number + 1)
             queue.add([sequence(name, fixed_length=generator.choice([None, 0]))])
             queue.admit()
-        elif action < 0.7 and queue.next_prefill() is not None:
-            one, row = queue.next_prefill(), queue.num_decoding
-            assert one is not None
-            for pool, length in (
-                (queue._target_pool, generator.randrange(1, 60)),
-                (queue._draft_pool, generator.randrange(60)),
-            ):
-                assert pool is not None
+        elif action < 0.7 and queue.num_decoding < len(queue.rows):
+            row = queue.num_decoding
+            one = queue.rows[row]
+            one.target_length, one.draft_length = generator.randrange(1, 60), generator.randrange(60)
+            for pool, length in zip(queue._pools, (one.target_length, one.draft_length), strict=True):
                 pool.layers[0][row, :, :, :length] = marks[one.request.request_id]
                 pool.note_written(row, length)
-                if pool is queue._target_pool:
-                    one.target_length = length
-                else:
-                    one.draft_length = length
-            queue.start_decoding()
+            start(queue)
         elif queue.rows:
             # Prefilling rows hold something only when they are the first, as in the engine.
-            queue.remove(generator.choice(queue.rows))
+            end(queue, generator.choice(queue.rows))
             queue.admit()
         check_regions(queue, marks)
     while queue.rows:
-        queue.remove(queue.rows[-1])
+        end(queue, queue.rows[-1])
         queue.admit()
     assert queue.num_reserved_tokens == 0
-    assert queue._target_pool.num_bytes_held() == 0
+    assert queue._pools[0].num_bytes_held() == 0
 
 
 def test_prefilling_rows_keep_their_order_when_a_decoding_row_leaves() -> None:
@@ -140,8 +152,8 @@ def test_prefilling_rows_keep_their_order_when_a_decoding_row_leaves() -> None:
     for name in "abcde":
         queue.add([sequence(name)])
     queue.admit()
-    queue.start_decoding()
-    queue.start_decoding()
-    queue.remove(queue.rows[0])
+    start(queue)
+    start(queue)
+    end(queue, queue.rows[0])
     assert names(queue.rows) == ["b", "c", "d", "e"]
     assert queue.num_decoding == queue.num_drafting == 1

@@ -9,14 +9,14 @@ import tiny_models
 
 from worker.detokenize import make_decode
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
-from worker.sequence import Sequence
+from worker.sequence import SequenceState
 
 EOS = tiny_models.EOS_ID
 
 
-def sequence(prompt: str = "the ", context: int = 200, **sampling: Any) -> Sequence:
+def sequence(prompt: str = "the ", context: int = 200, **sampling: Any) -> SequenceState:
     skip = not sampling.get("include_special_tokens", False)
-    return Sequence(
+    return SequenceState(
         GenerationRequest("r", tuple(encode(prompt)), SamplingParams(**sampling)),
         0,
         lambda output: None,
@@ -31,7 +31,7 @@ def encode(text: str) -> list[int]:
     return tiny_models.tokenizer().encode(text)
 
 
-def run(one: Sequence, ids: list[int], step: int) -> tuple[list[int], str, SequenceOutput]:
+def run(one: SequenceState, ids: list[int], step: int) -> tuple[list[int], str, SequenceOutput]:
     """Feed ids in steps until the sequence ends; all tokens, all text, and the last output."""
     told: list[int] = []
     text, output = "", None

@@ -15,8 +15,8 @@ from engines import make_pair
 from worker import threads
 from worker.engine import Engine, EngineConfig
 from worker.engine_thread import EngineThread
+from worker.length_chooser import FixedLength
 from worker.spinning import SPINS, set_spins
-from worker.steps import FixedLength
 from worker.threads import ThreadChoice, Usage, free_cores, read_usage, waited_share, watch_cores
 
 
@@ -141,6 +141,18 @@ def test_what_a_call_raises_reaches_the_caller_and_the_next_one_runs():
     with pytest.raises(ValueError, match="bad"):
         thread.call(int, "bad").result(5.0)
     assert thread.call(int, "5").result(5.0) == 5
+
+
+def test_what_ends_the_serving_loop_is_kept_and_told_once():
+    told = []
+    thread = EngineThread(on_failure=told.append)
+    thread.start()
+    thread.serve(lambda: None).result(5.0)
+    assert thread.failure is None
+    with pytest.raises(ZeroDivisionError):
+        thread.serve(lambda: 1 / 0).result(5.0)  # type: ignore[arg-type, return-value]
+    assert isinstance(thread.failure, ZeroDivisionError)
+    assert told == [thread.failure]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from prometheus_client import generate_latest
 from speclen.v1 import control_pb2 as pb
 
 from worker.control_client import ControlClient, WorkerCard
+from worker.length_chooser import LengthChoice, StepResult
 from worker.length_table import LengthTable
 from worker.metrics import WorkerMetrics
-from worker.steps import LengthChoice, StepResult
 
 
 @dataclass

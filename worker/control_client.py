@@ -21,8 +21,8 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 from transport.aio import prepare_aio
+from worker.length_chooser import LengthChoice, StepFlag, StepResult
 from worker.length_table import BucketLength, LengthTable
-from worker.steps import LengthChoice, StepFlag, StepResult
 
 log = structlog.get_logger()
 

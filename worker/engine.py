@@ -1,9 +1,11 @@
 """The engine: continuous batching with one speculative step per iteration.
 
-The life of a request: `submit` checks it and puts it in the queue; `step` gives its sequences rows and lets all decoding
+The life of a request: `submit` checks it and puts it in the inbox; `step` gives its sequences rows and lets all decoding
 rows take one speculative step together, in which prompts are fed along in chunks; every new token goes to the request's
 callback; a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called
 from any.
+
+What fails. A step that fails is run again in parts, and a part that fails ends its own requests: `_run_and_commit`.
 
 What is promised. Greedy output is what the target alone writes, and sampled output follows the target's distribution,
 whatever is drafted and whoever shares the batch. A request with a seed gives the same tokens alone and in any batch, at any
@@ -16,24 +18,25 @@ drift apart after some tens to hundreds of tokens, with and without speculation,
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from worker.captured_model import Recorder
 from worker.detokenize import make_decode
 from worker.engine_config import EngineConfig
+from worker.inbox import Inbox
+from worker.length_chooser import LengthChoice, LengthChooser, StepResult
 from worker.models import ModelPair
+from worker.outbox import Outbox, Totals, describe
 from worker.preparation import prepare
-from worker.request import DrainingError, GenerationRequest, QueueFullError, SequenceOutput
+from worker.request import EngineFailedError, GenerationRequest
 from worker.scheduler import Scheduler
-from worker.sequence import OnOutput, Sequence, SharedPrompt
-from worker.step_plan import PromptChunk
-from worker.step_runner import StepRunner
-from worker.steps import LengthChooser, StepFlag, StepResult
+from worker.sequence import OnOutput, SequenceState, make_sequences
+from worker.step_plan import StepPlan, plan_lengths
+from worker.step_runner import StepRunner, StepTokens
 from worker.validation import check_request
 
 __all__ = ["Engine", "EngineConfig", "EngineLoad"]
@@ -41,19 +44,14 @@ __all__ = ["Engine", "EngineConfig", "EngineLoad"]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """What the engine is doing, and totals since its start. Tokens are of KV for num_kv_*, else generated ones."""
+@dataclass(slots=True)
+class EngineLoad(Totals):
+    """What the engine is doing, and its totals. num_kv_tokens_*: of KV, as held by the rows and as fits at most."""
 
-    num_running: int
-    num_waiting: int
-    num_kv_tokens_used: int
-    num_kv_tokens_total: int
-    num_steps: int
-    num_row_steps: int
-    num_generated_tokens: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_kv_tokens_used: int = 0
+    num_kv_tokens_total: int = 0
 
 
 class Engine:
@@ -76,59 +74,51 @@ class Engine:
             prepared.max_batch_size,
             prepared.max_kv_tokens,
             slack=config.max_speculation_length,
+            vocab_size=pair.vocab_size,
+            prefill_chunk=config.prefill_chunk,
         )
         generator = torch.Generator(pair.device)
         generator.seed() if config.seed is None else generator.manual_seed(config.seed)
-        self.runner = StepRunner(self.target, self.draft, self.scheduler, self._tell, config.prefill_chunk, generator)
+        self.runner = StepRunner(self.target, self.draft, config.prefill_chunk, generator)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
-
-        self._wakeup = threading.Condition()
-        # Guarded by _wakeup:
-        self._incoming: list[list[Sequence]] = []
-        self._aborting: set[str] = set()
-        self._unfinished: dict[str, int] = {}  # sequences left of each request
-        self._draining = False
-        self._stopping = False
+        self._inbox = Inbox(config.max_waiting)
+        self._outbox = Outbox(self._inbox.forget)
 
     # Called from any thread.
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queue a request. on_output is called from the engine's thread and must not block.
 
-        Raises ValueError naming the field, QueueFullError, or DrainingError.
+        Raises ValueError naming the field, QueueFullError, DrainingError, or EngineFailedError.
         """
-        sequences = self._make_sequences(request, on_output)
-        with self._wakeup:
-            if self._draining:
-                raise DrainingError("the worker is draining and takes no new requests")
-            if request.request_id in self._unfinished:
-                raise ValueError(f"request_id {request.request_id!r} is already running: choose another")
-            if len(self._incoming) + self.scheduler.num_waiting >= self.config.max_waiting:
-                raise QueueFullError(f"{self.config.max_waiting} requests are waiting already: try again later")
-            self._unfinished[request.request_id] = len(sequences)
-            self._incoming.append(sequences)
-            self._wakeup.notify()
+        check_request(request, self.pair.vocab_size, self.max_context_length, self.config.max_speculation_length)
+        sequences = make_sequences(
+            request,
+            on_output,
+            decode=self._decode_text[not request.sampling.include_special_tokens],
+            eos_token_ids=self.pair.eos_token_ids,
+            max_context_length=self.max_context_length,
+            may_draft=self.draft is not None,
+        )
+        self.scheduler.check_fits(sequences[0])
+        self._inbox.put(request.request_id, sequences, self.scheduler.num_waiting)
 
     def abort(self, request_id: str) -> bool:
         """End a request after the running step; whether it was running or waiting."""
-        with self._wakeup:
-            if request_id not in self._unfinished:
-                return False
-            self._aborting.add(request_id)
-            self._wakeup.notify()
-            return True
+        return self._inbox.abort(request_id)
 
     def drain(self) -> None:
         """Take no new requests; those accepted go on to their end."""
-        with self._wakeup:
-            self._draining = True
+        self._inbox.drain()
 
     def stop(self) -> None:
         """Let `run` return after the running step; what is unfinished is aborted."""
-        with self._wakeup:
-            self._draining = self._stopping = True
-            self._aborting.update(self._unfinished)
-            self._wakeup.notify()
+        self._inbox.stop()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it can serve."""
+        return self._inbox.failure
 
     def use_threads(self, num_threads: int) -> None:
         """Compute with that many CPU threads from the next step on."""
@@ -136,63 +126,63 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """A snapshot; its numbers may be of neighbouring steps."""
-        with self._wakeup:
-            num_incoming = len(self._incoming)
-        totals = self.runner.totals
         return EngineLoad(
+            **asdict(self._outbox.totals),
             num_running=len(self.scheduler.rows),
-            num_waiting=num_incoming + self.scheduler.num_waiting,
+            num_waiting=self._inbox.num_incoming + self.scheduler.num_waiting,
             num_kv_tokens_used=self.scheduler.num_kv_tokens(),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
-            num_steps=totals.num_steps,
-            num_row_steps=totals.num_row_steps,
-            num_generated_tokens=totals.num_generated_tokens,
-            num_draft_tokens=totals.num_draft_tokens,
-            num_accepted_tokens=totals.num_accepted_tokens,
         )
 
     # The engine's thread.
 
     def run(self) -> None:
-        """Step until `stop`; sleep when there is nothing to do."""
-        while True:
-            with self._wakeup:
-                self._wakeup.wait_for(self._has_work)
-                stopping = self._stopping
-            try:
-                self.step()
-            except Exception:
-                log.exception("an iteration failed outside its step; %d running requests end", len(self.scheduler.rows))
-                self._end(self.scheduler.rows)
-            if stopping:
-                return
+        """Step until `stop`; sleep when there is nothing to do.
 
-    def _has_work(self) -> bool:
-        scheduler = self.scheduler
-        return bool(self._incoming or self._aborting or self._stopping or scheduler.rows or scheduler.waiting)
+        An exception outside of what a step runs ends all requests, and the engine goes on empty. If even that fails, the
+        engine ends: requests are told, and EngineFailedError is raised here and from then on by `submit`.
+        """
+        try:
+            stopping = False
+            while not stopping:
+                stopping = self._inbox.wait(busy=not self.scheduler.is_idle)
+                try:
+                    self.step()
+                except Exception as error:
+                    log.exception("an iteration failed outside its step; all requests end")
+                    self._recover(error)
+        except BaseException as error:
+            raise self._fail(error) from error
+
+    def _recover(self, error: Exception) -> None:
+        """Begin anew with empty rows, since nobody knows what state they are in."""
+        unfinished = self._inbox.give_up()
+        self.scheduler.clear()
+        self._outbox.abort(unfinished, error)
+
+    def _fail(self, error: BaseException) -> EngineFailedError:
+        """Tell every request that the engine has ended; whatever else is wrong must not keep it from that."""
+        log.critical("the engine ends", exc_info=error)
+        failure = EngineFailedError(f"the engine has ended ({describe(error)}): start the worker again")
+        failure.__cause__ = error
+        self.scheduler.rows.clear()
+        self.scheduler.waiting.clear()
+        self._outbox.abort(self._inbox.give_up(failure), failure)
+        return failure
 
     @torch.inference_mode()
     def step(self) -> StepResult | None:
-        """One iteration: admit, decode, and feed prompts along. None when no row decoded.
-
-        An exception ends the rows it met, not the engine.
-        """
+        """One iteration: give rows, let those that decode take a step, and feed prompts along. None when no row decoded."""
         started = time.perf_counter()
         self._adjust_threads()
         self._take_in()
-        self._admit()
-        copied = self._copy_prompts()
-        chunks = self.runner.plan_prompts()
-        batch = self.scheduler.decoding
-        if not batch:
-            self._feed(chunks)
+        plan, choice = self._schedule()
+        if not plan.sequences:
             return None
-        try:
-            return self._decode(batch, started, chunks, prefilled=copied or bool(chunks))
-        except Exception:
-            log.exception("a step of %d rows failed; their requests end", len(batch))
-            self._end(batch)
-            return None
+        result = self._run_and_commit(plan, started)
+        if result is not None:
+            self._chooser.report(choice, result)
+        return result
 
     def _adjust_threads(self) -> None:
         wanted = self._wanted_threads
@@ -200,133 +190,85 @@ class Engine:
             torch.set_num_threads(wanted)
             self.num_threads = wanted
 
-    def _copy_prompts(self) -> bool:
-        """Start the sequences that share their prompt with one that has fed it; whether there were any."""
-        copied = False
-        while (sequence := self.scheduler.next_prefill()) is not None:
-            try:
-                if not self.runner.copy_prompt(sequence):
-                    break
-                copied = True
-            except Exception:
-                log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
-                self._end([sequence])
-        return copied
-
-    def _feed(self, chunks: list[PromptChunk]) -> None:
-        """Feed prompts without decoding: together, or one by one if that fails."""
-        if len(chunks) > 1:
-            try:
-                self._start(chunks, self.runner.feed(chunks))
-                return
-            except Exception:
-                log.exception("feeding %d prompts at once failed; they are fed one by one", len(chunks))
-        for _ in chunks:
-            chunk = self.runner.plan_prompts()[0]  # Rows may have moved.
-            try:
-                logits = self.runner.feed([chunk])
-            except Exception:
-                log.exception(
-                    "feeding a prompt of %d tokens failed; its request ends", chunk.sequence.num_prompt_tokens
-                )
-                self._end([chunk.sequence])
-            else:
-                self._start([chunk], logits)
-
-    def _start(self, chunks: list[PromptChunk], logits: list[torch.Tensor]) -> None:
-        """Let the sequences decode whose prompts are complete. logits: after each of the chunks."""
-        for chunk, last in zip(chunks, logits, strict=True):
-            try:
-                self.runner.start(chunk.sequence, last)
-            except Exception:
-                log.exception("the first token of a request failed; it ends")
-                self._end([chunk.sequence])
-
-    def _decode(self, batch: list[Sequence], started: float, chunks: list[PromptChunk], prefilled: bool) -> StepResult:
-        num_held = sum(len(sequence.tokens) for sequence in batch)
-        choice = self._chooser.choice_for(len(batch), with_prompts=prefilled)
-        length = min(choice.speculation_length, self.config.max_speculation_length)
-        outcome = self.runner.decode(batch, length, chunks)
-        if outcome.prompt_logits:
-            self._start(chunks, outcome.prompt_logits)
-        for sequence in batch:
-            if sequence.finished:
-                self.scheduler.remove(sequence)
-        if chunks and not outcome.prompt_logits:
-            self._feed(chunks)
-        result = StepResult(
-            batch_size=len(batch),
-            speculation_length=outcome.speculation_length,
-            latency_s=time.perf_counter() - started,
-            accepted_histogram=outcome.accepted_histogram,
-            mean_context_length=num_held / len(batch),
-            flags=outcome.flags | {StepFlag.PREFILL} if prefilled else outcome.flags,
-        )
-        self._chooser.report(choice, result)
-        return result
-
-    def _admit(self) -> None:
-        for sequence in self.scheduler.admit():
-            sequence.start_sampling(self.pair.vocab_size, self.pair.device)
-
     def _take_in(self) -> None:
         """Queue what was submitted and end what was aborted since the last step."""
-        with self._wakeup:
-            incoming, self._incoming = self._incoming, []
-            aborting, self._aborting = self._aborting, set()
+        incoming, aborting = self._inbox.take()
         for sequences in incoming:
             self.scheduler.add(sequences)
-        if aborting:
-            for request_id in aborting:
-                for sequence in self.scheduler.drop_waiting(request_id):
-                    self._tell(sequence, sequence.abort())
-            self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
+        for request_id in aborting:
+            self._outbox.abort(self.scheduler.drop_waiting(request_id))
+        self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
 
-    def _end(self, sequences: Iterable[Sequence]) -> None:
-        """Abort sequences that have rows."""
-        sequences = list(sequences)
-        for sequence in sequences:
-            if not sequence.finished:
-                self._tell(sequence, sequence.abort())
-            self.scheduler.remove(sequence)
+    def _schedule(self) -> tuple[StepPlan, LengthChoice]:
+        """Give rows, and decide what the next step runs; with the choice that its lengths follow."""
+        for sequence, error in self.scheduler.admit():
+            log.error("request %s cannot start; it ends", sequence.request.request_id, exc_info=error)
+            self._outbox.abort([sequence], error)
+        copied = self._start_copies()
+        rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
+        prefilled = copied or bool(chunks)
+        choice = self._chooser.choice_for(len(rows), with_prompts=prefilled) if rows else LengthChoice(0)
+        wanted = min(choice.speculation_length, self.config.max_speculation_length)
+        lengths = plan_lengths(rows, wanted, self.target.max_context_length)
+        return StepPlan(rows, self.scheduler.num_drafting, lengths, chunks, prefilled), choice
 
-    def _tell(self, sequence: Sequence, output: SequenceOutput) -> None:
-        if output.finish_reason is not None:
-            self._forget(sequence)
+    def _start_copies(self) -> bool:
+        """Start the sequences that share their prompt with one that has fed it; whether there were any."""
+        copied = False
+        while (pair := self.scheduler.next_copy()) is not None:
+            sequence, source = pair
+            try:
+                ids, logprobs = self.runner.copy_prompt(sequence, source)
+            except Exception as error:
+                log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
+                self._end([sequence], error)
+            else:
+                self._outbox.hand_out(sequence, ids, logprobs)
+                self.scheduler.settle([sequence])
+                copied = True
+        return copied
+
+    def _run_and_commit(self, plan: StepPlan, started: float) -> StepResult | None:
+        """Run a plan, hand out its tokens and settle the rows; None when no row decoded.
+
+        A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other. A
+        part that fails ends its requests, not the engine. Every try makes its rules and its batch anew, and finds the rows
+        where they are by then.
+        """
         try:
-            sequence.on_output(output)
-        except Exception:
-            log.exception("the callback of request %s failed", sequence.request.request_id)
+            tokens = self.runner.run(plan)
+        except Exception as error:
+            if len(parts := plan.apart()) > 1:
+                log.exception(
+                    "%d rows and %d prompts failed together; they run apart", len(plan.rows), len(plan.chunks)
+                )
+                results = [self._run_and_commit(part, started) for part in parts]
+                return results[0]
+            log.exception("a step of %d rows and %d prompts failed; it ends them", len(plan.rows), len(plan.chunks))
+            self._end(plan.sequences, error)
+            return None
+        return self._commit(plan, tokens, started)
 
-    def _forget(self, sequence: Sequence) -> None:
-        request_id = sequence.request.request_id
-        with self._wakeup:
-            self._unfinished[request_id] -= 1
-            if not self._unfinished[request_id]:
-                del self._unfinished[request_id]
-                self._aborting.discard(request_id)
+    def _commit(self, plan: StepPlan, tokens: StepTokens, started: float) -> StepResult | None:
+        """Hand out the tokens of a step, and settle who has which row; what the step was worth, None when no row decoded."""
+        mean_context_length = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
+        self._outbox.count_step(plan.rows, plan.draft_lengths)
+        new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
+        kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
+        self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
+        if not plan.rows:
+            return None
+        return StepResult(
+            batch_size=len(plan.rows),
+            speculation_length=plan.speculation_length,
+            latency_s=time.perf_counter() - started,
+            accepted_histogram=plan.histogram(kept[: len(plan.rows)]),
+            mean_context_length=mean_context_length,
+            flags=frozenset(tokens.flags) | plan.flags,
+        )
 
-    def _make_sequences(self, request: GenerationRequest, on_output: OnOutput) -> list[Sequence]:
-        pair, sampling = self.pair, request.sampling
-        check_request(request, pair.vocab_size, self.max_context_length, self.config.max_speculation_length)
-        shared = SharedPrompt() if sampling.n > 1 else None
-        sequences = [
-            Sequence(
-                request,
-                index,
-                on_output,
-                decode=self._decode_text[not sampling.include_special_tokens],
-                eos_token_ids=pair.eos_token_ids,
-                max_context_length=self.max_context_length,
-                may_draft=self.draft is not None,
-                shared=shared,
-            )
-            for index in range(sampling.n)
-        ]
-        need = self.scheduler.kv_need(sequences[0])
-        if need > self.scheduler.max_kv_tokens:
-            raise ValueError(
-                f"max_tokens is {sampling.max_tokens}: with the prompt that may take {need} tokens of KV, but there are "
-                f"only {self.scheduler.max_kv_tokens}"
-            )
-        return sequences
+    def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
+        """Abort sequences that have rows. error: None when somebody asked for it."""
+        sequences = list(sequences)
+        self._outbox.abort(sequences, error)
+        self.scheduler.settle(sequences)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from worker.length_chooser import StepResult
 from worker.profile_stats import Key, MeasuredCell, context_slope, measured_cells, reference_context, survival
-from worker.steps import StepResult
 
 
 @dataclass(frozen=True, slots=True)

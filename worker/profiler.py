@@ -18,12 +18,12 @@ import torch
 
 from worker.engine import Engine, EngineConfig
 from worker.forward_clock import ForwardClock
+from worker.length_chooser import FixedLength, StepFlag, StepResult
 from worker.models import ModelPair
 from worker.profile_samples import ProfileResult, ProfileSamples
 from worker.profile_stats import Key, expected_tokens_error
 from worker.prompts import PromptSource, held_out_texts
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import FixedLength, StepFlag, StepResult
 
 QUICK_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 # Small models that write on for long repeat themselves, which a draft follows more easily than anything people ask for.

@@ -68,7 +68,8 @@ class SequenceOutput:
     """New tokens of one sequence, and, once finish_reason is set, its totals. Sent after a step.
 
     text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
-    num_*: totals so far. After a message with a finish_reason nothing follows for this index.
+    num_*: totals so far. After a message with a finish_reason nothing follows for this index. error: set beside ABORT
+    when nobody asked for it: what failed, in a sentence.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
+    error: str | None = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_steps: int = 0
@@ -91,3 +93,7 @@ class QueueFullError(Exception):
 
 class DrainingError(Exception):
     """The engine accepts no new requests because it is stopping."""
+
+
+class EngineFailedError(Exception):
+    """The engine's thread has ended: this worker computes nothing any more."""

@@ -1,4 +1,4 @@
-"""Which sequences have rows, and which row is whose.
+"""Which sequences have rows, and which row is whose. Nobody else places, moves or frees a row.
 
 Rows are kept in three regions, so that every pass works on rows 0..n-1 of its pool:
 
@@ -16,33 +16,43 @@ from collections import deque
 from collections.abc import Iterable
 
 from worker.backends.passes import RowStore
-from worker.sequence import Sequence
+from worker.sequence import SequenceState
+from worker.step_plan import PromptChunk, plan_prompts
 
 
 class Scheduler:
     """First come first served. A sequence gets a row when one is free and the tokens that it may hold at most fit.
 
-    slack: tokens that a step may write beyond a row's own. max_kv_tokens: over all rows. A request of n sequences goes
-    behind the others that wait after each of them, so that it does not hold up the queue.
+    slack: tokens that a step may write beyond a row's own. max_kv_tokens: over all rows. vocab_size: for what a sequence
+    needs to choose its tokens, which is made with its row. prefill_chunk: tokens of prompts fed in one step. A request of
+    n sequences goes behind the others that wait after each of them, so that it does not hold up the queue.
     """
 
     def __init__(
-        self, target_pool: RowStore, draft_pool: RowStore | None, max_batch_size: int, max_kv_tokens: int, slack: int
+        self,
+        target_pool: RowStore,
+        draft_pool: RowStore | None,
+        max_batch_size: int,
+        max_kv_tokens: int,
+        *,
+        slack: int,
+        vocab_size: int,
+        prefill_chunk: int,
     ) -> None:
-        self._target_pool = target_pool
-        self._draft_pool = draft_pool
+        self._pools = [target_pool] if draft_pool is None else [target_pool, draft_pool]
         self._max_batch_size = max_batch_size
         self.max_kv_tokens = max_kv_tokens
         self._slack = slack
-        self.waiting: deque[list[Sequence]] = deque()  # requests; their sequences that have no row yet
-        self.rows: list[Sequence] = []
+        self._vocab_size = vocab_size
+        self._prefill_chunk = prefill_chunk
+        self.waiting: deque[list[SequenceState]] = deque()  # requests; their sequences that have no row yet
+        self.rows: list[SequenceState] = []
         self.num_drafting = 0
         self.num_decoding = 0
         self.num_reserved_tokens = 0
-        self.version = 0  # grows whenever the decoding rows change
 
     @property
-    def decoding(self) -> list[Sequence]:
+    def decoding(self) -> list[SequenceState]:
         """Sequences of rows 0..num_decoding-1."""
         return self.rows[: self.num_decoding]
 
@@ -51,53 +61,95 @@ class Scheduler:
         """Requests of which any sequence waits for a row."""
         return len(self.waiting)
 
-    def kv_need(self, sequence: Sequence) -> int:
+    @property
+    def is_idle(self) -> bool:
+        return not self.rows and not self.waiting
+
+    def kv_need(self, sequence: SequenceState) -> int:
         """Tokens of KV that the sequence may come to hold."""
         return sequence.limit + self._slack
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
+    def check_fits(self, sequence: SequenceState) -> None:
+        """Raises ValueError when the sequence would wait for ever."""
+        need, sampling = self.kv_need(sequence), sequence.request.sampling
+        if need > self.max_kv_tokens:
+            raise ValueError(
+                f"max_tokens is {sampling.max_tokens}: with the prompt that may take {need} tokens of KV, but there are "
+                f"only {self.max_kv_tokens}"
+            )
+
+    def num_kv_tokens(self) -> int:
+        """Tokens that the rows hold."""
+        return sum(sequence.target_length for sequence in self.rows)
+
+    # Joining.
+
+    def add(self, sequences: Iterable[SequenceState]) -> None:
+        """Let the sequences of a request wait for rows."""
         self.waiting.append(list(sequences))
 
-    def admit(self) -> list[Sequence]:
-        """Give rows to waiting sequences while they fit; returns them."""
-        admitted = []
+    def admit(self) -> list[tuple[SequenceState, Exception]]:
+        """Give rows to waiting sequences while they fit; returns those that got none, since they failed, and why."""
+        failed = []
         while self.waiting and len(self.rows) < self._max_batch_size:
-            sequence = self.waiting[0][0]
-            if self.num_reserved_tokens + self.kv_need(sequence) > self.max_kv_tokens:
+            if self.num_reserved_tokens + self.kv_need(self.waiting[0][0]) > self.max_kv_tokens:
                 break  # Nobody overtakes: a large request would wait forever.
-            group = self.waiting.popleft()
-            group.pop(0)
-            if group:
-                self.waiting.append(group)
-            self.num_reserved_tokens += self.kv_need(sequence)
-            self.rows.append(sequence)
-            admitted.append(sequence)
-        return admitted
+            sequence = self._next_waiting()
+            try:
+                sequence.start_sampling(self._vocab_size, self._pools[0].device)
+            except Exception as error:
+                failed.append((sequence, error))
+            else:
+                self.num_reserved_tokens += self.kv_need(sequence)
+                self.rows.append(sequence)
+                sequence.row = len(self.rows) - 1
+        return failed
 
-    def next_prefill(self) -> Sequence | None:
-        """The sequence whose prompt is next; its row is num_decoding."""
-        return self.rows[self.num_decoding] if self.num_decoding < len(self.rows) else None
+    def _next_waiting(self) -> SequenceState:
+        group = self.waiting.popleft()
+        sequence = group.pop(0)
+        if group:
+            self.waiting.append(group)
+        return sequence
 
-    @property
-    def prefilling(self) -> list[Sequence]:
-        """Sequences of the rows from num_decoding on."""
-        return self.rows[self.num_decoding :]
+    def next_copy(self) -> tuple[SequenceState, SequenceState] | None:
+        """The first prefilling sequence and a decoding one that holds the prompt they share, if so it is."""
+        if self.num_decoding == len(self.rows):
+            return None
+        sequence = self.rows[self.num_decoding]
+        if sequence.shared is None or sequence.shared.logits is None:
+            return None
+        source = next((other for other in self.decoding if other.shared is sequence.shared), None)
+        return None if source is None else (sequence, source)  # Those that held it may have ended.
 
-    def start_decoding(self) -> None:
-        """The first prefilling sequence becomes a decoding one."""
-        row = self.num_decoding
+    def next_prompts(self) -> list[PromptChunk]:
+        """What to feed of the prefilling rows' prompts in the next step."""
+        return plan_prompts(self.rows[self.num_decoding :], self._prefill_chunk)
+
+    # After a step.
+
+    def settle(self, sequences: Iterable[SequenceState]) -> None:
+        """Free the rows of those that have ended, and let those decode that have their first token."""
+        for sequence in sequences:
+            if sequence.finished:
+                self._remove(sequence)
+            elif sequence.row >= self.num_decoding and sequence.num_output_tokens:
+                self._start_decoding(sequence)
+
+    def _start_decoding(self, sequence: SequenceState) -> None:
+        assert sequence.row == self.num_decoding, "prompts are completed in the order of their rows"
         self.num_decoding += 1
-        self.version += 1
-        if not self.rows[row].may_draft:
+        if not sequence.may_draft:
             return
-        if row != self.num_drafting:
-            self._swap(row, self.num_drafting)
+        if sequence.row != self.num_drafting:
+            self._swap(sequence.row, self.num_drafting)
         self.num_drafting += 1
 
-    def remove(self, sequence: Sequence) -> None:
-        """Free the sequence's row and its reservation."""
-        self.version += 1
-        hole = self.rows.index(sequence)
+    def _remove(self, sequence: SequenceState) -> None:
+        """Free the sequence's row and its reservation, if it has them."""
+        if sequence.row < 0:
+            return
+        hole, sequence.row = sequence.row, -1
         self._release(hole)
         self.num_reserved_tokens -= self.kv_need(sequence)
         if hole < self.num_drafting:
@@ -111,33 +163,44 @@ class Scheduler:
             self._fill(row, row + 1)
         self.rows.pop()
 
-    def drop_waiting(self, request_id: str) -> list[Sequence]:
+    def drop_waiting(self, request_id: str) -> list[SequenceState]:
         """Take a request's waiting sequences out of the queue."""
         dropped = [s for group in self.waiting for s in group if s.request.request_id == request_id]
         self.waiting = deque(group for group in self.waiting if group[0].request.request_id != request_id)
         return dropped
 
-    def num_kv_tokens(self) -> int:
-        """Tokens that the rows hold."""
-        return sum(sequence.target_length for sequence in self.rows)
+    def clear(self) -> None:
+        """Forget everybody, and hand the rows' memory back. Moves nothing, so that it succeeds whatever has failed."""
+        rows, self.rows = self.rows, []
+        self.waiting.clear()
+        self.num_drafting = self.num_decoding = self.num_reserved_tokens = 0
+        for row, sequence in enumerate(rows):
+            sequence.row = -1
+            self._release(row)
+
+    # Keys and values.
 
     def _fill(self, hole: int, source: int) -> int:
         """Move a row into the hole; returns where the hole is then."""
         if source != hole:
             moved = self.rows[hole] = self.rows[source]
-            self._target_pool.move(source, hole, moved.target_length)
-            if self._draft_pool is not None:
-                self._draft_pool.move(source, hole, moved.draft_length)
+            moved.row = hole
+            for pool, length in zip(self._pools, lengths(moved), strict=False):
+                pool.move(source, hole, length)
         return source
 
     def _release(self, row: int) -> None:
-        self._target_pool.release(row)
-        if self._draft_pool is not None:
-            self._draft_pool.release(row)
+        for pool in self._pools:
+            pool.release(row)
 
     def _swap(self, first: int, second: int) -> None:
         one, other = self.rows[first], self.rows[second]
-        self._target_pool.swap(first, second, one.target_length, other.target_length)
-        if self._draft_pool is not None:
-            self._draft_pool.swap(first, second, one.draft_length, other.draft_length)
+        for pool, one_length, other_length in zip(self._pools, lengths(one), lengths(other), strict=False):
+            pool.swap(first, second, one_length, other_length)
         self.rows[first], self.rows[second] = other, one
+        other.row, one.row = first, second
+
+
+def lengths(sequence: SequenceState) -> tuple[int, int]:
+    """Tokens that the sequence's row holds in the target's pool and in the draft's."""
+    return sequence.target_length, sequence.draft_length

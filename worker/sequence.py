@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from worker.logits import RowEdits
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput, TokenLogprobs
 from worker.rules import RowSampling
 
+log = logging.getLogger(__name__)
+
 OnOutput = Callable[[SequenceOutput], None]
 
 
@@ -23,12 +26,13 @@ class SharedPrompt:
     logits: torch.Tensor | None = None
 
 
-class Sequence:
+class SequenceState:
     """The index-th output of a request.
 
     tokens: prompt and output. target_length, draft_length: how many of them, from the first on, have keys and values in
-    the models' pools. limit: tokens it may hold at most, prompt included. may_draft: False for rows that opted out.
-    fixed_length: the request's own speculation length, None where the table decides. shared: None when n is 1.
+    the models' pools. row: of the pools, -1 while it has none; the scheduler sets it. limit: tokens it may hold at most,
+    prompt included. may_draft: False for rows that opted out. fixed_length: the request's own speculation length, None
+    where the table decides. shared: None when n is 1.
     """
 
     def __init__(
@@ -53,13 +57,14 @@ class Sequence:
         self.limit = min(self.num_prompt_tokens + sampling.max_tokens, max_context_length)
         self.fixed_length = request.fixed_length
         self.may_draft = may_draft and request.fixed_length != 0
+        self.row = -1
         self.target_length = 0
         self.draft_length = 0
         self.num_steps = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finished = False
-        self.sampling: RowSampling | None = None  # made when the row is admitted
+        self.sampling = RowSampling()  # its own is made when it gets its row
         self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._ends = self._eos | frozenset(sampling.stop_token_ids)
         self._detokenizer = Detokenizer(decode, request.prompt_ids)
@@ -95,7 +100,7 @@ class Sequence:
         self.tokens += ids
         # One of them would have come without a draft, too, also where the last that is kept was a drafted one.
         self.num_accepted_tokens += max(0, len(ids) - 1)
-        if self.sampling is not None and self.sampling.edits is not None:
+        if self.sampling.edits is not None:
             self.sampling.edits.append(ids)
         if reason is None and self.num_left <= 0:
             reason = FinishReason.LENGTH
@@ -105,10 +110,15 @@ class Sequence:
         shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
         return self._output(tuple(ids), text, shown, reason, matched)
 
-    def abort(self) -> SequenceOutput:
-        """End here; text that was held back is shown."""
+    def abort(self, error: str | None = None) -> SequenceOutput:
+        """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
         self.finished = True
-        return self._output((), self._rest(), (), FinishReason.ABORT, None)
+        try:
+            text = self._rest()
+        except Exception:
+            log.exception("the last text of request %s cannot be shown", self.request.request_id)
+            text = ""
+        return self._output((), text, (), FinishReason.ABORT, None, error)
 
     def _output(
         self,
@@ -117,6 +127,7 @@ class Sequence:
         logprobs: tuple[TokenLogprobs, ...],
         reason: FinishReason | None,
         matched: int | str | None,
+        error: str | None = None,
     ) -> SequenceOutput:
         return SequenceOutput(
             request_id=self.request.request_id,
@@ -126,6 +137,7 @@ class Sequence:
             logprobs=logprobs,
             finish_reason=reason,
             matched_stop=matched,
+            error=error,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self.num_output_tokens,
             num_steps=self.num_steps,
@@ -169,6 +181,32 @@ class Sequence:
             return rest
         shown, _ = self._stops.push(rest)
         return shown + self._stops.flush()
+
+
+def make_sequences(
+    request: GenerationRequest,
+    on_output: OnOutput,
+    *,
+    decode: Decode,
+    eos_token_ids: tuple[int, ...],
+    max_context_length: int,
+    may_draft: bool,
+) -> list[SequenceState]:
+    """The n sequences of a request. decode: ids to text; may_draft: whether there is a draft."""
+    shared = SharedPrompt() if request.sampling.n > 1 else None
+    return [
+        SequenceState(
+            request,
+            index,
+            on_output,
+            decode=decode,
+            eos_token_ids=eos_token_ids,
+            max_context_length=max_context_length,
+            may_draft=may_draft,
+            shared=shared,
+        )
+        for index in range(request.sampling.n)
+    ]
 
 
 def make_row_sampling(

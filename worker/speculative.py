@@ -8,7 +8,7 @@ accepted everything, or many after steps of length 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,19 +32,6 @@ class StepBatch:
     caps: torch.Tensor | None = None
 
 
-@dataclass(slots=True)
-class StepTokens:
-    """num_accepted: [b]; row r's new tokens are tokens[r, : num_accepted[r] + 1]. logits: [b, k + 1, vocab], target.
-
-    prompt_logits: [1, 1, vocab] each, after the prompts that were fed with the verification.
-    """
-
-    num_accepted: torch.Tensor
-    tokens: torch.Tensor
-    logits: torch.Tensor
-    prompt_logits: list[torch.Tensor] = field(default_factory=list)
-
-
 def speculative_step(
     target: PassModel,
     draft: PassModel | None,
@@ -52,11 +39,13 @@ def speculative_step(
     length: int,
     rule: TokenRule,
     prompts: Sequence[PassPart] = (),
-) -> StepTokens:
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Draft `length` tokens per row, verify them in one pass of the target, and accept a prefix of each.
 
-    Length 0 is plain decoding along the same path, without the draft. The caller moves the rows' lengths on. prompts:
-    of other rows, fed to the target in the same pass.
+    Length 0 is plain decoding along the same path, without the draft. prompts: of other rows, fed to the target in the
+    same pass. Returns num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1;
+    then the target's logits: [b, k + 1, vocab], and [1, 1, vocab] after each of the prompts. The caller moves the rows'
+    lengths on.
     """
     width = batch.recent_ids.shape[1]
     # Column c is the token c - (width - 1) places after the pending one.
@@ -68,9 +57,9 @@ def speculative_step(
 
     pending = batch.recent_ids[:, -1:]
     ids = torch.cat([pending, draft_ids], dim=1) if length else pending
-    logits, *prompt_logits = target.forward([PassPart(rows, ids, num_logits=length + 1, column=width - 1), *prompts])
-    num_accepted, tokens = rule.decide(logits, draft_ids, batch.caps)
-    return StepTokens(num_accepted, tokens, logits, prompt_logits)
+    logits = target.forward([PassPart(rows, ids, num_logits=length + 1, column=width - 1), *prompts])
+    num_accepted, tokens = rule.decide(logits[0], draft_ids, batch.caps)
+    return num_accepted, tokens, logits
 
 
 def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch.Tensor, rule: TokenRule) -> None:

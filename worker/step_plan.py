@@ -1,78 +1,121 @@
-"""What one step feeds to the models: how far every row may speculate, and which prompts go along. No model is called."""
+"""What one step runs: which rows decode, how far each may speculate, and which prompts go along. No model is called."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from worker.sequence import Sequence
+from worker.length_chooser import StepFlag
+from worker.sequence import SequenceState
 from worker.speculative import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class StepLengths:
-    """length: tokens that the draft loop runs for; caps: per row, None when every row may use all of them."""
+class PromptChunk:
+    """The next tokens to feed of a sequence: ids, whose first has the place `start` in it."""
 
-    length: int
-    caps: tuple[int, ...] | None
+    sequence: SequenceState
+    start: int
+    ids: list[int]
 
-    def cap(self, row: int) -> int:
-        return self.length if self.caps is None else self.caps[row]
+    @property
+    def end(self) -> int:
+        """How many of the sequence's tokens are fed with it."""
+        return self.start + len(self.ids)
+
+    @property
+    def completes_prompt(self) -> bool:
+        return self.end == self.sequence.num_prompt_tokens
 
 
-def plan_lengths(rows: Rows[Sequence], chosen_length: int, max_context_length: int) -> StepLengths:
-    """Lengths for a step whose table says `chosen_length`.
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
+
+    draft_lengths: draft tokens for each of them. chunks: of prompts. prefilled: whether time goes into prompts as well,
+    the ones that were copied included.
+    """
+
+    rows: list[SequenceState]
+    num_drafting: int
+    draft_lengths: list[int]
+    chunks: list[PromptChunk]
+    prefilled: bool
+
+    @property
+    def speculation_length(self) -> int:
+        """Tokens that the draft loop runs for."""
+        return max(self.draft_lengths, default=0)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some rows draft less than others."""
+        return min(self.draft_lengths, default=0) < self.speculation_length
+
+    @property
+    def flags(self) -> frozenset[StepFlag]:
+        """What can be said beforehand of why the step must not teach."""
+        flags = {StepFlag.PREFILL: self.prefilled, StepFlag.MIXED_LENGTHS: self.is_mixed}
+        return frozenset(flag for flag, is_set in flags.items() if is_set)
+
+    def histogram(self, num_accepted: Sequence[int]) -> tuple[int, ...]:
+        """How many rows accepted exactly 0, 1, ..., speculation_length tokens. num_accepted: by row."""
+        counts = [0] * (self.speculation_length + 1)
+        for number in num_accepted:
+            counts[number] += 1
+        return tuple(counts)
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        """Everyone who takes part: the rows, then those whose prompts are fed."""
+        return self.rows + [chunk.sequence for chunk in self.chunks]
+
+    def apart(self) -> list[StepPlan]:
+        """The same work in as many plans as can be: the rows, then every prompt by itself."""
+        decoding = [replace(self, chunks=[])] if self.rows else []
+        return decoding + [StepPlan([], 0, [], [chunk], True) for chunk in self.chunks]
+
+
+def plan_lengths(rows: Sequence[SequenceState], chosen_length: int, max_context_length: int) -> list[int]:
+    """Draft tokens per row, for a step whose table says `chosen_length`.
 
     A row's own length goes before the table's, and no row drafts beyond the context. Nothing is drafted that no row
     could use: the length is cut when all rows are that near to their last token. A single row near its end drafts on
     with the others, and what it does not need is cut from its output: so its step still teaches.
     """
-    caps, useful = [], 0
+    lengths, useful = [], 0
     for row in rows:
         own = row.fixed_length if row.fixed_length is not None else chosen_length
-        cap = min(own, max_context_length - len(row.tokens)) if row.may_draft else 0
-        caps.append(cap)
-        useful = max(useful, min(cap, row.num_left - 1))
-    capped = tuple(min(cap, useful) for cap in caps)
-    return StepLengths(useful, None if min(capped) == useful else capped)
+        length = min(own, max_context_length - len(row.tokens)) if row.may_draft else 0
+        lengths.append(length)
+        useful = max(useful, min(length, row.num_left - 1))
+    return [min(length, useful) for length in lengths]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """The next tokens to feed of a sequence, ids, whose first has the place `start` in it; row: of the pools."""
-
-    sequence: Sequence
-    row: int
-    start: int
-    ids: list[int]
-
-
-def plan_prompts(prefilling: Rows[Sequence], first_row: int, budget: int) -> list[PromptChunk]:
-    """Up to `budget` tokens of prompts, first come first served. prefilling: sequences of rows first_row, ...
+def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[PromptChunk]:
+    """Up to `budget` tokens of prompts, first come first served.
 
     Of sequences that share a prompt one feeds it; the next ones wait until they can copy what it led to.
     """
     chunks: list[PromptChunk] = []
-    for row, sequence in enumerate(prefilling, first_row):
+    for sequence in prefilling:
         shared = sequence.shared
         if budget <= 0 or (shared is not None and any(chunk.sequence.shared is shared for chunk in chunks)):
             break
         start = sequence.target_length
-        chunks.append(PromptChunk(sequence, row, start, sequence.tokens[start : start + budget]))
+        chunks.append(PromptChunk(sequence, start, sequence.tokens[start : start + budget]))
         budget -= len(chunks[-1].ids)
     return chunks
 
 
-def make_batch(
-    rows: Rows[Sequence], num_drafting: int, lengths: StepLengths, width: int, device: torch.device
-) -> StepBatch:
-    """Tensors of one step. width: how many of the last tokens of each row the draft is fed."""
+def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
+    """Tensors of the plan's rows. width: how many of the last tokens of each row the draft is fed."""
     return StepBatch(
-        num_tokens=np.array([len(row.tokens) for row in rows]),
-        recent_ids=torch.tensor([row.tokens[-width:] for row in rows], device=device),
-        num_drafting=num_drafting,
-        caps=None if lengths.caps is None else torch.tensor(lengths.caps, device=device),
+        num_tokens=np.array([len(row.tokens) for row in plan.rows]),
+        recent_ids=torch.tensor([row.tokens[-width:] for row in plan.rows], device=device),
+        num_drafting=plan.num_drafting,
+        caps=torch.tensor(plan.draft_lengths, device=device) if plan.is_mixed else None,
     )

@@ -1,4 +1,4 @@
-"""Runs the models for the rows of a scheduler: takes decoding steps, and feeds prompts along with them. One thread.
+"""Runs the models for one plan after the other. Knows nothing of queues and callers, and moves no row. One thread.
 
 Prompts go through the target in the pass that verifies the drafts of the rows that decode: a pass of twice the tokens
 takes less than twice the time.
@@ -6,286 +6,205 @@ takes less than twice the time.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from worker.backends.passes import PassModel, PassPart, prompt_part
+from worker.length_chooser import StepFlag
 from worker.logprobs import token_logprobs
-from worker.request import SequenceOutput, TokenLogprobs
+from worker.request import TokenLogprobs
 from worker.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
-from worker.scheduler import Scheduler
-from worker.sequence import Sequence
-from worker.speculative import StepBatch, StepTokens, speculative_step
-from worker.step_plan import PromptChunk, StepLengths, make_batch, plan_lengths, plan_prompts
-from worker.steps import StepFlag
-
-log = logging.getLogger(__name__)
+from worker.sequence import SequenceState
+from worker.speculative import speculative_step
+from worker.step_plan import PromptChunk, StepPlan, make_batch
 
 # A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
 CATCH_UP_WIDTH = 16
 
-Deliver = Callable[[Sequence, SequenceOutput], None]
-
 
 @dataclass(slots=True)
-class Totals:
-    """Counts since the start. Generated and accepted tokens are those that went to callers."""
+class StepTokens:
+    """New tokens of each of the plan's sequences, in its order; none where a prompt goes on.
 
-    num_steps: int = 0
-    num_row_steps: int = 0  # decoding rows, summed over steps
-    num_generated_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """speculation_length: length used. accepted_histogram[j]: rows to which the draft gave exactly j tokens.
-
-    prompt_logits: [1, 1, vocab] each, after the prompts fed along; none when they made the step fail, which then went
-    without them.
+    logprobs: likewise, None where nobody asked for them. flags: what the runner knows of why the step must not teach.
     """
 
-    speculation_length: int
-    accepted_histogram: tuple[int, ...]
-    flags: frozenset[StepFlag]
-    prompt_logits: list[torch.Tensor]
+    ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
+    flags: set[StepFlag] = field(default_factory=set)
 
 
 class StepRunner:
-    """Moves the sequences of a scheduler on, and hands their new tokens to `deliver`.
-
-    draft: None when nothing can be drafted.
-    """
+    """draft: None when nothing can be drafted. prefill_chunk: tokens that the draft catches up with in one pass."""
 
     def __init__(
-        self,
-        target: PassModel,
-        draft: PassModel | None,
-        scheduler: Scheduler,
-        deliver: Deliver,
-        prefill_chunk: int,
-        generator: torch.Generator,
+        self, target: PassModel, draft: PassModel | None, prefill_chunk: int, generator: torch.Generator
     ) -> None:
         self.target = target
         self.draft = draft
-        self.totals = Totals()
-        self._scheduler = scheduler
-        self._deliver = deliver
         self._prefill_chunk = prefill_chunk
         self._generator = generator
         self._device = target.device
         self._greedy = GreedyRule()
-        self._sampling: tuple[int, BatchSampling] | None = None  # of the decoding rows, by the scheduler's version
+        self._sampled_rows: list[SequenceState] = []
+        self._sampling = BatchSampling([], self._device)  # of _sampled_rows
         self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
         self._seen_shapes: set[tuple[int, int]] = set()
 
-    def plan_prompts(self) -> list[PromptChunk]:
-        """What to feed next, at most `prefill_chunk` tokens."""
-        return plan_prompts(self._scheduler.prefilling, self._scheduler.num_decoding, self._prefill_chunk)
+    def run(self, plan: StepPlan) -> StepTokens:
+        """Take a step of the plan's rows and feed its prompts.
 
-    def feed(self, chunks: Rows[PromptChunk]) -> list[torch.Tensor]:
-        """Feed prompts in a pass of their own; returns the logits [1, 1, vocab] after each."""
-        logits = self.target.forward(self._prompt_parts(chunks))
+        It may fail and be called again, with any part of the plan: of the sequences nothing has changed then but how
+        much of them the draft holds.
+        """
+        tokens = StepTokens()
+        prompts = self._prompt_parts(plan.chunks)
+        prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.forward(prompts)
+        self._feed_draft([chunk for chunk in plan.chunks if self._draft_goes_along(chunk)])
+        for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
+            ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else ([], None)
+            tokens.ids.append(ids)
+            tokens.logprobs.append(logprobs)
+        self._note_held(plan, tokens)
+        return tokens
+
+    def copy_prompt(
+        self, sequence: SequenceState, source: SequenceState
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Give a sequence what `source` holds of the prompt they share; the token that follows it, as in StepTokens."""
+        assert sequence.shared is not None
+        assert sequence.shared.logits is not None
+        length = sequence.num_prompt_tokens
+        self.target.pool.copy(source.row, sequence.row, length)
+        sequence.target_length = length
+        if self.draft is not None and source.draft_length >= length:
+            self.draft.pool.copy(source.row, sequence.row, length)
+            sequence.draft_length = length
+        return self._first_token(sequence, sequence.shared.logits)
+
+    def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
+        """Move on how much of the sequences the models hold: all but the pending token, which is the last new one."""
+        length = plan.speculation_length
+        for at, row in enumerate(plan.rows):
+            num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at])
+            row.target_length = num_fed + num_new
+            if length and at < plan.num_drafting:
+                row.draft_length = num_fed + min(num_new, length)
+        for chunk in plan.chunks:
+            chunk.sequence.target_length = chunk.end
+
+    # Decoding.
+
+    def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
+        """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
+        length, num_first_uses = plan.speculation_length, self._num_first_uses()
+        self._speculating = length > 0
+        width = self._catch_up(plan, tokens.flags) if length else 1
+        batch = make_batch(plan, width, self._device)
+        num_accepted, ids, (logits, *prompt_logits) = speculative_step(
+            self.target, self.draft, batch, length, self._batch_rule(plan.rows), prompts
+        )
+        # The step's one synchronisation with the device.
+        table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
+        tokens.ids += [row[1 : row[0] + 2] for row in table]
+        tokens.logprobs += self._logprobs(plan.rows, logits, ids)
+        shape = (len(plan.rows), length)
+        if shape not in self._seen_shapes:
+            tokens.flags.add(StepFlag.FIRST_USE)
+        self._seen_shapes.add(shape)
+        if self._num_first_uses() != num_first_uses:
+            tokens.flags.add(StepFlag.COMPILATION)
+        return prompt_logits
+
+    def _num_first_uses(self) -> int:
+        return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
+
+    def _catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> int:
+        """How many recent tokens the draft's first pass must be fed; flagged when the draft had fallen behind.
+
+        It lacks one token after a step that accepted everything; more means that steps went by without it.
+        """
+        drafting = plan.rows[: plan.num_drafting]
+        behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
+        if behind <= 1:
+            return 1 + behind
+        flags.add(StepFlag.CATCH_UP)
+        if behind < CATCH_UP_WIDTH and min(len(row.tokens) for row in plan.rows) > behind:
+            return 1 + behind
+        self._feed_missing(drafting)
+        return 1
+
+    def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:
+        """Give the draft all that it lacks but the pending tokens, at most `prefill_chunk` tokens in a pass."""
+        chunks: list[PromptChunk] = []
+        room = self._prefill_chunk
+        for sequence in drafting:
+            at, end = sequence.draft_length, len(sequence.tokens) - 1
+            while at < end:
+                chunks.append(PromptChunk(sequence, at, sequence.tokens[at : min(end, at + room)]))
+                at = chunks[-1].end
+                room -= len(chunks[-1].ids)
+                if not room:
+                    self._feed_draft(chunks)
+                    chunks, room = [], self._prefill_chunk
         self._feed_draft(chunks)
-        self._note_fed(chunks)
-        return logits
 
-    def start(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """Let the next sequence decode, if its prompt is complete. logits: [1, 1, vocab], after what was fed last."""
-        if sequence.target_length < sequence.num_prompt_tokens:
-            return
-        if sequence.shared is not None:
-            sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
-        self._first_token(sequence, logits)
+    # Prompts.
 
-    def _prompt_parts(self, chunks: Rows[PromptChunk]) -> list[PassPart]:
-        return [prompt_part(chunk.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
+    def _prompt_parts(self, chunks: Sequence[PromptChunk]) -> list[PassPart]:
+        return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
 
-    def _feed_draft(self, chunks: Rows[PromptChunk]) -> None:
-        """Feed prompts to the draft as well, where it will be asked for tokens next."""
-        if self.draft is None:
-            return
-        self._feed_chunks_to_draft([chunk for chunk in chunks if self._draft_goes_along(chunk)])
-
-    def _feed_chunks_to_draft(self, chunks: Rows[PromptChunk]) -> None:
+    def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         if not chunks:
             return
         assert self.draft is not None
         self.draft.forward(self._prompt_parts(chunks))
         for chunk in chunks:
-            chunk.sequence.draft_length += len(chunk.ids)
+            chunk.sequence.draft_length = chunk.end
 
     def _draft_goes_along(self, chunk: PromptChunk) -> bool:
+        """Whether the draft is fed the prompt as well: where it will be asked for tokens next."""
         sequence = chunk.sequence
         wanted = self._speculating or bool(sequence.fixed_length)
         return wanted and sequence.may_draft and sequence.draft_length == chunk.start
 
-    def _note_fed(self, chunks: Rows[PromptChunk]) -> None:
-        for chunk in chunks:
-            chunk.sequence.target_length += len(chunk.ids)
+    def _after_prompt(
+        self, sequence: SequenceState, logits: torch.Tensor
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        if sequence.shared is not None:
+            sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
+        return self._first_token(sequence, logits)
 
-    def copy_prompt(self, sequence: Sequence) -> bool:
-        """Start the next sequence with the keys, values and logits of another one of its request, if one holds them."""
-        if sequence.shared is None or sequence.shared.logits is None:
-            return False
-        length, rows = sequence.num_prompt_tokens, self._scheduler.rows[: self._scheduler.num_decoding]
-        source = next((row for row, other in enumerate(rows) if other.shared is sequence.shared), None)
-        if source is None:
-            return False  # Those that held them have ended.
-        row = self._scheduler.num_decoding
-        self.target.pool.copy(source, row, length)
-        sequence.target_length = length
-        if self.draft is not None and rows[source].draft_length >= length:
-            self.draft.pool.copy(source, row, length)
-            sequence.draft_length = length
-        self._first_token(sequence, sequence.shared.logits)
-        return True
-
-    def _first_token(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """Choose the token that follows the prompt."""
-        assert sequence.sampling is not None
+    def _first_token(
+        self, sequence: SequenceState, logits: torch.Tensor
+    ) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Choose the token that follows the prompt. logits: [1, 1, vocab]."""
         rule = self._rule(BatchSampling([sequence.sampling], self._device), [sequence])
         nothing_drafted = torch.zeros((1, 0), dtype=torch.long, device=self._device)
-        _, tokens = rule.decide(logits, nothing_drafted, None)
-        wanted = sequence.request.sampling.logprobs
-        logprobs = token_logprobs(logits, tokens, [] if wanted is None else [(0, wanted)])
-        self._append(sequence, tokens[0].tolist(), logprobs.get(0))
-        if sequence.finished:
-            self._scheduler.remove(sequence)
-        else:
-            self._scheduler.start_decoding()
+        _, ids = rule.decide(logits, nothing_drafted, None)
+        return ids[0].tolist(), self._logprobs([sequence], logits, ids)[0]
 
-    def decode(self, batch: list[Sequence], chosen_length: int, chunks: Rows[PromptChunk] = ()) -> StepOutcome:
-        """One step of all decoding rows, with the length chosen for them. chunks: prompts to feed along.
+    # Choosing.
 
-        The caller takes finished sequences out of the scheduler.
-        """
-        lengths = plan_lengths(batch, chosen_length if self.draft is not None else 0, self.target.max_context_length)
-        flags = self._flags(len(batch), lengths)
-        width = 1
-        self._speculating = lengths.length > 0
-        if self._speculating:
-            width, caught_up = self._catch_up(batch)
-            flags |= {StepFlag.CATCH_UP} if caught_up else set()
-        tensors = make_batch(batch, self._scheduler.num_drafting, lengths, width, self._device)
-        num_first_uses = self._num_first_uses()
-        result = self._step(tensors, lengths.length, self._batch_rule(batch), chunks)
-        if self._num_first_uses() != num_first_uses:
-            flags |= {StepFlag.COMPILATION}
-        accepted = self._commit(batch, result, lengths)
-        if result.prompt_logits:
-            self._note_fed(chunks)
-        histogram = [0] * (lengths.length + 1)
-        for count in accepted:
-            histogram[count] += 1
-        return StepOutcome(lengths.length, tuple(histogram), frozenset(flags), result.prompt_logits)
+    def _batch_rule(self, rows: list[SequenceState]) -> TokenRule:
+        """How the rows choose their tokens. Of its own for every try of a step, since a rule keeps what was drafted."""
+        if rows != self._sampled_rows:
+            self._sampling = BatchSampling([row.sampling for row in rows], self._device)
+            self._sampled_rows = rows
+        return self._rule(self._sampling, rows)
 
-    def _step(self, batch: StepBatch, length: int, rule: TokenRule, chunks: Rows[PromptChunk]) -> StepTokens:
-        """The passes of a step. Prompts that make it fail, for lack of memory, must not take the other rows along."""
-        try:
-            prompts = self._prompt_parts(chunks)
-            result = speculative_step(self.target, self.draft, batch, length, rule, prompts)
-            self._feed_draft(chunks)
-            return result
-        except Exception:
-            if not chunks:
-                raise
-            log.exception("a step failed together with %d prompts; it is repeated without them", len(chunks))
-        return speculative_step(self.target, self.draft, batch, length, rule)
-
-    def _num_first_uses(self) -> int:
-        return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
-
-    def _flags(self, batch_size: int, lengths: StepLengths) -> set[StepFlag]:
-        flags = {StepFlag.MIXED_LENGTHS} if lengths.caps is not None else set()
-        shape = (batch_size, lengths.length)
-        if shape not in self._seen_shapes:
-            self._seen_shapes.add(shape)
-            flags.add(StepFlag.FIRST_USE)
-        return flags
-
-    def _batch_rule(self, batch: list[Sequence]) -> TokenRule:
-        """How the decoding rows choose their tokens in this step."""
-        version = self._scheduler.version
-        if self._sampling is None or self._sampling[0] != version:
-            rows = [sequence.sampling for sequence in batch if sequence.sampling is not None]
-            self._sampling = (version, BatchSampling(rows, self._device))
-        return self._rule(self._sampling[1], batch)
-
-    def _rule(self, sampling: BatchSampling, batch: list[Sequence]) -> TokenRule:
+    def _rule(self, sampling: BatchSampling, rows: Sequence[SequenceState]) -> TokenRule:
         if sampling.is_plain_greedy:
             return self._greedy
-        positions = torch.tensor([sequence.num_output_tokens for sequence in batch], device=self._device)
+        positions = torch.tensor([row.num_output_tokens for row in rows], device=self._device)
         return SamplingRule(sampling, positions, self._generator)
 
-    def _catch_up(self, batch: list[Sequence]) -> tuple[int, bool]:
-        """How many recent tokens the draft's first pass must be fed, and whether the draft had fallen behind.
-
-        It lacks one token after a step that accepted everything; more means that steps went by without it.
-        """
-        assert self.draft is not None
-        drafting = batch[: self._scheduler.num_drafting]
-        behind = max(len(s.tokens) - 1 - s.draft_length for s in drafting)
-        if behind <= 1:
-            return 1 + behind, False
-        if behind < CATCH_UP_WIDTH and min(len(s.tokens) for s in batch) > behind:
-            return 1 + behind, True
-        self._feed_missing(drafting)
-        return 1, True
-
-    def _feed_missing(self, drafting: list[Sequence]) -> None:
-        """Give the draft all that it lacks but the pending tokens, at most `prefill_chunk` tokens in a pass."""
-        chunks: list[PromptChunk] = []
-        room = self._prefill_chunk
-        for row, sequence in enumerate(drafting):
-            at, end = sequence.draft_length, len(sequence.tokens) - 1
-            while at < end:
-                chunks.append(PromptChunk(sequence, row, at, sequence.tokens[at : min(end, at + room)]))
-                at += len(chunks[-1].ids)
-                room -= len(chunks[-1].ids)
-                if not room:
-                    self._feed_chunks_to_draft(chunks)
-                    chunks, room = [], self._prefill_chunk
-        self._feed_chunks_to_draft(chunks)
-
-    def _commit(self, batch: list[Sequence], result: StepTokens, lengths: StepLengths) -> list[int]:
-        """Hand out the new tokens and move the rows' lengths on; returns how many drafted ones each row got.
-
-        That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
-        a longer length.
-        """
-        # The step's one synchronisation with the device.
-        table = torch.cat([result.num_accepted[:, None], result.tokens], dim=1).tolist()
-        wanted = [(row, s.request.sampling.logprobs) for row, s in enumerate(batch)]
-        logprobs = token_logprobs(result.logits, result.tokens, [(r, k) for r, k in wanted if k is not None])
-        num_drafting = self._scheduler.num_drafting if lengths.length else 0
-        caps = [lengths.cap(row) for row in range(len(batch))]
-        # Side by side and before any delivery: whoever reads them meanwhile divides one by the other.
-        self.totals.num_steps += 1
-        self.totals.num_row_steps += len(batch)
-        self.totals.num_draft_tokens += sum(caps)
-        kept = []
-        for row, sequence in enumerate(batch):
-            num_accepted, held = table[row][0], len(sequence.tokens)
-            sequence.target_length = held + num_accepted
-            if row < num_drafting:
-                sequence.draft_length = held - 1 + min(num_accepted + 1, lengths.length)
-            sequence.num_steps += 1
-            sequence.num_draft_tokens += caps[row]
-            kept.append(self._append(sequence, table[row][1 : num_accepted + 2], logprobs.get(row)))
-        return kept
-
-    def _append(self, sequence: Sequence, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
-        """Append to the sequence and deliver; returns how many of the ids it owes to the draft."""
-        num_tokens, num_accepted = sequence.num_output_tokens, sequence.num_accepted_tokens
-        output = sequence.accept(ids, logprobs)
-        num_accepted = sequence.num_accepted_tokens - num_accepted
-        self.totals.num_generated_tokens += sequence.num_output_tokens - num_tokens
-        self.totals.num_accepted_tokens += num_accepted
-        self._deliver(sequence, output)
-        return num_accepted
+    @staticmethod
+    def _logprobs(
+        rows: Sequence[SequenceState], logits: torch.Tensor, ids: torch.Tensor
+    ) -> list[list[TokenLogprobs] | None]:
+        wanted = [(at, row.request.sampling.logprobs) for at, row in enumerate(rows)]
+        found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
+        return [found.get(at) for at in range(len(rows))]

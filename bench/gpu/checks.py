@@ -11,10 +11,10 @@ import torch
 from bench.gpu.sizes import Sizes
 from worker.captured_model import CapturedModel, Recorder
 from worker.engine import Engine, EngineConfig
+from worker.length_chooser import LengthChoice, StepResult
 from worker.models import ModelPair
 from worker.prompts import PromptSource, held_out_texts
 from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import LengthChoice, StepResult
 
 Prompt = tuple[int, ...]
 # Two tokens whose float32 logits lie closer are a tie, which any shape of a product may break its own way.

@@ -17,10 +17,10 @@ from controller.controller import Controller
 from controller.core import ContextKey, Limits, StepObservation
 from controller.flags import named_flags
 from worker.engine import Engine, EngineConfig
+from worker.length_chooser import LengthChoice, StepResult
 from worker.models import ModelPair
 from worker.prompts import PromptSource, held_out_texts
 from worker.request import GenerationRequest, SamplingParams, SequenceOutput
-from worker.steps import LengthChoice, StepResult
 
 Say = Callable[[str], None]
 

@@ -79,6 +79,7 @@ class RowStore(Protocol):
     """Keys and values of the rows. How many tokens of a row are valid is the caller's to know."""
 
     num_rows: int
+    device: torch.device
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Let a row begin with the first `length` tokens of another."""

@@ -30,6 +30,8 @@ class BlockPool:
     Raises MemoryError, with a sentence, when the addresses cannot be had.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, shapes: Sequence[LayerShape], num_rows: int, max_length: int, dtype: torch.dtype) -> None:
         self.shapes = tuple(shapes)
         self.num_rows = num_rows

@@ -1,0 +1,100 @@
+"""What callers hand to the engine's thread: requests, aborts, and the wish that it drain or stop. Safe from any thread."""
+
+from __future__ import annotations
+
+import threading
+
+from worker.request import DrainingError, EngineFailedError, QueueFullError
+from worker.sequence import SequenceState
+
+
+class Inbox:
+    """Knows every request that has been accepted and not ended yet. max_waiting: requests that may wait for a row."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._changed = threading.Condition()
+        # Guarded by _changed:
+        self._incoming: list[list[SequenceState]] = []
+        self._aborting: set[str] = set()
+        self._unfinished: dict[str, list[SequenceState]] = {}  # sequences left of each request
+        self._draining = False
+        self._stopping = False
+        self.failure: BaseException | None = None  # set once, when the engine has ended
+
+    @property
+    def num_incoming(self) -> int:
+        with self._changed:
+            return len(self._incoming)
+
+    def put(self, request_id: str, sequences: list[SequenceState], num_waiting: int) -> None:
+        """Accept a request. num_waiting: those that were taken and wait for a row.
+
+        Raises EngineFailedError, DrainingError, ValueError for an id that is in use, or QueueFullError.
+        """
+        with self._changed:
+            if self.failure is not None:
+                raise EngineFailedError(str(self.failure)) from self.failure
+            if self._draining:
+                raise DrainingError("the worker is draining and takes no new requests")
+            if request_id in self._unfinished:
+                raise ValueError(f"request_id {request_id!r} is already running: choose another")
+            if len(self._incoming) + num_waiting >= self._max_waiting:
+                raise QueueFullError(f"{self._max_waiting} requests are waiting already: try again later")
+            self._unfinished[request_id] = list(sequences)
+            self._incoming.append(sequences)
+            self._changed.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """Ask for the end of a request; whether there is one."""
+        with self._changed:
+            if request_id not in self._unfinished:
+                return False
+            self._aborting.add(request_id)
+            self._changed.notify()
+            return True
+
+    def drain(self) -> None:
+        """Accept no more requests."""
+        with self._changed:
+            self._draining = True
+
+    def stop(self) -> None:
+        """Accept no more requests, and ask for the end of all."""
+        with self._changed:
+            self._draining = self._stopping = True
+            self._aborting.update(self._unfinished)
+            self._changed.notify()
+
+    # For the engine's thread.
+
+    def wait(self, busy: bool) -> bool:
+        """Sleep until there is something to do, not at all if busy; whether to stop after it."""
+        with self._changed:
+            self._changed.wait_for(lambda: busy or self._incoming or self._aborting or self._stopping)
+            return self._stopping
+
+    def take(self) -> tuple[list[list[SequenceState]], set[str]]:
+        """Requests put in, and ids of requests to abort, since the last call."""
+        with self._changed:
+            incoming, self._incoming = self._incoming, []
+            aborting, self._aborting = self._aborting, set()
+        return incoming, aborting
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence has ended."""
+        request_id = sequence.request.request_id
+        with self._changed:
+            left = self._unfinished.get(request_id, [])
+            if sequence in left:
+                left.remove(sequence)
+            if not left:
+                self._unfinished.pop(request_id, None)
+                self._aborting.discard(request_id)
+
+    def give_up(self, failure: BaseException | None = None) -> list[SequenceState]:
+        """Every unfinished sequence, so that the caller ends them. failure: set when nothing is to be accepted any more."""
+        with self._changed:
+            self.failure = failure or self.failure
+            self._incoming, self._aborting = [], set()
+            return [sequence for left in self._unfinished.values() for sequence in left]

@@ -1,0 +1,78 @@
+"""Tells callers what their sequences got, and counts it. For the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from worker.request import EngineFailedError, SequenceOutput, TokenLogprobs
+from worker.sequence import SequenceState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start. Generated and accepted tokens are those that went to callers."""
+
+    num_steps: int = 0
+    num_row_steps: int = 0  # decoding rows, summed over steps
+    num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+class Outbox:
+    """on_end: called with every sequence before its last output is told."""
+
+    def __init__(self, on_end: Callable[[SequenceState], None]) -> None:
+        self.totals = Totals()
+        self._on_end = on_end
+
+    def count_step(self, rows: Sequence[SequenceState], draft_lengths: Sequence[int]) -> None:
+        """Before any delivery: whoever is told divides one count by another."""
+        self.totals.num_steps += bool(rows)
+        self.totals.num_row_steps += len(rows)
+        self.totals.num_draft_tokens += sum(draft_lengths)
+        for row, num_drafts in zip(rows, draft_lengths, strict=True):
+            row.num_steps += 1
+            row.num_draft_tokens += num_drafts
+
+    def hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
+        """Append new tokens to a sequence and tell its caller; returns how many of them it owes to the draft.
+
+        That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
+        a longer length. Tokens that cannot be taken in end their sequence.
+        """
+        num_tokens, num_accepted = sequence.num_output_tokens, sequence.num_accepted_tokens
+        try:
+            output = sequence.accept(ids, logprobs)
+        except Exception as error:
+            log.exception("request %s cannot take its tokens; it ends", sequence.request.request_id)
+            output = sequence.abort(describe(error))
+        num_accepted = sequence.num_accepted_tokens - num_accepted
+        self.totals.num_generated_tokens += sequence.num_output_tokens - num_tokens
+        self.totals.num_accepted_tokens += num_accepted
+        self._tell(sequence, output)
+        return num_accepted
+
+    def abort(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
+        """End sequences here. error: None when somebody asked for it."""
+        for sequence in sequences:
+            self._tell(sequence, sequence.abort(None if error is None else describe(error)))
+
+    def _tell(self, sequence: SequenceState, output: SequenceOutput) -> None:
+        if output.finish_reason is not None:
+            self._on_end(sequence)
+        try:
+            sequence.on_output(output)
+        except Exception:
+            log.exception("the callback of request %s failed", sequence.request.request_id)
+
+
+def describe(error: BaseException) -> str:
+    """The error in a sentence for callers."""
+    if isinstance(error, EngineFailedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
