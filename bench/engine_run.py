@@ -11,6 +11,7 @@ from worker.engine import Engine, EngineConfig
 from worker.forward_clock import ForwardClock
 from worker.length_chooser import FixedLength, StepResult
 from worker.models import ModelPair
+from worker.preparation import prepare
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 
@@ -39,14 +40,23 @@ class EngineRun:
 class EngineBench:
     """One engine over a pair, run again and again with other batches and lengths."""
 
-    def __init__(self, pair: ModelPair, max_batch_size: int, max_length: int, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        pair: ModelPair,
+        max_batch_size: int,
+        max_length: int,
+        recorder: Recorder | None = None,
+        backend: str = "auto",
+    ) -> None:
         self.chooser = FixedLength(0)
         self.synchronous = pair.device.type == "cpu"
         config = EngineConfig(
-            max_batch_size=max_batch_size, max_speculation_length=max_length, max_waiting=max_batch_size
+            max_batch_size=max_batch_size,
+            max_speculation_length=max_length,
+            max_waiting=max_batch_size,
+            backend=backend,
         )
-        self.engine = Engine(pair, config, self.chooser, recorder)
-        # The engine runs copies of the pair's models.
+        self.engine = Engine(pair, config, self.chooser, prepare(pair, config, recorder))
         self.target_clock = ForwardClock(self.engine.target)
         self.draft_clock = ForwardClock(self.engine.draft)
 

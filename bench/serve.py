@@ -20,7 +20,7 @@ from bench.report import print_comparison, provenance, to_json, write_requests
 from bench.run_track import TrackRun, failed_run, run_track
 from bench.tracks import SCENARIOS, Track, make_track
 from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET_HELP
+from cli.model_options import BACKEND, DEVICE, DRAFT, DTYPE, TARGET_HELP
 
 GOOD_ENOUGH = 2.0  # goodput: latency per token at most so many times that of one request alone without speculation
 QUICK_DURATION_S, QUICK_CELL_S = 20.0, 1.5
@@ -35,6 +35,7 @@ def serve(
     draft: str = DRAFT,
     device: str = DEVICE,
     dtype: str = DTYPE,
+    backend: str = BACKEND,
     max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),
     max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
     threads: int = typer.Option(0, min=0, help="CPU threads of the worker; 0: its own default."),
@@ -57,7 +58,7 @@ def serve(
 
     Example: speclen bench serve --track time-varying --compare adaptive,none,fixed:2,fixed:4,oracle --repeats 3
     """
-    settings = WorkerSettings(target, draft, device, dtype, max_batch_size, max_length, threads)
+    settings = WorkerSettings(target, draft, device, dtype, max_batch_size, max_length, threads, backend)
     plan = Plan(track, compare, repeats, settings, profile, survey, cell_s, duration_s, scale, seed, burners)
     if quick:
         plan = replace(plan, cell_s=QUICK_CELL_S, duration_s=duration_s or QUICK_DURATION_S)

@@ -12,7 +12,7 @@ import typer
 
 from cli.database import DATABASE, reading
 from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from cli.model_options import BACKEND, DEVICE, DRAFT, DTYPE, TARGET
 from worker.spinning import set_spins
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def run(
     draft: str = DRAFT,
     device: str = DEVICE,
     dtype: str = DTYPE,
+    backend: str = BACKEND,
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
     lengths: str = typer.Option("0-8", help="Speculation lengths, likewise."),
     quick: bool = typer.Option(False, "--quick", help="A coarse grid in half a minute, loading included."),
@@ -89,7 +90,7 @@ def run(
         wanted = (0,)
     budget = budget_s or (max(3.0, QUICK_S - (time.monotonic() - STARTED)) if quick else FULL_BUDGET_S)
     settings = quick_settings(sizes[-1], wanted[-1], budget) if quick else ProfileSettings(sizes, wanted, budget)
-    settings = adjusted(settings, precision, temperature, seed)
+    settings = adjusted(settings, precision, temperature, seed, backend)
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
         source = f"speclen profile run{' --quick' if quick else ''}"
@@ -160,6 +161,7 @@ def import_(
     draft: str = DRAFT,
     device: str = DEVICE,
     dtype: str = DTYPE,
+    backend: str = BACKEND,
     threads: int = THREADS,
     db: Path = DB,
     controller: str = CONTROLLER,
@@ -176,7 +178,7 @@ def import_(
     from cli.profile_run import core_context
 
     document = read_document(profile)
-    here = core_context(load(target, draft, device, dtype, threads))
+    here = core_context(load(target, draft, device, dtype, threads), backend)
     check_same_context(profile, document.context, here, as_prior)
     profile_id, place = import_profile(document.to_request(here, as_prior), db, controller)
     if as_json:
@@ -234,10 +236,12 @@ def load(target: str, draft: str, device: str, dtype: str, threads: int) -> Mode
     return pair
 
 
-def adjusted(settings: ProfileSettings, precision: float, temperature: float, seed: int) -> ProfileSettings:
+def adjusted(
+    settings: ProfileSettings, precision: float, temperature: float, seed: int, backend: str
+) -> ProfileSettings:
     from dataclasses import replace
 
-    return replace(settings, precision=precision, temperature=temperature, seed=seed)
+    return replace(settings, precision=precision, temperature=temperature, seed=seed, backend=backend)
 
 
 def find(profile: str, db: Path) -> ProfileDocument:

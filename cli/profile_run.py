@@ -20,8 +20,10 @@ from bench.machine import machine
 from cli.errors import UserError
 from cli.profile_document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
 from controller.core import ContextKey
+from worker.engine_config import EngineConfig
 from worker.identity import context_key
 from worker.models import ModelPair
+from worker.preparation import prepare
 from worker.profile_samples import ProfileSamples
 from worker.profiler import ProfileProgress, Profiler, ProfileSettings
 from worker.prompts import PromptSource
@@ -52,9 +54,9 @@ class Partial:
         self.path.unlink(missing_ok=True)
 
 
-def core_context(pair: ModelPair) -> ContextKey:
-    """The context of this process, as the estimator names it."""
-    key = context_key(pair)
+def core_context(pair: ModelPair, backend: str = "auto") -> ContextKey:
+    """The context of an engine in this process, as the estimator names it. Raises ModelError."""
+    key = context_key(pair, prepare(pair, EngineConfig(max_batch_size=2, backend=backend)).backend)
     return ContextKey(key.target, key.draft, key.device, key.dtype, key.engine_fingerprint)
 
 
@@ -78,7 +80,7 @@ def measure(
 
     Ctrl-C saves what there is and ends with code 130. Raises UserError.
     """
-    context = core_context(pair)
+    context = core_context(pair, settings.backend)
     partial = partial_of(folder, context, settings, texts)
     samples = ProfileSamples() if fresh else partial.load()
     if samples.num_rounds:

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from cli.model_options import BACKEND, DEVICE, DRAFT, DTYPE, TARGET
 from cli.processes import Child, end_as_by_ctrl_c
 
 START_TIMEOUT_S = 180.0
@@ -26,6 +26,7 @@ def up(
     draft: str = DRAFT,
     device: str = DEVICE,
     dtype: str = DTYPE,
+    backend: str = BACKEND,
     policy: str = typer.Option("adaptive", help="Policy of the workers: adaptive, profile, fixed:K or none."),
     max_batch_size: int = typer.Option(32, min=1, help="Rows decoding in one step, per worker."),
     max_length: int = typer.Option(8, min=0, help="Largest speculation length."),
@@ -40,8 +41,8 @@ def up(
     data_dir.mkdir(parents=True, exist_ok=True)
     end_as_by_ctrl_c()
     children = [controller_child(controller, data_dir)]
-    options = ["--target", target, "--draft", draft, "--device", device, "--dtype", dtype, "--policy", policy]
-    options += ["--max-batch-size", str(max_batch_size), "--max-length", str(max_length)]
+    options = ["--target", target, "--draft", draft, "--device", device, "--dtype", dtype, "--backend", backend]
+    options += ["--policy", policy, "--max-batch-size", str(max_batch_size), "--max-length", str(max_length)]
     options += ["--quick-profile-s", str(quick_profile_s)]
     for index in range(workers):
         children.append(worker_child(index, next_address(listen, index), controller, data_dir, options))

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from cli.errors import UserError
-from cli.model_options import DEVICE, DRAFT, DTYPE, TARGET
+from cli.model_options import BACKEND, DEVICE, DRAFT, DTYPE, TARGET
 from worker.spinning import set_spins
 
 
@@ -20,6 +20,7 @@ def worker(
     draft: str = DRAFT,
     device: str = DEVICE,
     dtype: str = DTYPE,
+    backend: str = BACKEND,
     max_batch_size: int = typer.Option(32, min=1, max=4096, help="Rows decoding in one step."),
     max_length: int = typer.Option(8, min=0, max=64, help="Largest speculation length."),
     max_waiting: int = typer.Option(256, min=0, help="Requests that may wait; one more is refused at once."),

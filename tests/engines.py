@@ -17,6 +17,7 @@ from worker.captured_model import Recorder
 from worker.engine import Engine, EngineConfig
 from worker.length_chooser import FixedLength, LengthChoice, LengthChooser, StepResult
 from worker.models import ModelPair
+from worker.preparation import prepare
 from worker.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 CPU = torch.device("cpu")
@@ -106,7 +107,8 @@ def make_engine(
     """An engine of 4 rows that checks nothing, since one test checks every family."""
     chooser = FixedLength(chooser) if isinstance(chooser, int) else chooser
     defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1, "backend": "torch"}
-    return Engine(pair or make_pair(), EngineConfig(**(defaults | settings)), chooser, recorder)
+    pair, config = pair or make_pair(), EngineConfig(**(defaults | settings))
+    return Engine(pair, config, chooser, prepare(pair, config, recorder))
 
 
 def request(

@@ -51,7 +51,7 @@ def rewritten(model: Any, dtype: torch.dtype = torch.float32) -> CachedModel:
 def test_logits_are_those_of_transformers(variant: str, dtype: torch.dtype) -> None:
     family, settings = VARIANTS[variant]
     model = tiny_models.build(family, **settings).to(dtype)
-    check_model(rewritten(model, dtype), model, dtype, variant)
+    check_model(rewritten(model, dtype), model, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -48,7 +48,7 @@ GROUPED = {
 def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None:
     model = tiny_models.build(family).to(dtype)
     one = cached(private_copy(model), dtype)
-    check_model(one, model, dtype, family)
+    check_model(one, model, family)
     assert one.pool.num_bytes_held() == 0, "the check must leave nothing behind"
 
 
@@ -125,7 +125,7 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
     model = tiny_models.build(family)
     one = cached(private_copy(model))
     with pytest.raises(ModelError, match=rf"{family} gives other logits in ragged batches than alone \(by "):
-        check_model(one, model, torch.float32, "model")
+        check_model(one, model, "model")
 
 
 def test_a_model_that_ignores_positions_is_caught() -> None:
@@ -138,4 +138,4 @@ def test_a_model_that_ignores_positions_is_caught() -> None:
 
     ours.forward = ignoring
     with pytest.raises(ModelError, match="gives other logits"):
-        check_model(cached(ours), model, torch.float32, "model")
+        check_model(cached(ours), model, "model")

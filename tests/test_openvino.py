@@ -54,7 +54,7 @@ def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None
     heads = {"head_dim": 16} if family in ("qwen3", "gemma3") and dtype == torch.bfloat16 else {}
     model = tiny_models.build(family, **heads).to(dtype)
     one = load(model, dtype)
-    check_model(one, model, dtype, family)
+    check_model(one, model, family)
     assert one.pool.num_bytes_held() == 0, "the check must leave nothing behind"
 
 
@@ -96,7 +96,7 @@ def test_float32_is_computed_in_float32() -> None:
     """Not in bfloat16, and keys and values are not in 8 bits: either would be wrong by more than 1e-3."""
     model = tiny_models.build("llama")
     assert TOLERANCE[torch.float32] <= 1e-4
-    check_model(load(model, torch.float32), model, torch.float32, "llama")
+    check_model(load(model, torch.float32), model, "llama")
 
 
 @needs_openvino

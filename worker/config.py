@@ -21,6 +21,7 @@ class WorkerConfig:
     draft: str = "bundled:draft"  # the same; empty: no draft, plain decoding
     device: str = "auto"  # CUDA where there is one, else CPU
     dtype: str = "auto"  # see worker/models.py
+    backend: str = "auto"  # auto, torch or openvino, see worker/engine_config.py
     max_batch_size: int = 32  # rows decoding in one step
     max_length: int = 8  # largest speculation length
     max_waiting: int = 256  # requests that may queue; one more is refused at once

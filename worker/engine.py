@@ -24,14 +24,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from worker.captured_model import Recorder
 from worker.detokenize import make_decode
 from worker.engine_config import EngineConfig
 from worker.inbox import Inbox
 from worker.length_chooser import LengthChoice, LengthChooser, StepResult
 from worker.models import ModelPair
 from worker.outbox import Outbox, Totals, describe
-from worker.preparation import prepare
+from worker.preparation import PreparedPair, prepare
 from worker.request import EngineFailedError, GenerationRequest
 from worker.scheduler import Scheduler
 from worker.sequence import OnOutput, SequenceState, make_sequences
@@ -55,16 +54,20 @@ class EngineLoad(Totals):
 
 
 class Engine:
-    """Serves a pair of models. recorder: see `prepare`. Raises ModelError when a model cannot be served exactly."""
+    """Serves a pair of models. prepared: what `prepare` gave for them; None: made here.
+
+    Raises ModelError when a model cannot be served exactly.
+    """
 
     def __init__(
-        self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser, recorder: Recorder | None = None
+        self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser, prepared: PreparedPair | None = None
     ) -> None:
         self.pair = pair
         self.config = config
         self._chooser = chooser
         self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
-        prepared = prepare(pair, config, recorder)
+        prepared = prepared or prepare(pair, config)
+        self.backend = prepared.backend
         self.target, self.draft = prepared.target, prepared.draft
         self.max_batch_size = prepared.max_batch_size
         self.max_context_length = prepared.max_context_length

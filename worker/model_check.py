@@ -130,22 +130,22 @@ def _check_calls(recorder: _Recorder, config: Any, name: str) -> None:
 
 
 @torch.inference_mode()
-def check_model(ragged_model: PassModel, plain_model: Any, dtype: torch.dtype, name: str) -> None:
+def check_model(cached: PassModel, plain_model: Any, name: str) -> None:
     """Raises ModelError when ragged rows give other logits than the plain forward of each row.
 
-    plain_model: the same weights as transformers runs them, in its own attention. dtype: computed in.
+    plain_model: the same weights as transformers runs them, in its own attention.
     Two rows of different lengths are fed in pieces: a prompt each, then several tokens of both rows at once, with a
     rejected token overwritten in between.
     """
-    ids = _check_ids(ragged_model, plain_model)
+    ids = _check_ids(cached, plain_model)
     plain = _plain_logits(plain_model, ids)
-    ragged = _ragged_logits(ragged_model, ids)
+    ragged = _ragged_logits(cached, ids)
     for row in range(len(ids)):
-        ragged_model.pool.release(row)
+        cached.pool.release(row)
     if not torch.isfinite(plain).all():
         raise ModelError(f"{name}: its plain forward gives logits that are not finite")
     difference = float((plain - ragged).square().mean().sqrt() / plain.std().clamp_min(1e-6))
-    if not difference <= TOLERANCE[dtype]:
+    if not difference <= TOLERANCE[cached.pool.dtype]:
         raise ModelError(
             f"{name}: {plain_model.config.get_text_config().model_type} gives other logits in ragged batches than alone "
             f"(by {difference:.2g} standard deviations), so its output would be wrong"
@@ -155,12 +155,12 @@ def check_model(ragged_model: PassModel, plain_model: Any, dtype: torch.dtype, n
 NUM_TAIL = 3  # tokens per row that are fed together at the end
 
 
-def _check_ids(ragged_model: PassModel, plain_model: Any) -> list[list[int]]:
+def _check_ids(cached: PassModel, plain_model: Any) -> list[list[int]]:
     """One or two rows of tokens; longer than a sliding window where that is short."""
     vocab_size = plain_model.get_input_embeddings().weight.shape[0]
-    longest = min(48, ragged_model.max_context_length)
+    longest = min(48, cached.max_context_length)
     generator = torch.Generator().manual_seed(0)
-    lengths = (longest, max(longest // 3, NUM_TAIL + 2))[: ragged_model.pool.num_rows]
+    lengths = (longest, max(longest // 3, NUM_TAIL + 2))[: cached.pool.num_rows]
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 

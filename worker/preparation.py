@@ -15,7 +15,7 @@ from worker.backends import openvino
 from worker.backends.passes import PassModel
 from worker.cached_model import CachedModel
 from worker.captured_model import CapturedModel, GraphRecorder, Recorder
-from worker.engine_config import EngineConfig
+from worker.engine_config import BACKENDS, EngineConfig
 from worker.kv_cache import KVPool, LayerShape, free_memory
 from worker.llama import rewrite
 from worker.model_check import check_model, inspect_layers
@@ -61,6 +61,8 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
     Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
     """
+    if config.backend not in BACKENDS:
+        raise ModelError(f"--backend {config.backend!r} is not known; use {', '.join(BACKENDS)}")
     named = [_Named(pair.target, pair.target_name, inspect_layers(private_copy(pair.target), pair.target_name))]
     if pair.draft is not None and config.max_speculation_length:
         named.append(_Named(pair.draft, pair.draft_name, inspect_layers(private_copy(pair.draft), pair.draft_name)))
@@ -105,7 +107,7 @@ def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelP
         one.model, one.layers, config.max_batch_size, length, context, pair.dtype, torch.get_num_threads()
     )
     if config.check_models:
-        check_model(model, one.model, pair.dtype, one.name)
+        check_model(model, one.model, one.name)
     return model
 
 
@@ -128,7 +130,7 @@ def _make_ready(one: _Named, pool: KVPool, context: int, config: EngineConfig) -
     def checked(ours: Any) -> CachedModel:
         cached = CachedModel(_pack(ours, config), pool, context)
         if config.check_models:
-            check_model(cached, one.model, pool.dtype, one.name)
+            check_model(cached, one.model, one.name)
         return cached
 
     if config.rewrite_models:

@@ -74,7 +74,7 @@ def run(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     say(f"copying moves {bandwidth / 1e9:,.0f} GB/s")
     pair = load_pair(sizes.target, sizes.draft, str(device), "auto" if device.type == "cpu" else "bfloat16")
     say(f"{sizes.target} and {sizes.draft} are loaded")
-    bench = EngineBench(pair, sizes.batch_sizes[-1], sizes.lengths[-1], recorder)
+    bench = EngineBench(pair, sizes.batch_sizes[-1], sizes.lengths[-1], recorder, backend="torch")
     source = prompt_source(pair)
     passes = run_passes(bench, sizes, bandwidth)
     for one in passes:

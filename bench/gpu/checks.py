@@ -13,6 +13,7 @@ from worker.captured_model import CapturedModel, Recorder
 from worker.engine import Engine, EngineConfig
 from worker.length_chooser import LengthChoice, StepResult
 from worker.models import ModelPair
+from worker.preparation import prepare
 from worker.prompts import PromptSource, held_out_texts
 from worker.request import GenerationRequest, SamplingParams, SequenceOutput
 
@@ -83,7 +84,7 @@ def run_checks(pair: ModelPair, sizes: Sizes, recorder: Recorder | None) -> list
         max_batch_size=12, max_speculation_length=6, max_waiting=sizes.num_checked, seed=1, backend="torch"
     )
     plain = Engine(pair, replace(config, max_recordings=0), VaryingLengths(2, 6))
-    recorded = Engine(pair, config, VaryingLengths(2, 6), recorder)
+    recorded = Engine(pair, config, VaryingLengths(2, 6), prepare(pair, config, recorder))
     expected = generate(plain, prompts, max_tokens)
     found = generate(recorded, prompts, max_tokens)
     num_different = sum(a != b for a, b in zip(expected, found, strict=True))

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from worker.kv_cache import LayerShape
+
 
 class StepRows:
     """Rows first_row, first_row + 1, ... in one step: column c of row r is its token at place starts[r] + c.
@@ -80,6 +82,8 @@ class RowStore(Protocol):
 
     num_rows: int
     device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[LayerShape, ...]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Let a row begin with the first `length` tokens of another."""
