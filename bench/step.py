@@ -201,7 +201,7 @@ def summary(
             for work in works
             if not work.is_engine
         ],
-        "ratios": [{"what": what, **asdict(value)} for what, value in ratios(rates)],
+        "ratios": [{"what": what, **asdict(value)} for what, value in ratios({work: rates[work] for work in works})],
     }
 
 
@@ -270,10 +270,10 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
-        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; full batch: without tails"
+        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails; per step: tokens of a row; times in ms"
     )
-    columns = ["tokens/s", "least", "most", "full batch", "tokens/step", "step ms", "draft ms", "verify ms", "other ms"]
-    table = Table("backend", "batch", "length", *(Column(name, justify="right") for name in columns))
+    columns = ["tokens/s", "least", "most", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
         tokens = f"{row['tokens_per_step']:.2f}" if "tokens_per_step" in row else "-"
         parts = [format_ms(row.get(key)) for key in ("step_ms", "draft_ms", "verify_ms", "other_ms")]
@@ -288,7 +288,8 @@ def show(result: dict[str, Any]) -> None:
             *parts,
         )
     for row in result["baselines"]:
-        table.add_row("transformers", str(row["batch_size"]), row["what"], *format_rate(row))
+        what, _, length = row["what"].partition(", length ")
+        table.add_row(what, str(row["batch_size"]), length, *format_rate(row))
     console.print(table)
     for row in result["ratios"]:
         console.print(f"{row['what']}: {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f})")

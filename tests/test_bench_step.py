@@ -92,7 +92,7 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
     assert [b["batch_size"] for b in content["baselines"]] == [1, 2, 1, 1, 1]
     assert {r["what"] for r in content["ratios"]} >= {f"torch, length 0 / generate, batch {size}" for size in (1, 2)}
     shown = CliRunner().invoke(app, [*arguments[:-3], "--no-baselines"], catch_exceptions=False)
-    assert "tokens/step" in shown.stdout
+    assert "per step" in shown.stdout
 
 
 @pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")

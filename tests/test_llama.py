@@ -135,7 +135,7 @@ def test_a_rewritten_model_that_is_wrong_is_replaced(
 ) -> None:
     monkeypatch.setattr(worker.preparation, "rewrite", wrong)
     pair = make_pair("llama")
-    prepared = prepare(pair, EngineConfig(max_batch_size=2))
+    prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
     assert type(prepared.target.model) is type(pair.target)
     assert "llama runs in transformers' own operators, which is slower" in caplog.text
     assert reason in caplog.text

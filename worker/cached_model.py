@@ -42,6 +42,10 @@ class CachedModel:
             return [self.forward_batch(parts[0])]
         return self.forward_packed(parts)
 
+    def use_threads(self, num_threads: int) -> None:
+        """As PassModel; torch has one number for all models."""
+        torch.set_num_threads(num_threads)
+
     def forward_batch(self, part: PassPart) -> torch.Tensor:
         """Logits [rows, num_logits, vocab] of rows that are all fed equally many tokens."""
         attention = self._attention(part)

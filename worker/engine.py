@@ -190,7 +190,9 @@ class Engine:
     def _adjust_threads(self) -> None:
         wanted = self._wanted_threads
         if wanted != self.num_threads:
-            torch.set_num_threads(wanted)
+            for model in (self.target, self.draft):
+                if model is not None:
+                    model.use_threads(wanted)
             self.num_threads = wanted
 
     def _take_in(self) -> None:

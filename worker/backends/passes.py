@@ -118,3 +118,6 @@ class PassModel(Protocol):
 
     def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
         """Logits [rows, num_logits, vocab] of each part, valid until the next call."""
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with that many CPU threads from the next pass on, where they are the backend's to choose."""

@@ -69,8 +69,8 @@ def load(
     # Not at the top: importing takes a third of a second, and most machines have no openvino.
     from worker.backends.openvino.blocks import BlockPool
     from worker.backends.openvino.convert import convert
-    from worker.backends.openvino.model import OpenVinoModel, compile_model
+    from worker.backends.openvino.model import OpenVinoModel
 
-    converted = convert(model, layers)
-    compiled = compile_model(converted, dtype, num_threads)
-    return OpenVinoModel(compiled, BlockPool(layers, num_rows, row_length, dtype), max_context_length, converted)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    pool = BlockPool(layers, num_rows, row_length, dtype)
+    return OpenVinoModel(convert(model, layers), num_bytes, pool, max_context_length, num_threads)
