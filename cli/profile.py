@@ -37,7 +37,7 @@ DB = typer.Option(DATABASE, "--db", metavar="FILE", help="Database of a controll
 CONTROLLER = typer.Option("", help="Address of the controller to hand the profile to; default: the one that owns --db.")
 PROFILE = typer.Argument("latest", help="Profile: a JSON file, the id of one in the database, or latest.")
 JSON = typer.Option(False, "--json", help="Print as JSON.")
-MODELS = ("target", "draft", "device", "dtype")
+MODELS = ("target", "draft", "device", "dtype")  # of `load`
 
 STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
 QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
@@ -46,7 +46,7 @@ BUDGET_HELP = f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --qu
 
 
 @app.command()
-@flags_from(WorkerConfig, *MODELS)
+@flags_from(WorkerConfig, *MODELS, "backend")
 @flags_from(ClientConfig, *SECURITY)
 def run(
     batch_sizes: str = typer.Option("1,2,4,8,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
@@ -82,7 +82,7 @@ def run(
     destination = find_destination(db, controller, client_from(settings)) if store else None
     pair = load(threads, **models_of(settings))
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
-    plan = replace(plan, precision=precision, temperature=temperature, seed=seed)
+    plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
         source = f"speclen profile run{' --quick' if quick else ''}"
@@ -168,7 +168,7 @@ def export(
 
 
 @app.command(name="import")
-@flags_from(WorkerConfig, *MODELS)
+@flags_from(WorkerConfig, *MODELS, "backend")
 @flags_from(ClientConfig, *SECURITY)
 def import_(
     profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
@@ -191,7 +191,7 @@ def import_(
 
     document = read_document(profile)
     destination = find_destination(db, controller, client_from(settings))
-    here = core_context(load(threads, **models_of(settings)))
+    here = core_context(load(threads, **models_of(settings)), settings["backend"])
     check_same_context(profile, document.context, here, as_prior)
     profile_id = destination.take(document.to_request(here, as_prior))
     if as_json:

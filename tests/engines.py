@@ -8,16 +8,26 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import tiny_models
 import torch
 
+from speclen.worker.backends import openvino
 from speclen.worker.backends.captured_model import Recorder
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength, LengthChoice, LengthChooser, StepResult
+from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 CPU = torch.device("cpu")
+WHY_NOT_OPENVINO = openvino.why_not(CPU, torch.float32)
+BACKENDS = [
+    "torch",
+    pytest.param(
+        "openvino", marks=pytest.mark.skipif(WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {WHY_NOT_OPENVINO}")
+    ),
+]
 
 
 @functools.cache
@@ -96,8 +106,9 @@ def make_engine(
 ) -> Engine:
     """An engine of 4 rows that checks nothing, since one test checks every family."""
     chooser = FixedLength(chooser) if isinstance(chooser, int) else chooser
-    defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1}
-    return Engine(pair or make_pair(), EngineConfig(**(defaults | settings)), chooser, recorder)
+    defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1, "backend": "torch"}
+    pair, config = pair or make_pair(), EngineConfig(**(defaults | settings))
+    return Engine(pair, config, chooser, prepare(pair, config, recorder))
 
 
 def request(

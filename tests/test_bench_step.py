@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import engines
 import pytest
 import tiny_models
 import torch
@@ -40,7 +41,7 @@ def test_an_engine_leaves_the_models_that_transformers_is_timed_with_alone(pair:
 
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pair: ModelPair, length: int) -> None:
-    engine = EngineBench(pair, 3, 4)
+    engine = EngineBench(pair, 3, 4, backend="torch")
     run = engine.run(PROMPTS, 20, length)
     truth = tiny_models.build("llama")
     assert run.outputs == {n: tiny_models.greedy(truth, list(p), 20) for n, p in enumerate(PROMPTS)}
@@ -76,7 +77,7 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
     out = tmp_path / "result.json"
     arguments = ["--target", folders[0], "--draft", folders[1], "--dtype", "float32", "--device", "cpu"]
     arguments += ["--batch-sizes", "2,1", "--lengths", "2", "--prompt-tokens", "8", "--new-tokens", "12"]
-    arguments += ["--repeats", "2", "--json", "--out", str(out)]
+    arguments += ["--backend", "torch", "--repeats", "2", "--json", "--out", str(out)]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     content = json.loads(result.stdout)
     assert content == json.loads(out.read_text())
@@ -89,9 +90,22 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
         full = cell["batch_size"] * cell["tokens_per_step"] / (cell["step_ms"] / 1e3)
         assert cell["full_batch_tokens_per_s"] == pytest.approx(full)
     assert [b["batch_size"] for b in content["baselines"]] == [1, 2, 1, 1, 1]
-    assert {r["what"] for r in content["ratios"]} >= {"length 0 / generate, batch 1", "length 0 / generate, batch 2"}
+    assert {r["what"] for r in content["ratios"]} >= {f"torch, length 0 / generate, batch {size}" for size in (1, 2)}
     shown = CliRunner().invoke(app, [*arguments[:-3], "--no-baselines"], catch_exceptions=False)
-    assert "tokens/step" in shown.stdout
+    assert "per step" in shown.stdout
+
+
+@pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
+def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32", "threads": 1}
+    arguments |= {"batch_sizes": "2", "lengths": "2", "prompt_tokens": 8, "new_tokens": 12, "repeats": 1, "seed": 0}
+    arguments |= {"prompts": None, "baselines": False, "as_json": True, "out": None, "backend": "torch,openvino"}
+    speclen.bench.engine.step.step(**arguments)
+    content = json.loads(capsys.readouterr().out)
+    cells = [(cell["backend"], cell["speculation_length"]) for cell in content["cells"]]
+    assert cells == [("torch", 0), ("openvino", 0), ("torch", 2), ("openvino", 2)]
+    assert content["backends"]["openvino"].startswith("openvino 2026.")
+    assert "best length, openvino / torch, batch 2" in [ratio["what"] for ratio in content["ratios"]]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +113,7 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
     [
         ({"batch_sizes": "0,1"}, "--batch-sizes '0,1'"),
         ({"batch_sizes": "one"}, "--batch-sizes 'one'"),
+        ({"backend": "numpy"}, "--backend 'numpy' is not known; use auto, torch, openvino"),
         ({"lengths": "99"}, "--lengths '99'"),
         ({"new_tokens": 5000}, "the models hold 256"),
         ({"target": "/nowhere"}, "no such directory"),
@@ -109,6 +124,6 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
 def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str, object], reason: str) -> None:
     defaults: dict[str, object] = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32"}
     defaults |= {"batch_sizes": "1", "lengths": "2", "prompt_tokens": 8, "new_tokens": 8, "repeats": 1, "threads": 0}
-    defaults |= {"prompts": None, "seed": 0, "baselines": False, "as_json": False, "out": None}
+    defaults |= {"prompts": None, "seed": 0, "backend": "torch", "baselines": False, "as_json": False, "out": None}
     with pytest.raises(UserError, match=reason):
         speclen.bench.engine.step.step(**(defaults | arguments))

@@ -81,7 +81,7 @@ def test_recordings_are_bounded_and_the_oldest_goes() -> None:
     recorder = CountingRecorder()
     engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder, max_recordings=3)
     texts(engine)
-    assert recorder.num_recordings == engine.target.num_recorded + engine.draft.num_recorded > 6
+    assert recorder.num_recordings == engine.target.num_first_uses + engine.draft.num_first_uses > 6
     assert len(captured(engine.target)._passes) == 3
 
 
@@ -107,7 +107,7 @@ def test_without_memory_for_more_the_rest_runs_unrecorded() -> None:
     recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
     engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder)
     assert texts(engine) == texts(engines.make_engine(chooser=RandomLengths(1, longest=5)))
-    assert engine.target.num_recorded + engine.draft.num_recorded == 4
+    assert engine.target.num_first_uses + engine.draft.num_first_uses == 4
 
 
 def test_a_pool_without_spare_places_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_rows_and_reach_are_rounded_up_to_few_values() -> None:
 def test_a_plain_engine_records_nothing() -> None:
     engine = engines.make_engine()
     assert not isinstance(engine.target, CapturedModel)
-    assert engine.target.num_recorded == 0
+    assert engine.target.num_first_uses == 0
 
 
 def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:

@@ -16,8 +16,9 @@ import tiny_models
 import torch
 from engines import Collected, RandomLengths, finish, generate, make_engine, request
 
-from speclen.worker.backends.attention import RowAttention
-from speclen.worker.backends.cached_model import CachedModel, PassPart
+from speclen.worker.backends.attention import PackedAttention, RowAttention
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.passes import PassPart
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
@@ -28,16 +29,16 @@ PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
 def fail_once_with_prompts(engine: Engine) -> list[int]:
     """Let the next pass fail that decodes rows and feeds prompts; returns a list that then holds the parts it had."""
-    honest, failed = engine.target.forward_with_prompts, []
+    honest, failed = engine.target.forward, []
 
-    def failing(decoding: PassPart, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
-        if prompts and not failed:
-            failed.append(1 + len(prompts))
-            honest(decoding, prompts)  # keys and values are written
+    def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        logits = honest(parts)  # keys and values are written
+        if len(parts) > 1 and not failed:
+            failed.append(len(parts))
             raise MemoryError
-        return honest(decoding, prompts)
+        return logits
 
-    engine.target.forward_with_prompts = failing  # type: ignore[method-assign]
+    engine.target.forward = failing  # type: ignore[method-assign]
     return failed
 
 
@@ -104,14 +105,14 @@ def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
 
 def fail_on(engine: Engine, token: int) -> None:
     """Let every pass fail that has a prompt with the token in it."""
-    honest = engine.target.plain_forward_parts
+    honest = engine.target.forward
 
     def failing(parts: list[PassPart]) -> list[torch.Tensor]:
         if any((part.ids == token).any() for part in parts):
             raise MemoryError
         return honest(parts)
 
-    engine.target.plain_forward_parts = failing  # type: ignore[method-assign]
+    engine.target.forward = failing  # type: ignore[method-assign]
 
 
 def test_a_failing_prompt_ends_its_request_only() -> None:
@@ -214,18 +215,17 @@ def test_what_a_pass_writes_is_noted_before_it_runs() -> None:
     engine, noted = make_engine(chooser=RandomLengths(2, longest=4), max_batch_size=6, prefill_chunk=16), Counter[str]()
     assert engine.draft is not None
 
-    def check(model: CachedModel, parts: Sequence[RowAttention]) -> None:
-        for part in parts:
+    def check(model: CachedModel, attention: RowAttention | PackedAttention) -> None:
+        for part in attention.parts if isinstance(attention, PackedAttention) else [attention]:
             for row, positions in enumerate(part.positions, part.first_row):
                 assert model.pool._touched[row] > int(positions.max())
         noted["target" if model is engine.target else "draft"] += 1
 
     for model in (engine.target, engine.draft):
-        forward, packed = model.plain_forward, model.plain_forward_parts
-        model.plain_forward = lambda ids, attention, n, m=model, f=forward: (
-            check(m, [attention]) or f(ids, attention, n)
-        )  # type: ignore
-        model.plain_forward_parts = lambda parts, m=model, f=packed: check(m, [p.attention for p in parts]) or f(parts)  # type: ignore
+        assert isinstance(model, CachedModel)
+        model.run = lambda ids, positions, attention, kept, m=model, run=model.run: (  # type: ignore[method-assign]
+            check(m, attention) or run(ids, positions, attention, kept)
+        )
     rng = random.Random(2)
     requests = [
         request(str(at), engines.random_prompt(rng), max_tokens=12, fixed_length=rng.choice([None, 0, 3]))

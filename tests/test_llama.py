@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -16,6 +17,7 @@ from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.llama import LlamaDecoder, RMSNorm, merge, rewrite
 from speclen.worker.backends.packed_linear import PackedLinear, private_copy
+from speclen.worker.backends.passes import PassPart, StepRows
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 
@@ -59,9 +61,9 @@ def test_float32_logits_agree_to_the_last_digits(variant: str) -> None:
     model = tiny_models.build(family, **settings)
     ids = torch.randint(tiny_models.VOCAB_SIZE, (1, CONTEXT), generator=torch.Generator().manual_seed(3))
     one = rewritten(model)
-    part = one.prompt_part(0, ids[0].tolist(), 0)
+    part = PassPart(StepRows(np.array([0]), CONTEXT, CPU), ids, num_logits=CONTEXT)
     with torch.inference_mode():
-        logits = one.plain_forward(part.ids, part.attention, CONTEXT)
+        logits = one.forward_batch(part)
     torch.testing.assert_close(logits, model(input_ids=ids).logits, atol=2e-4, rtol=2e-4)
 
 
@@ -133,7 +135,7 @@ def test_a_rewritten_model_that_is_wrong_is_replaced(
 ) -> None:
     monkeypatch.setattr(speclen.worker.engine.preparation, "rewrite", wrong)
     pair = make_pair("llama")
-    prepared = prepare(pair, EngineConfig(max_batch_size=2))
+    prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
     assert type(prepared.target.model) is type(pair.target)
     assert "llama runs in transformers' own operators, which is slower" in caplog.text
     assert reason in caplog.text

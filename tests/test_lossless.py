@@ -48,6 +48,7 @@ class Traffic:
     seed: int
     recorder: Recorder | None = None
     num_requests: int = NUM_REQUESTS
+    backend: str = "torch"
 
     def run(self) -> tuple[list[GenerationRequest], Collected, RandomLengths]:
         generator = random.Random(self.seed)
@@ -61,6 +62,7 @@ class Traffic:
             prefill_chunk=17,
             max_kv_tokens=400,
             max_waiting=999,
+            backend=self.backend,
         )
         collected, requests, cancelled = Collected(), [], 0
         while len(requests) < self.num_requests or engine.load().num_running or engine.load().num_waiting:
@@ -85,9 +87,13 @@ class Traffic:
         )
 
 
+@pytest.mark.parametrize("backend", engines.BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> None:
-    requests, collected, chooser = Traffic(family, seed=list(tiny_models.FAMILIES).index(family)).run()
+def test_ragged_schedules_put_out_what_the_target_alone_would(family: str, backend: str) -> None:
+    if backend == "openvino" and family == "gemma2":
+        pytest.skip("OpenVINO's attention has no softcap: torch runs Gemma 2")
+    seed = list(tiny_models.FAMILIES).index(family)
+    requests, collected, chooser = Traffic(family, seed, backend=backend).run()
     target, _ = engines.models(family)
     num_ties = num_tokens = 0
     for one in requests:
@@ -108,10 +114,10 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> No
             assert last.num_draft_tokens == 0
     assert num_ties <= 2
     assert num_tokens > 1000
-    check_reports(chooser)
+    check_reports(chooser, {StepFlag.COMPILATION} if backend == "openvino" else set())
 
 
-def check_reports(chooser: RandomLengths) -> None:
+def check_reports(chooser: RandomLengths, flags_of_backend: set[StepFlag]) -> None:
     """The schedule was as varied as the test claims, and every report is consistent."""
     results = chooser.results
     for choice, result in zip(chooser.choices, results, strict=True):
@@ -122,7 +128,8 @@ def check_reports(chooser: RandomLengths) -> None:
     assert {result.batch_size for result in results} >= {2, 3, 4, 5, 6}
     assert {result.speculation_length for result in results} >= {0, 1, 2, 3, 4, 5}
     flags = [flag for result in results for flag in result.flags]
-    assert set(flags) == {StepFlag.PREFILL, StepFlag.CATCH_UP, StepFlag.MIXED_LENGTHS, StepFlag.FIRST_USE}
+    expected = {StepFlag.PREFILL, StepFlag.CATCH_UP, StepFlag.MIXED_LENGTHS, StepFlag.FIRST_USE}
+    assert set(flags) == expected | flags_of_backend
     accepted = sum(at * count for result in results for at, count in enumerate(result.accepted_histogram))
     assert accepted > 100, "drafts that are always rejected would prove nothing"
 

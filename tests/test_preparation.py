@@ -18,7 +18,7 @@ from speclen.worker.models.loading import ModelError
 
 def test_the_callers_models_stay_as_they_are() -> None:
     pair = engines.make_pair("llama")
-    prepared = prepare(pair, EngineConfig(max_batch_size=2))
+    prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
     assert pair.target.config._attn_implementation == "sdpa"
     assert not any(isinstance(module, PackedLinear) for module in pair.target.modules())
     assert prepared.target.model is not pair.target
@@ -32,14 +32,16 @@ def storages(model: torch.nn.Module) -> set[int]:
 
 def test_weights_are_not_copied_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 2**16)
-    prepared = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2))
+    prepared = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2, backend="torch"))
     assert not any(isinstance(module, PackedLinear) for module in prepared.target.model.modules())
     # Two layers of two heads of 8 in each model: 512 bytes a token, and half of 64 KiB may be used.
     assert prepared.max_kv_tokens == 2**15 // 512
 
 
 def test_limits_may_be_set() -> None:
-    config = EngineConfig(max_batch_size=3, max_context_length=100, max_kv_tokens=150, max_speculation_length=4)
+    config = EngineConfig(
+        backend="torch", max_batch_size=3, max_context_length=100, max_kv_tokens=150, max_speculation_length=4
+    )
     prepared = prepare(engines.make_pair("llama"), config)
     assert (prepared.max_context_length, prepared.max_kv_tokens) == (100, 150)
     assert prepared.target.pool.max_length >= 104
@@ -89,4 +91,4 @@ def test_an_engine_has_the_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_models_that_are_refused_are_named() -> None:
     pair = engines.make_pair("llama", draft=tiny_models.build("bloom"), draft_name="some/bloom")
     with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
-        prepare(pair, EngineConfig(max_batch_size=2))
+        prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))

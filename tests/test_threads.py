@@ -114,7 +114,7 @@ def test_watching_tells_the_engine(monkeypatch):
 def test_the_engine_changes_its_threads_between_steps():
     before = torch.get_num_threads()
     try:
-        engine = Engine(make_pair(), EngineConfig(), FixedLength(0))
+        engine = Engine(make_pair(), EngineConfig(backend="torch"), FixedLength(0))
         assert engine.num_threads == before
         engine.use_threads(before + 1)
         assert torch.get_num_threads() == before

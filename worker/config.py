@@ -23,6 +23,9 @@ class WorkerConfig:
     draft: str = setting("bundled:draft", "Draft model, likewise; empty for plain decoding.")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    backend: str = setting(
+        "auto", "auto: OpenVINO on x86 CPUs where it is installed and runs the models exactly; torch; openvino."
+    )
     max_batch_size: int = setting(32, "Rows decoding in one step.", least=1, most=4096)
     max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)

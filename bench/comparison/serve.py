@@ -30,7 +30,7 @@ START_AND_STOP_S = 20.0  # of controller and worker, about, for the estimate of 
 
 
 @flags_from(Plan)
-@flags_from(WorkerConfig, "draft", "device", "dtype", "max_length", "threads")
+@flags_from(WorkerConfig, "draft", "device", "dtype", "backend", "max_length", "threads")
 def serve(
     target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
     max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),

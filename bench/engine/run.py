@@ -10,6 +10,7 @@ from speclen.worker.backends.captured_model import Recorder
 from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength, StepResult
+from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
@@ -39,16 +40,25 @@ class EngineRun:
 class EngineBench:
     """One engine over a pair, run again and again with other batches and lengths."""
 
-    def __init__(self, pair: ModelPair, max_batch_size: int, max_length: int, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        pair: ModelPair,
+        max_batch_size: int,
+        max_length: int,
+        recorder: Recorder | None = None,
+        backend: str = "auto",
+    ) -> None:
         self.chooser = FixedLength(0)
         self.synchronous = pair.device.type == "cpu"
         config = EngineConfig(
-            max_batch_size=max_batch_size, max_speculation_length=max_length, max_waiting=max_batch_size
+            max_batch_size=max_batch_size,
+            max_speculation_length=max_length,
+            max_waiting=max_batch_size,
+            backend=backend,
         )
-        self.engine = Engine(pair, config, self.chooser, recorder)
-        # The engine runs copies of the pair's models.
-        self.target_clock = ForwardClock(self.engine.target.model)
-        self.draft_clock = ForwardClock(self.engine.draft.model if self.engine.draft is not None else None)
+        self.engine = Engine(pair, config, self.chooser, prepare(pair, config, recorder))
+        self.target_clock = ForwardClock(self.engine.target)
+        self.draft_clock = ForwardClock(self.engine.draft)
 
     def run(self, prompts: Sequence[tuple[int, ...]], new_tokens: int, length: int) -> EngineRun:
         """Greedy generation of new_tokens for every prompt at once. Raises RuntimeError if a sequence fails."""

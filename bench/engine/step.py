@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One thing to time: the engine at a length, `generate`, or assisted generation at a length (None: its default)."""
+    """One thing to time: an engine at a length, `generate`, or assisted generation at a length (None: its default)."""
 
-    kind: str  # "speclen", "generate", "assisted"
+    kind: str  # of an engine its backend, else "generate" or "assisted"
     batch_size: int
     length: int | None = None
 
@@ -43,10 +43,16 @@ class Work:
         length = "" if self.kind == "generate" else f", length {'default' if self.length is None else self.length}"
         return self.kind + length
 
+    @property
+    def is_engine(self) -> bool:
+        return self.kind not in ("generate", "assisted")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured: grids, and tokens per prompt and output."""
+    """What is measured: backends and grids, and tokens per prompt and output."""
+
+    backends: tuple[str, ...]
 
     batch_sizes: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -58,6 +64,7 @@ class Settings:
 
 @flags_from(WorkerConfig, "target", "draft", "device", "dtype")
 def step(
+    backend: str = typer.Option("auto", help="auto, torch or openvino, or several, separated by commas: side by side."),
     batch_sizes: str = typer.Option("1,4,16", help="Batch sizes, separated by commas."),
     lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, separated by commas; 0 is always measured."),
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),
@@ -76,6 +83,7 @@ def step(
     Example: speclen bench step --target bundled:target-60m --batch-sizes 1,8 --lengths 0,3,6
     """
     settings = Settings(
+        tuple(backend.split(",")),
         numbers("--batch-sizes", batch_sizes, 1, 4096),
         tuple(sorted({0, *numbers("--lengths", lengths, 0, 64)})),
         prompt_tokens,
@@ -87,10 +95,10 @@ def step(
         pair = load_pair(**models)
         set_threads(threads, pair)
         texts = texts_from_file(prompts) if prompts else held_out_texts()
+        check(settings, pair)
+        result = measure(pair, settings, PromptSource(pair.tokenizer, texts, seed), baselines)
     except ValueError as error:
         raise UserError(str(error)) from error
-    check(settings, pair)
-    result = measure(pair, settings, PromptSource(pair.tokenizer, texts, seed), baselines)
     text = json.dumps(result, indent=2)
     if out is not None:
         out.write_text(text + "\n")
@@ -124,7 +132,10 @@ def check(settings: Settings, pair: ModelPair) -> None:
 def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines: bool) -> dict[str, Any]:
     """Run everything `repeats` times in random order after a warm-up, and summarise."""
     baseline = TransformersBaseline(pair) if baselines else None
-    engine = EngineBench(pair, settings.batch_sizes[-1], settings.lengths[-1])
+    engines = {
+        backend: EngineBench(pair, settings.batch_sizes[-1], settings.lengths[-1], backend=backend)
+        for backend in settings.backends
+    }
     works = list(all_works(settings, baseline is not None and baseline.draft is not None, baseline is not None))
     rates: dict[Work, list[float]] = defaultdict(list)
     steps: dict[Work, list[TimedStep]] = defaultdict(list)
@@ -132,9 +143,9 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines
 
     def run(work: Work, new_tokens: int) -> tuple[float, list[TimedStep]]:
         batch = prompts[: work.batch_size]
-        if work.kind == "speclen":
+        if work.kind in engines:
             assert work.length is not None
-            done = engine.run(batch, new_tokens, work.length)
+            done = engines[work.kind].run(batch, new_tokens, work.length)
             return done.seconds, done.steps
         assert baseline is not None
         if work.kind == "generate":
@@ -151,13 +162,13 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines
             seconds, timed = run(work, settings.new_tokens)
             rates[work].append(work.batch_size * settings.new_tokens / seconds)
             steps[work] += timed
-    return summary(pair, settings, works, rates, steps)
+    return summary(pair, settings, {name: one.engine.backend for name, one in engines.items()}, works, rates, steps)
 
 
 def all_works(settings: Settings, assisted: bool, generate: bool) -> Iterator[Work]:
     for batch_size in settings.batch_sizes:
         for length in settings.lengths:
-            yield Work("speclen", batch_size, length)
+            yield from (Work(backend, batch_size, length) for backend in settings.backends)
         if generate:
             yield Work("generate", batch_size)
     if assisted and 1 in settings.batch_sizes:
@@ -171,6 +182,7 @@ def progress(works: list[Work], title: str) -> Iterator[Work]:
 def summary(
     pair: ModelPair,
     settings: Settings,
+    versions: dict[str, str],
     works: list[Work],
     rates: dict[Work, list[float]],
     steps: dict[Work, list[TimedStep]],
@@ -181,19 +193,21 @@ def summary(
         "dtype": str(pair.dtype).removeprefix("torch."),
         "machine": machine(pair.device),
         "settings": asdict(settings),
-        "cells": [cell(work, rates[work], steps[work]) for work in works if work.kind == "speclen"],
+        "backends": versions,
+        "cells": [cell(work, rates[work], steps[work]) for work in works if work.is_engine],
         "baselines": [
             {"what": str(work), "batch_size": work.batch_size, "tokens_per_s": asdict(spread(rates[work]))}
             for work in works
-            if work.kind != "speclen"
+            if not work.is_engine
         ],
-        "ratios": [{"what": what, **asdict(value)} for what, value in ratios(rates)],
+        "ratios": [{"what": what, **asdict(value)} for what, value in ratios({work: rates[work] for work in works})],
     }
 
 
 def cell(work: Work, rates: list[float], steps: list[TimedStep]) -> dict[str, Any]:
     """Throughput over the repeats, and mean step time with its parts over all steps at full batch size."""
     row: dict[str, Any] = {
+        "backend": work.kind,
         "batch_size": work.batch_size,
         "speculation_length": work.length,
         "tokens_per_s": asdict(spread(rates)),
@@ -221,37 +235,61 @@ def mean(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:
 
 
 def ratios(rates: dict[Work, list[float]]) -> Iterator[tuple[str, Spread]]:
-    """What the aims are stated in: against generate, against assisted generation, and against length 0."""
+    """What the aims are stated in: against generate and assisted generation, against length 0, and between backends."""
     for batch_size in sorted({work.batch_size for work in rates}):
-        ours = {w.length: v for w, v in rates.items() if w.kind == "speclen" and w.batch_size == batch_size}
-        best = max(ours, key=lambda length: spread(ours[length]).median)
-        if generated := rates.get(Work("generate", batch_size)):
-            yield f"length 0 / generate, batch {batch_size}", ratio(ours[0], generated)
-        if best:
-            yield f"best length {best} / length 0, batch {batch_size}", ratio(ours[best], ours[0])
-        assisted = [
-            values for work, values in rates.items() if work.kind == "assisted" and work.batch_size == batch_size
-        ]
-        if assisted:
-            fastest = max(assisted, key=lambda values: spread(values).median)
-            yield f"best length {best} / best assisted generation, batch {batch_size}", ratio(ours[best], fastest)
+        best: dict[str, list[float]] = {}
+        for backend in dict.fromkeys(work.kind for work in rates if work.is_engine):
+            ours = {w.length: v for w, v in rates.items() if (w.kind, w.batch_size) == (backend, batch_size)}
+            best[backend] = yield from ratios_of(backend, batch_size, ours, rates)
+        first, *others = best
+        for other in others:
+            yield f"best length, {other} / {first}, batch {batch_size}", ratio(best[other], best[first])
+
+
+def ratios_of(
+    backend: str, batch_size: int, ours: dict[int | None, list[float]], rates: dict[Work, list[float]]
+) -> Generator[tuple[str, Spread], None, list[float]]:
+    """Ratios of one engine at one batch size. ours: tokens per second by length. Returns those of the best length."""
+    best = max(ours, key=lambda length: spread(ours[length]).median)
+    if generated := rates.get(Work("generate", batch_size)):
+        yield f"{backend}, length 0 / generate, batch {batch_size}", ratio(ours[0], generated)
+    if best:
+        yield f"{backend}, best length {best} / length 0, batch {batch_size}", ratio(ours[best], ours[0])
+    assisted = [v for work, v in rates.items() if work.kind == "assisted" and work.batch_size == batch_size]
+    if assisted:
+        fastest = max(assisted, key=lambda values: spread(values).median)
+        yield (
+            f"{backend}, best length {best} / best assisted generation, batch {batch_size}",
+            ratio(ours[best], fastest),
+        )
+    return ours[best]
 
 
 def show(result: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
-        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; full batch: without tails"
+        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails; "
+        "per step: tokens of a row; times in ms"
     )
-    columns = ["tokens/s", "least", "most", "full batch", "tokens/step", "step ms", "draft ms", "verify ms", "other ms"]
-    table = Table("batch", "length", *(Column(name, justify="right") for name in columns))
+    columns = ["tokens/s", "least", "most", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
         tokens = f"{row['tokens_per_step']:.2f}" if "tokens_per_step" in row else "-"
         parts = [format_ms(row.get(key)) for key in ("step_ms", "draft_ms", "verify_ms", "other_ms")]
         full = f"{row['full_batch_tokens_per_s']:.0f}" if "full_batch_tokens_per_s" in row else "-"
-        table.add_row(str(row["batch_size"]), str(row["speculation_length"]), *format_rate(row), full, tokens, *parts)
+        table.add_row(
+            row["backend"],
+            str(row["batch_size"]),
+            str(row["speculation_length"]),
+            *format_rate(row),
+            full,
+            tokens,
+            *parts,
+        )
     for row in result["baselines"]:
-        table.add_row(str(row["batch_size"]), row["what"], *format_rate(row))
+        what, _, length = row["what"].partition(", length ")
+        table.add_row(what, str(row["batch_size"]), length, *format_rate(row))
     console.print(table)
     for row in result["ratios"]:
         console.print(f"{row['what']}: {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f})")

@@ -25,6 +25,7 @@ from speclen.bench.gpu.passes import PassTime, copy_bandwidth, time_pass
 from speclen.bench.gpu.plots import draw
 from speclen.bench.gpu.sizes import DRY, FULL, Sizes
 from speclen.bench.machine import machine
+from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.captured_model import RerunRecorder
 from speclen.worker.models.loading import load_pair
 
@@ -73,7 +74,7 @@ def run(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     say(f"copying moves {bandwidth / 1e9:,.0f} GB/s")
     pair = load_pair(sizes.target, sizes.draft, str(device), "auto" if device.type == "cpu" else "bfloat16")
     say(f"{sizes.target} and {sizes.draft} are loaded")
-    bench = EngineBench(pair, sizes.batch_sizes[-1], sizes.lengths[-1], recorder)
+    bench = EngineBench(pair, sizes.batch_sizes[-1], sizes.lengths[-1], recorder, backend="torch")
     source = prompt_source(pair)
     passes = run_passes(bench, sizes, bandwidth)
     for one in passes:
@@ -112,6 +113,7 @@ def run_passes(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[PassT
             ("target", engine.target, sizes.lengths[-1] + 1),
             ("draft", engine.draft, 1),
         ):
+            assert isinstance(model, CachedModel)
             found.append(
                 time_pass(name, model, batch_size, queries, sizes.prompt_tokens, bandwidth, sizes.pass_repeats)
             )

@@ -12,6 +12,7 @@ from speclen.bench.gpu.sizes import Sizes
 from speclen.worker.backends.captured_model import CapturedModel, Recorder
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult
+from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
@@ -79,9 +80,11 @@ def widest_miss(model: object, prompt: Prompt, output: Sequence[int], device: to
 def run_checks(pair: ModelPair, sizes: Sizes, recorder: Recorder | None) -> list[Check]:
     """All checks on a float32 pair, where tokens can be compared exactly."""
     prompts, max_tokens = ragged(PromptSource(pair.tokenizer, held_out_texts(), 1), sizes.num_checked)
-    config = EngineConfig(max_batch_size=12, max_speculation_length=6, max_waiting=sizes.num_checked, seed=1)
+    config = EngineConfig(
+        max_batch_size=12, max_speculation_length=6, max_waiting=sizes.num_checked, seed=1, backend="torch"
+    )
     plain = Engine(pair, replace(config, max_recordings=0), VaryingLengths(2, 6))
-    recorded = Engine(pair, config, VaryingLengths(2, 6), recorder)
+    recorded = Engine(pair, config, VaryingLengths(2, 6), prepare(pair, config, recorder))
     expected = generate(plain, prompts, max_tokens)
     found = generate(recorded, prompts, max_tokens)
     num_different = sum(a != b for a, b in zip(expected, found, strict=True))
@@ -89,7 +92,7 @@ def run_checks(pair: ModelPair, sizes: Sizes, recorder: Recorder | None) -> list
         Check(
             "steps are recorded",
             isinstance(recorded.target, CapturedModel) and recorded.target.recorder is not None,
-            f"{recorded.target.num_recorded} passes of the target were recorded",
+            f"{recorded.target.num_first_uses} passes of the target were recorded",
         ),
         # A tie that two shapes of a product break differently changes a whole output.
         Check(

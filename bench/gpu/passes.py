@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 
-from speclen.worker.backends.attention import RowAttention, StepMasks
 from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.passes import PassPart, StepRows
 from speclen.worker.engine import step_runner
 from speclen.worker.engine.speculative import speculative_step
 
@@ -85,13 +86,12 @@ def time_pass(
     name: str, model: CachedModel, batch_size: int, num_queries: int, num_tokens: int, bandwidth: float, repeats: int
 ) -> PassTime:
     """A decoding pass of rows that hold num_tokens each, as the engine runs it, and one kernel at a time."""
-    device = model.pool.device
+    device = model.device
     ids = torch.ones(batch_size, num_queries, dtype=torch.long, device=device)
-    positions = torch.arange(num_tokens, num_tokens + num_queries, device=device).expand(batch_size, -1).contiguous()
+    starts = np.full(batch_size, num_tokens)
 
-    def run(forward: Callable[..., torch.Tensor]) -> torch.Tensor:
-        masks = StepMasks(positions, num_tokens + num_queries, model.pool.dtype)
-        return forward(ids, RowAttention(model.pool, masks, slice(None)), num_queries)
+    def part() -> PassPart:
+        return PassPart(StepRows(starts, num_queries, device), ids, num_logits=num_queries)
 
     timer = Timer(device)
     read = weight_bytes(model.model) + batch_size * (num_tokens + num_queries) * model.pool.bytes_per_token
@@ -99,8 +99,8 @@ def time_pass(
         name,
         batch_size,
         num_queries,
-        timer.median(lambda: run(model.forward), repeats),
-        timer.median(lambda: run(model.plain_forward), max(3, repeats // 5)),
+        timer.median(lambda: model.forward([part()]), repeats),
+        timer.median(lambda: model.forward_batch(part()), max(3, repeats // 5)),
         read / bandwidth,
     )
 

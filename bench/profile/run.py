@@ -20,6 +20,8 @@ from speclen.bench.machine import machine
 from speclen.bench.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import ContextKey
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import ProfileProgress, Profiler, ProfileSettings
 from speclen.worker.profiling.prompts import PromptSource
@@ -52,9 +54,9 @@ class Partial:
         self.path.unlink(missing_ok=True)
 
 
-def core_context(pair: ModelPair) -> ContextKey:
-    """The context of this process, as the estimator names it."""
-    key = context_key(pair)
+def core_context(pair: ModelPair, backend: str = "auto") -> ContextKey:
+    """The context of an engine in this process, as the estimator names it. Raises ModelError."""
+    key = context_key(pair, prepare(pair, EngineConfig(max_batch_size=2, backend=backend)).backend)
     return ContextKey(key.target, key.draft, key.device, key.dtype, key.engine_fingerprint)
 
 
@@ -78,7 +80,7 @@ def measure(
 
     Ctrl-C saves what there is and ends with code 130. Raises UserError.
     """
-    context = core_context(pair)
+    context = core_context(pair, settings.backend)
     partial = partial_of(folder, context, settings, texts)
     samples = ProfileSamples() if fresh else partial.load()
     if samples.num_rounds:

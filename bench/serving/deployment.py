@@ -92,13 +92,14 @@ class WorkerSettings:
     max_batch_size: int = 16
     max_length: int = 8
     threads: int = 0
+    backend: str = "auto"
 
     def arguments(self) -> list[str]:
         return [
             *("--target", self.target, "--draft", self.draft, "--device", self.device, "--dtype", self.dtype),
             *("--max-batch-size", str(self.max_batch_size), "--max-length", str(self.max_length)),
             # A track may burst far above capacity; what waits is part of the measurement, what is refused is not.
-            *("--threads", str(self.threads), "--max-waiting", "100000"),
+            *("--threads", str(self.threads), "--backend", self.backend, "--max-waiting", "100000"),
         ]
 
 

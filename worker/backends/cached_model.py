@@ -1,10 +1,9 @@
-"""A transformers model together with the pool that holds its rows' keys and values."""
+"""A transformers model together with the pool that holds its rows' keys and values: the passes of torch, on any device."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +11,15 @@ import torch.nn.functional as F
 
 from speclen.worker.backends.attention import PackedAttention, RowAttention, StepMasks
 from speclen.worker.backends.kv_cache import KVPool
+from speclen.worker.backends.passes import PassPart
 
 # Packed passes are filled up to a multiple of so many tokens. Prompts have all lengths, and on a CPU a matrix product
 # of a new size takes a millisecond longer the first time and keeps its kernel: the memory grew by 150 MB.
 TOKENS_MULTIPLE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PassPart:
-    """A group of rows in a pass. ids: [rows, queries], at attention.positions. num_logits: positions wanted per row."""
-
-    ids: torch.Tensor
-    attention: RowAttention
-    num_logits: int
-
-
 class CachedModel:
-    """Runs a model over rows of its pool: decoding passes through `forward`, and prompts along with them.
+    """Runs a model over rows of its pool: a `PassModel`.
 
     max_context_length: positions beyond it are clamped, since models with learned positions have no others; whatever
     is computed there is thrown away by the caller.
@@ -37,70 +28,69 @@ class CachedModel:
     def __init__(self, model: Any, pool: KVPool, max_context_length: int) -> None:
         self.model = model
         self.pool = pool
+        self.device = pool.device
         self.max_context_length = max_context_length
-        self.num_recorded = 0  # passes recorded so far, see CapturedModel
+        self.num_first_uses = 0  # passes recorded so far, see CapturedModel
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def forward(self, ids: torch.Tensor, attention: RowAttention, num_logits: int) -> torch.Tensor:
-        """Logits [rows, num_logits, vocab] of the last positions, valid until the next call.
+    def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """As PassModel. Rows that decode alone are a batch; with prompts, all tokens are one long sequence.
 
-        ids: [rows, queries], at attention.positions.
+        What a token costs falls with the number of tokens in a pass, until the processor has its hands full.
         """
-        return self.plain_forward(ids, attention, num_logits)
+        if len(parts) == 1 and parts[0].num_queries <= TOKENS_MULTIPLE:
+            return [self.forward_batch(parts[0])]
+        return self.forward_packed(parts)
 
-    def plain_forward(self, ids: torch.Tensor, attention: RowAttention, num_logits: int) -> torch.Tensor:
-        """As forward, never recorded; the logits stay."""
-        options = {"logits_to_keep": num_logits} if self._slices_itself else {}
+    def use_threads(self, num_threads: int) -> None:
+        """As PassModel; torch has one number for all models."""
+        torch.set_num_threads(num_threads)
+
+    def forward_batch(self, part: PassPart) -> torch.Tensor:
+        """Logits [rows, num_logits, vocab] of rows that are all fed equally many tokens."""
+        attention = self._attention(part)
+        return self.run(part.ids, attention.positions, attention, part.num_logits)
+
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
+    ) -> torch.Tensor:
+        """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: how many of the last positions, or which."""
+        options = {"logits_to_keep": kept} if self._slices_itself else {}
         output = self.model(
             input_ids=ids,
-            position_ids=attention.positions.clamp(max=self.max_context_length - 1),
+            position_ids=positions.clamp(max=self.max_context_length - 1),
             use_cache=False,
             row_attention=attention,
             **options,
         )
-        return output.logits[:, -num_logits:]
+        if self._slices_itself:
+            return output.logits
+        return output.logits[:, kept if isinstance(kept, torch.Tensor) else slice(-kept, None)]
 
-    def forward_with_prompts(self, decoding: PassPart, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits of the decoding rows, as forward gives them, and of each prompt, in one pass."""
-        if not prompts:
-            return [self.forward(decoding.ids, decoding.attention, decoding.num_logits)]
-        return self.plain_forward_parts([decoding, *prompts])
-
-    def plain_forward_parts(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits [rows, num_logits, vocab] of each part, as plain_forward gives them, in one pass.
-
-        What a token costs falls with the number of tokens in a pass, until the processor has its hands full.
-        """
+    def forward_packed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits of each part, whose tokens follow each other in one sequence."""
+        attentions = [self._attention(part) for part in parts]
         num_padding = -sum(part.ids.numel() for part in parts) % TOKENS_MULTIPLE
         ids = torch.cat([part.ids.flatten() for part in parts])
-        positions = torch.cat([part.attention.positions.flatten() for part in parts])
-        kept = _kept_tokens(parts).to(self.pool.device)
-        options = {"logits_to_keep": kept} if self._slices_itself else {}
-        output = self.model(
-            input_ids=F.pad(ids, (0, num_padding))[None],
-            position_ids=F.pad(positions.clamp(max=self.max_context_length - 1), (0, num_padding))[None],
-            use_cache=False,
-            row_attention=PackedAttention([part.attention for part in parts], num_padding),
-            **options,
-        )
-        logits = output.logits[0] if self._slices_itself else output.logits[0, kept]
+        positions = torch.cat([attention.positions.flatten() for attention in attentions])
+        logits = self.run(
+            F.pad(ids, (0, num_padding))[None],
+            F.pad(positions, (0, num_padding))[None],
+            PackedAttention(attentions, num_padding),
+            _kept_tokens(parts).to(self.device),
+        )[0]
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
-    def prompt_part(self, row: int, ids: Sequence[int], start: int) -> PassPart:
-        """One row's tokens start, start + 1, ...; the logits wanted follow the last one."""
-        device, end = self.pool.device, start + len(ids)
-        positions = torch.arange(start, end, device=device)[None]
-        masks = StepMasks(positions, end, self.pool.dtype)
-        attention = RowAttention(self.pool, masks, slice(None), first_row=row, start=start)
-        return PassPart(torch.tensor([ids], device=device), attention, num_logits=1)
-
-    def prefill(self, row: int, ids: Sequence[int], start: int) -> torch.Tensor:
-        """Feed one row's tokens start, start + 1, ...; returns the logits [1, 1, vocab] that follow the last one."""
-        part = self.prompt_part(row, ids, start)
-        logits = self.plain_forward(part.ids, part.attention, part.num_logits)
-        self.pool.note_written(row, start + len(ids))
-        return logits
+    def _attention(self, part: PassPart) -> RowAttention:
+        """What the layers need of a part. The rows' masks are made once per step; their pages are noted as written."""
+        rows, end = part.rows, part.column + part.num_queries
+        masks = rows.shared.get(self.pool.dtype)
+        if masks is None:
+            masks = rows.shared[self.pool.dtype] = StepMasks(rows.positions, rows.num_tokens, self.pool.dtype)
+        self.pool.note_rows_written(rows.first_row, rows.starts + end)
+        start = None if rows.common_start is None else rows.common_start + part.column
+        return RowAttention(self.pool, masks, slice(part.column, end), rows.first_row, start)
 
 
 def _kept_tokens(parts: Sequence[PassPart]) -> torch.Tensor:

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 import torch
 
 from speclen.worker.backends.attention import RowAttention, StepMasks
-from speclen.worker.backends.cached_model import CachedModel, PassPart
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.passes import PassPart
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class CapturedModel(CachedModel):
     """Replays decoding passes of up to `max_queries` queries a row; everything else takes the plain path.
 
     max_recordings: kept at most, the least recently used goes first. The pool must hold `max_queries` tokens more per
-    row than rows ever fill. num_recorded: passes recorded so far; a step in which it grew says nothing about step times.
+    row than rows ever fill. num_first_uses: passes recorded so far; a step in which it grew says nothing about step times.
     """
 
     def __init__(self, plain: CachedModel, recorder: Recorder, max_queries: int, max_recordings: int) -> None:
@@ -142,31 +143,34 @@ class CapturedModel(CachedModel):
                 "spare ones are needed"
             )
 
-    def forward(self, ids: torch.Tensor, attention: RowAttention, num_logits: int) -> torch.Tensor:
-        """As CachedModel.forward."""
-        rows, queries = ids.shape
-        if self.recorder is None or queries > self.max_queries:
-            return self.plain_forward(ids, attention, num_logits)
-        shape = PassShape(
-            padded_rows(rows, self.pool.num_rows),
-            queries,
-            reach(attention.masks.num_tokens, self.pool.max_length),
-            num_logits,
-        )
-        recorded = self._passes.get(shape)
-        if recorded is None:
-            recorded = self._record(shape, ids, attention.positions)
-            if recorded is None:
-                return self.plain_forward(ids, attention, num_logits)
-        self._passes.move_to_end(shape)
-        self._fill(recorded, ids, attention.positions)
-        recorded.recording.replay()
-        return recorded.recording.logits[:rows]
+    def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """As PassModel, but prompts in a pass of their own, beside the recorded one of the rows that decode."""
+        first, *others = parts
+        if self.recorder is None or first.num_queries > self.max_queries or first.rows.first_row:
+            return super().forward(parts)
+        logits = self._replay(first)
+        if logits is None:
+            return super().forward(parts)
+        return [logits, *(self.forward_packed(others) if others else ())]
 
-    def forward_with_prompts(self, decoding: PassPart, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """As CachedModel.forward_with_prompts, but the prompts in a pass of their own: the other one is recorded."""
-        logits = [self.forward(decoding.ids, decoding.attention, decoding.num_logits)]
-        return logits + self.plain_forward_parts(prompts) if prompts else logits
+    def _replay(self, part: PassPart) -> torch.Tensor | None:
+        """Logits of rows 0, 1, ... by a recorded pass; None when it cannot be recorded."""
+        rows, end = part.rows, part.column + part.num_queries
+        positions = rows.positions[:, part.column : end]
+        shape = PassShape(
+            padded_rows(rows.num_rows, self.pool.num_rows),
+            part.num_queries,
+            reach(rows.num_tokens, self.pool.max_length),
+            part.num_logits,
+        )
+        recorded = self._passes.get(shape) or self._record(shape, part.ids, positions)
+        if recorded is None:
+            return None
+        self._passes.move_to_end(shape)
+        self.pool.note_rows_written(0, rows.starts + end)
+        self._fill(recorded, part.ids, positions)
+        recorded.recording.replay()
+        return recorded.recording.logits[: rows.num_rows]
 
     def _fill(self, recorded: RecordedPass, ids: torch.Tensor, positions: torch.Tensor) -> None:
         rows = len(ids)
@@ -193,7 +197,7 @@ class CapturedModel(CachedModel):
         def run() -> torch.Tensor:
             masks = StepMasks(fixed_positions, shape.num_tokens, self.pool.dtype)
             attention = RowAttention(self.pool, masks, slice(None))
-            return self.plain_forward(fixed_ids, attention, shape.num_logits)
+            return self.run(fixed_ids, fixed_positions, attention, shape.num_logits)
 
         try:
             recording = self.recorder.record(run)
@@ -208,7 +212,7 @@ class CapturedModel(CachedModel):
             self.recorder = None
             self._passes.clear()
             return None
-        self.num_recorded += 1
+        self.num_first_uses += 1
         recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
         return recorded
 

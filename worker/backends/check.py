@@ -11,13 +11,14 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from speclen.worker.backends.attention import RowAttention, StepMasks, install
-from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.attention import install
 from speclen.worker.backends.kv_cache import LayerShape
+from speclen.worker.backends.passes import PassModel, PassPart, StepRows, prompt_part
 from speclen.worker.models.loading import ModelError, refuse_latent_attention
 
 PROBE = "speclen_probe"
@@ -170,20 +171,20 @@ def _check_masks(recorder: _Recorder, config: Any, name: str, num_tokens: int) -
 
 
 @torch.inference_mode()
-def check_model(cached: CachedModel, plain_model: Any, name: str) -> None:
-    """Raises ModelError when ragged rows in the pool give other logits than the plain forward of each row.
+def check_model(cached: PassModel, plain_model: Any, name: str) -> None:
+    """Raises ModelError when ragged rows give other logits than the plain forward of each row.
 
     plain_model: the same weights as transformers runs them, in its own attention.
     Two rows of different lengths are fed in pieces: a prompt each, then several tokens of both rows at once, with a
     rejected token overwritten in between. One is longer than the shortest window that the configuration names.
     """
-    config = cached.model.config.get_text_config()
+    config = plain_model.config.get_text_config()
     shortest = min(_named_windows(config), default=0)
     longest = min(max(LEAST_TOKENS, 2 * shortest + 16), cached.max_context_length)
-    if longest > (affordable := _affordable_tokens(cached.model)):
+    if longest > (affordable := _affordable_tokens(plain_model)):
         _check_unseen_windows(config, cached, name)
         longest = max(min(LEAST_TOKENS, longest), affordable)
-    ids = _check_ids(cached, longest)
+    ids = _check_ids(cached, plain_model, longest)
     try:
         plain = _plain_logits(plain_model, ids)
         ragged = _ragged_logits(cached, ids)
@@ -224,7 +225,7 @@ def _affordable_tokens(model: Any) -> int:
     )
 
 
-def _check_unseen_windows(config: Any, cached: CachedModel, name: str) -> None:
+def _check_unseen_windows(config: Any, cached: PassModel, name: str) -> None:
     """What can be told of windows too long to be looked at. Raises ModelError when layers and configuration disagree."""
     window = getattr(config, "sliding_window", None)
     handed = {shape.window for shape in cached.pool.shapes} - {None}
@@ -245,9 +246,9 @@ def _why(error: Exception) -> str:
     return first_line(error)
 
 
-def _check_ids(cached: CachedModel, longest: int) -> list[list[int]]:
+def _check_ids(cached: PassModel, plain_model: Any, longest: int) -> list[list[int]]:
     """One or two rows of tokens, of which the first has `longest`."""
-    vocab_size = cached.model.get_input_embeddings().weight.shape[0]
+    vocab_size = plain_model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     lengths = (longest, max(longest // 3, NUM_TAIL + 2))[: cached.pool.num_rows]
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -261,8 +262,8 @@ def _plain_logits(model: Any, ids: list[list[int]]) -> torch.Tensor:
     return torch.stack(rows).float()
 
 
-def _ragged_logits(cached: CachedModel, ids: list[list[int]]) -> torch.Tensor:
-    """The same through the pool: prompts in two chunks, then a junk token each, then the last tokens together.
+def _ragged_logits(model: PassModel, ids: list[list[int]]) -> torch.Tensor:
+    """The same through the rows: prompts in two chunks, then a junk token each, then the last tokens together.
 
     The second chunks of all rows go in one packed pass, as prompts do.
     """
@@ -270,13 +271,11 @@ def _ragged_logits(cached: CachedModel, ids: list[list[int]]) -> torch.Tensor:
     halves = [len(prompt) // 2 for prompt in prompts]
     for row, half in enumerate(halves):
         if half:
-            cached.prefill(row, prompts[row][:half], 0)
-    cached.plain_forward_parts([cached.prompt_part(row, prompts[row][half:], half) for row, half in enumerate(halves)])
+            model.forward([prompt_part(row, prompts[row][:half], 0, model.device)])
+    model.forward([prompt_part(row, prompts[row][half:], half, model.device) for row, half in enumerate(halves)])
     for row, tokens in enumerate(ids):
-        cached.prefill(row, tokens[:1], len(prompts[row]))
-    starts = torch.tensor([len(row) - NUM_TAIL for row in ids], device=cached.pool.device)
-    positions = starts[:, None] + torch.arange(NUM_TAIL, device=cached.pool.device)
-    masks = StepMasks(positions, max(len(row) for row in ids), cached.pool.dtype)
-    tail = torch.tensor([row[-NUM_TAIL:] for row in ids], device=cached.pool.device)
-    logits = cached.forward(tail, RowAttention(cached.pool, masks, slice(None)), num_logits=NUM_TAIL)
+        model.forward([prompt_part(row, tokens[:1], len(prompts[row]), model.device)])
+    rows = StepRows(np.array([len(prompt) for prompt in prompts]), NUM_TAIL, model.device)
+    tail = torch.tensor([row[-NUM_TAIL:] for row in ids], device=model.device)
+    (logits,) = model.forward([PassPart(rows, tail, num_logits=NUM_TAIL)])
     return logits.float()

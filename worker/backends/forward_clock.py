@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+
+import torch
+
+from speclen.worker.backends.passes import PassModel, PassPart
 
 
 class ForwardClock:
-    """Adds up wall time and number of a model's forwards through hooks.
+    """Adds up wall time and number of a model's passes, from now on.
 
-    Only meaningful where forwards are synchronous, that is, on CPU. model None: nothing to time.
+    Only meaningful where they are synchronous, that is, on CPU. model None: nothing to time.
     """
 
-    def __init__(self, model: Any | None) -> None:
+    def __init__(self, model: PassModel | None) -> None:
         self.seconds = 0.0
         self.num_forwards = 0
-        self._started = 0.0
         if model is not None:
-            model.register_forward_pre_hook(self._start)
-            model.register_forward_hook(self._stop)
+            self._forward = model.forward
+            model.forward = self._timed  # type: ignore[method-assign]
 
-    def _start(self, *_: Any) -> None:
-        self._started = time.perf_counter()
-
-    def _stop(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._started
+    def _timed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        started = time.perf_counter()
+        logits = self._forward(parts)
+        self.seconds += time.perf_counter() - started
         self.num_forwards += 1
+        return logits

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 MAP_NORESERVE = 0x4000  # Linux; the mmap module names it only from Python 3.13 on.
@@ -67,7 +68,7 @@ class KVPool:
         self.allocation_unit = math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, size) for size in head_bytes))
         self.max_length = math.ceil(max_length / self.allocation_unit) * self.allocation_unit
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
-        self._touched = [0] * num_rows  # tokens of each row that ever were written since its last release
+        self._touched = np.zeros(num_rows, np.int64)  # tokens of each row that ever were written since its last release
         sizes = [num_rows * 2 * shape.kv_heads * self.max_length * shape.head_dim for shape in shapes]
         flat, self._mapping = self._allocate(sum(sizes))
         ends = list(itertools.accumulate(sizes))
@@ -85,17 +86,19 @@ class KVPool:
         try:
             if self.device.type != "cpu" or not sys.platform.startswith("linux"):
                 return torch.zeros(num_elements, dtype=self.dtype, device=self.device), None
-            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+            mapping = reserve(num_bytes)
         except (OSError, RuntimeError, OverflowError) as error:
             raise MemoryError(problem) from error
-        with contextlib.suppress(OSError):  # A kernel without huge pages has none to avoid.
-            mapping.madvise(mmap.MADV_NOHUGEPAGE)
         return torch.frombuffer(mapping, dtype=self.dtype), mapping
 
     def note_written(self, row: int, length: int) -> None:
         """Tokens 0..length-1 of a row have been written to, rejected ones included."""
-        if length > self._touched[row]:
-            self._touched[row] = length
+        self.note_rows_written(row, np.array([length]))
+
+    def note_rows_written(self, first_row: int, lengths: np.ndarray) -> None:
+        """Of rows first_row, ... the tokens 0..lengths[r]-1 have been written to."""
+        touched = self._touched[first_row : first_row + len(lengths)]
+        np.maximum(touched, lengths, out=touched)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row over another row, and release the source."""
@@ -132,7 +135,15 @@ class KVPool:
         if self._mapping is None:
             return self.num_rows * self.max_length * self.bytes_per_token
         unit = self.allocation_unit
-        return sum(math.ceil(touched / unit) * unit for touched in self._touched) * self.bytes_per_token
+        return int((-(-self._touched // unit) * unit).sum()) * self.bytes_per_token
+
+
+def reserve(num_bytes: int) -> mmap.mmap:
+    """Addresses alone, on Linux: pages come when they are written to. Raises OSError or OverflowError."""
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    with contextlib.suppress(OSError):  # A kernel without huge pages has none to avoid.
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return mapping
 
 
 def free_memory(device: torch.device) -> int:

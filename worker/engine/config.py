@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BACKENDS = ("auto", "torch", "openvino")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every default works."""
+    """Every default works. backend: one of BACKENDS."""
 
     max_batch_size: int = 32  # rows, decoding and prefilling together
     max_speculation_length: int = 8  # draft tokens per row and step, at most
@@ -16,6 +18,9 @@ class EngineConfig:
     max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
     prefill_chunk: int = 256  # prompt tokens per iteration: how long a prompt may hold up the rows that decode
     seed: int | None = None  # of requests that bring none; None: drawn at random
+    backend: str = (
+        "auto"  # auto: OpenVINO where it is installed and runs the models exactly, else torch; or one of the two
+    )
     check_models: bool = True  # compare each model with its plain forward before serving
     max_recordings: int = 256  # passes recorded as CUDA graphs on a GPU, the least used goes first; 0: none are
     rewrite_models: bool = True  # run Llama-style models in fewer operators than transformers does

@@ -24,12 +24,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from speclen.worker.backends.captured_model import Recorder
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.outbox import Outbox, Totals, describe
-from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
 from speclen.worker.engine.step_plan import StepPlan, plan_lengths
 from speclen.worker.engine.step_runner import StepRunner, StepTokens
@@ -55,16 +54,20 @@ class EngineLoad(Totals):
 
 
 class Engine:
-    """Serves a pair of models. recorder: see `prepare`. Raises ModelError when a model cannot be served exactly."""
+    """Serves a pair of models. prepared: what `prepare` gave for them; None: made here.
+
+    Raises ModelError when a model cannot be served exactly.
+    """
 
     def __init__(
-        self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser, recorder: Recorder | None = None
+        self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser, prepared: PreparedPair | None = None
     ) -> None:
         self.pair = pair
         self.config = config
         self._chooser = chooser
         self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
-        prepared = prepare(pair, config, recorder)
+        prepared = prepared or prepare(pair, config)
+        self.backend = prepared.backend
         self.target, self.draft = prepared.target, prepared.draft
         self.max_batch_size = prepared.max_batch_size
         self.max_context_length = prepared.max_context_length
@@ -187,7 +190,9 @@ class Engine:
     def _adjust_threads(self) -> None:
         wanted = self._wanted_threads
         if wanted != self.num_threads:
-            torch.set_num_threads(wanted)
+            for model in (self.target, self.draft):
+                if model is not None:
+                    model.use_threads(wanted)
             self.num_threads = wanted
 
     def _take_in(self) -> None:

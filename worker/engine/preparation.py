@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from speclen.worker.backends import openvino
+from speclen.worker.backends.attention import install
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.captured_model import CapturedModel, GraphRecorder, Recorder
 from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 from speclen.worker.backends.llama import rewrite
 from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
-from speclen.worker.engine.config import EngineConfig
+from speclen.worker.backends.passes import PassModel
+from speclen.worker.engine.config import BACKENDS, EngineConfig
 from speclen.worker.models.loading import ModelError, ModelPair
 
 log = logging.getLogger(__name__)
@@ -30,54 +34,103 @@ LEAST_CONTEXT = 1024
 class PreparedPair:
     """draft: None when nothing can be drafted. max_kv_tokens: over all rows, each costing the KV of both models.
 
-    max_batch_size, max_context_length: what was asked for, or what fits.
+    max_batch_size, max_context_length: what was asked for, or what fits. backend: what runs the passes, with its version.
     """
 
-    target: CachedModel
-    draft: CachedModel | None
+    target: PassModel
+    draft: PassModel | None
     max_batch_size: int
     max_context_length: int
     max_kv_tokens: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A model of the pair as transformers runs it, by the name that its user gave, with its layers' shapes."""
+
+    model: Any
+    name: str
+    layers: list[LayerShape]
 
 
 @torch.inference_mode()
 def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = None) -> PreparedPair:
-    """The pair in the engine's own copies; the caller's models stay as they are and share their weights.
+    """The pair as a backend runs it; the caller's models stay as they are and share their weights.
 
     recorder: records decoding passes; None: CUDA graphs on a GPU, nothing elsewhere.
     Raises ModelError when a model cannot be served exactly, or when there is no memory for its keys and values.
     """
-    named = [(pair.target, pair.target_name)]
+    if config.backend not in BACKENDS:
+        raise ModelError(f"--backend {config.backend!r} is not known; use {', '.join(BACKENDS)}")
+    named = [_Named(pair.target, pair.target_name, inspect_layers(private_copy(pair.target), pair.target_name))]
     if pair.draft is not None and config.max_speculation_length:
-        named.append((pair.draft, pair.draft_name))
-    copies = [private_copy(model) for model, _ in named]
-    layers = [inspect_layers(model, name) for model, (_, name) in zip(copies, named, strict=True)]
-    bytes_per_token = sum(shape.elements_per_token for shapes in layers for shape in shapes) * pair.dtype.itemsize
+        named.append(_Named(pair.draft, pair.draft_name, inspect_layers(private_copy(pair.draft), pair.draft_name)))
+    bytes_per_token = sum(shape.elements_per_token for one in named for shape in one.layers) * pair.dtype.itemsize
     num_rows, context = _rows_and_context(pair, config, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
-    rows_tokens = num_rows * (context + config.max_speculation_length)
-    pools = [_make_pool(shapes, config, context, pair) for shapes in layers]
-    cached = [
-        _make_ready(copy, pool, context, config, model, name)
-        for copy, pool, (model, name) in zip(copies, pools, named, strict=True)
-    ]
-    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, rows_tokens)
+    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_speculation_length))
+    models = None
+    if config.backend != "torch" and recorder is None:
+        models, backend = _on_openvino(named, config, context, pair), f"openvino {openvino.installed_version()}"
+    if models is None:
+        models, backend = _on_torch(named, config, context, pair, recorder), f"torch {version('torch')}"
+    return PreparedPair(models[0], models[1] if len(models) == 2 else None, num_rows, context, kv_tokens, backend)
+
+
+def _on_openvino(
+    named: Sequence[_Named], config: EngineConfig, context: int, pair: ModelPair
+) -> list[PassModel] | None:
+    """The models on OpenVINO, found to compute what transformers does; None when torch is to run them.
+
+    Raises ModelError when OpenVINO was asked for by name.
+    """
+    reason = openvino.why_not(pair.device, pair.dtype)
+    if reason is None:
+        try:
+            return [_load_openvino(one, config, context, pair) for one in named]
+        except Exception as error:  # It knows some operators and not others, and what it raises is of all kinds.
+            reason = str(error).strip().splitlines()[0]
+    if config.backend == "openvino":
+        raise ModelError(f"--backend openvino: {reason}")
+    log.log(
+        logging.WARNING if openvino.installed_version() else logging.INFO,
+        "torch runs the models, not OpenVINO: %s",
+        reason,
+    )
+    return None
+
+
+def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelPair) -> PassModel:
+    length = context + config.max_speculation_length
+    model = openvino.load(
+        one.model, one.layers, config.max_batch_size, length, context, pair.dtype, torch.get_num_threads()
+    )
+    if config.check_models:
+        check_model(model, one.model, one.name)
+    return model
+
+
+def _on_torch(
+    named: Sequence[_Named], config: EngineConfig, context: int, pair: ModelPair, recorder: Recorder | None
+) -> list[PassModel]:
+    cached = [_make_ready(one, _make_pool(one.layers, config, context, pair), context, config) for one in named]
     if recorder is None and pair.device.type == "cuda" and config.max_recordings:
         recorder = GraphRecorder(pair.device)
-    if recorder is not None:
-        cached = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
-    return PreparedPair(cached[0], cached[1] if len(cached) == 2 else None, num_rows, context, kv_tokens)
+    if recorder is None:
+        return [*cached]
+    return [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
 
 
-def _make_ready(
-    model: Any, pool: KVPool, context: int, config: EngineConfig, plain_model: Any, name: str
-) -> CachedModel:
-    """The model as the engine runs it, found to compute what plain_model computes. Raises ModelError."""
+def _make_ready(one: _Named, pool: KVPool, context: int, config: EngineConfig) -> CachedModel:
+    """The model as the engine runs it, found to compute what transformers does. Raises ModelError."""
+    model = private_copy(one.model)
+    install(model)
 
-    def checked(one: Any) -> CachedModel:
-        cached = CachedModel(_pack(one, config), pool, context)
+    def checked(ours: Any) -> CachedModel:
+        cached = CachedModel(_pack(ours, config), pool, context)
         if config.check_models:
-            check_model(cached, plain_model, name)
+            check_model(cached, one.model, one.name)
         return cached
 
     if config.rewrite_models:
@@ -86,7 +139,7 @@ def _make_ready(
             if rewritten is not None:
                 return checked(rewritten)
         except Exception as error:  # Whatever a version of transformers has changed, its own operators still do.
-            log.warning("%s runs in transformers' own operators, which is slower: %s", name, error)
+            log.warning("%s runs in transformers' own operators, which is slower: %s", one.name, error)
     return checked(model)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from speclen.worker.backends.kv_cache import KVPool
+from speclen.worker.backends.passes import RowStore
 from speclen.worker.engine.step_plan import PromptChunk, plan_prompts
 from speclen.worker.requests.sequence import SequenceState
 
@@ -30,8 +30,8 @@ class Scheduler:
 
     def __init__(
         self,
-        target_pool: KVPool,
-        draft_pool: KVPool | None,
+        target_pool: RowStore,
+        draft_pool: RowStore | None,
         max_batch_size: int,
         max_kv_tokens: int,
         *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from speclen.worker.engine.length_chooser import StepFlag
@@ -109,13 +110,9 @@ def plan_prompts(prefilling: Sequence[SequenceState], budget: int) -> list[Promp
 
 def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
     """Tensors of the plan's rows. width: how many of the last tokens of each row the draft is fed."""
-    num_tokens = [len(row.tokens) for row in plan.rows]
-    longest = max(num_tokens)
     return StepBatch(
-        num_tokens=torch.tensor(num_tokens, device=device),
-        longest=longest,
+        num_tokens=np.array([len(row.tokens) for row in plan.rows]),
         recent_ids=torch.tensor([row.tokens[-width:] for row in plan.rows], device=device),
         num_drafting=plan.num_drafting,
         caps=torch.tensor(plan.draft_lengths, device=device) if plan.is_mixed else None,
-        start=longest if min(num_tokens) == longest else None,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from speclen.worker.backends.cached_model import CachedModel, PassPart
+from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.engine.logprobs import token_logprobs
 from speclen.worker.engine.speculative import speculative_step
@@ -40,13 +40,13 @@ class StepRunner:
     """draft: None when nothing can be drafted. prefill_chunk: tokens that the draft catches up with in one pass."""
 
     def __init__(
-        self, target: CachedModel, draft: CachedModel | None, prefill_chunk: int, generator: torch.Generator
+        self, target: PassModel, draft: PassModel | None, prefill_chunk: int, generator: torch.Generator
     ) -> None:
         self.target = target
         self.draft = draft
         self._prefill_chunk = prefill_chunk
         self._generator = generator
-        self._device = target.pool.device
+        self._device = target.device
         self._greedy = GreedyRule()
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
@@ -60,8 +60,8 @@ class StepRunner:
         much of them the draft holds.
         """
         tokens = StepTokens()
-        prompts = self._prompt_parts(self.target, plan.chunks)
-        prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.plain_forward_parts(prompts)
+        prompts = self._prompt_parts(plan.chunks)
+        prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.forward(prompts)
         self._feed_draft([chunk for chunk in plan.chunks if self._draft_goes_along(chunk)])
         for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
             ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else ([], None)
@@ -99,10 +99,9 @@ class StepRunner:
 
     def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
         """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
-        length, num_recorded = plan.speculation_length, self._num_recorded()
+        length, num_first_uses = plan.speculation_length, self._num_first_uses()
         self._speculating = length > 0
         width = self._catch_up(plan, tokens.flags) if length else 1
-        self._note_written(plan)
         batch = make_batch(plan, width, self._device)
         num_accepted, ids, (logits, *prompt_logits) = speculative_step(
             self.target, self.draft, batch, length, self._batch_rule(plan.rows), prompts
@@ -115,22 +114,12 @@ class StepRunner:
         if shape not in self._seen_shapes:
             tokens.flags.add(StepFlag.FIRST_USE)
         self._seen_shapes.add(shape)
-        if self._num_recorded() != num_recorded:
+        if self._num_first_uses() != num_first_uses:
             tokens.flags.add(StepFlag.COMPILATION)
         return prompt_logits
 
-    def _note_written(self, plan: StepPlan) -> None:
-        """Before the passes: what they write has to be handed back even if they fail."""
-        length = plan.speculation_length
-        for row, sequence in enumerate(plan.rows):
-            held = len(sequence.tokens)
-            self.target.pool.note_written(row, held + length)
-            if length and row < plan.num_drafting:
-                assert self.draft is not None
-                self.draft.pool.note_written(row, held - 1 + length)
-
-    def _num_recorded(self) -> int:
-        return self.target.num_recorded + (self.draft.num_recorded if self.draft is not None else 0)
+    def _num_first_uses(self) -> int:
+        return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
 
     def _catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> int:
         """How many recent tokens the draft's first pass must be fed; flagged when the draft had fallen behind.
@@ -164,16 +153,14 @@ class StepRunner:
 
     # Prompts.
 
-    def _prompt_parts(self, model: CachedModel, chunks: Sequence[PromptChunk]) -> list[PassPart]:
-        for chunk in chunks:
-            model.pool.note_written(chunk.sequence.row, chunk.end)
-        return [model.prompt_part(chunk.sequence.row, chunk.ids, chunk.start) for chunk in chunks]
+    def _prompt_parts(self, chunks: Sequence[PromptChunk]) -> list[PassPart]:
+        return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         if not chunks:
             return
         assert self.draft is not None
-        self.draft.plain_forward_parts(self._prompt_parts(self.draft, chunks))
+        self.draft.forward(self._prompt_parts(chunks))
         for chunk in chunks:
             chunk.sequence.draft_length = chunk.end
 

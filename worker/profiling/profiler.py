@@ -44,6 +44,7 @@ class ProfileSettings:
     prompt_tokens: tuple[int, ...] = (32, 96, 256)  # context lengths at the start of a round; cut to the models' limit
     temperature: float = 0.0  # of the sampling that survival is measured under; 0 is greedy
     seed: int = 0
+    backend: str = "auto"  # of the engine, see worker/engine/config.py
     check_models: bool = True  # False: for experiments with models whose outputs depend on the batch
 
 
@@ -67,9 +68,12 @@ def quick_settings(max_batch_size: int, max_length: int, budget_s: float) -> Pro
     )
 
 
-def quick_profile(pair: ModelPair, max_batch_size: int, max_length: int, budget_s: float = 20.0) -> ProfileResult:
+def quick_profile(
+    pair: ModelPair, max_batch_size: int, max_length: int, budget_s: float = 20.0, backend: str = "auto"
+) -> ProfileResult:
     """A profile in at most `budget_s`, for a worker that knows nothing of its context yet."""
     settings = quick_settings(max_batch_size, max_length if pair.draft is not None else 0, budget_s)
+    settings = replace(settings, backend=backend)
     with Profiler(pair, settings, PromptSource(pair.tokenizer, held_out_texts())) as profiler:
         return profiler.run().result()
 
@@ -102,7 +106,7 @@ class Profiler:
         self._failed = False  # whether the engine gave rows up
         self._engine = self._make_engine(pair)
         draft = self._engine.draft if pair.device.type == "cpu" else None
-        self._draft_clock = ForwardClock(None if draft is None else draft.model)
+        self._draft_clock = ForwardClock(draft)
         self._started = 0.0
 
     def __enter__(self) -> Profiler:
@@ -119,6 +123,7 @@ class Profiler:
                 max_batch_size=largest,
                 max_speculation_length=self.settings.lengths[-1],
                 max_waiting=largest,
+                backend=self.settings.backend,
                 check_models=self.settings.check_models,
             )
             try:

@@ -39,7 +39,9 @@ def seed_controller(config: WorkerConfig, pair: ModelPair, card: WorkerCard, pro
             )
             return
         progress(f"the controller knows nothing of this context: measuring a profile for {config.quick_profile_s:g} s")
-        result = quick_profile(pair, card.max_batch_size, card.max_speculation_length, config.quick_profile_s)
+        result = quick_profile(
+            pair, card.max_batch_size, card.max_speculation_length, config.quick_profile_s, config.backend
+        )
         request = profile_request(card.context, result, source="quick profile at the start of a worker")
         try:
             rpc.ControlServiceStub(channel).ImportProfile(request, timeout=IMPORT_TIMEOUT_S, metadata=metadata)

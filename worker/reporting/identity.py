@@ -31,16 +31,16 @@ def model_name(name: str, model: torch.nn.Module | None) -> str:
     return f"{short}#{digest(json.dumps(what, sort_keys=True, default=str))}"
 
 
-def context_key(pair: ModelPair) -> pb.ContextKey:
-    """The context whose step times this worker measures."""
+def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
+    """The context whose step times this worker measures. backend: what runs the passes, with its version."""
     versions = " ".join(f"{name} {version(name)}" for name in ("speclen", "torch", "transformers"))
-    engine = f"{versions} threads {torch.get_num_threads()}"
+    engine = f"{versions} {backend} threads {torch.get_num_threads()}"
     return pb.ContextKey(
         target=model_name(pair.target_name, pair.target),
         draft=model_name(pair.draft_name, pair.draft),
         device=device_name(pair.device),
         dtype=str(pair.dtype).removeprefix("torch."),
-        engine_fingerprint=f"threads={torch.get_num_threads()},{digest(engine)}",
+        engine_fingerprint=f"{backend.partition(' ')[0]},threads={torch.get_num_threads()},{digest(engine)}",
     )
 
 

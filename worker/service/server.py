@@ -27,6 +27,7 @@ from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends.threads import ThreadChoice, set_threads, watch_cores
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.preparation import prepare
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.file import foreign_parts, table_from_file
@@ -84,11 +85,11 @@ def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, b
     return LengthTable.constant(min(DEFAULT_LENGTH, max_length), config.max_batch_size, "default"), True
 
 
-def make_control(config: WorkerConfig, pair: ModelPair) -> ControlClient:
+def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> ControlClient:
     """The control client with the worker's name, context and first table."""
     max_length = config.max_length if pair.draft is not None else 0
     table, follow = initial_table(config, max_length)
-    context = context_key(pair)
+    context = context_key(pair, backend)
     if config.profile is not None and (different := foreign_parts(config.profile, context)):
         # Used all the same: it was named on purpose, and a controller corrects it. But not in silence.
         log.warning("the profile was measured elsewhere", profile=str(config.profile), different="; ".join(different))
@@ -125,14 +126,17 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     progress(f"loading {config.target} and {config.draft or 'no draft'}")
     pair = load_pair(config.target, config.draft or None, config.device, config.dtype)
     set_threads(config.threads, pair)
-    control = make_control(config, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,
-        max_speculation_length=control.card.max_speculation_length,
+        max_speculation_length=config.max_length if pair.draft is not None else 0,
         max_waiting=config.max_waiting + config.max_batch_size,  # the queue's bound is kept by the service
         max_kv_tokens=config.max_kv_tokens or None,
+        backend=config.backend,
     )
-    engine = Engine(pair, engine_config, control)
+    prepared = prepare(pair, engine_config)
+    progress(f"{prepared.backend} runs the models")
+    control = make_control(config, pair, prepared.backend)
+    engine = Engine(pair, engine_config, control, prepared)
     control.card = replace(control.card, max_batch_size=engine.max_batch_size)  # fewer rows may fit
     return pair, engine, control
 

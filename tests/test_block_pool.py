@@ -1,0 +1,104 @@
+"""Rows in blocks: whoever shares, moves or leaves, every row finds its own tokens, and memory follows what rows hold."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from speclen.worker.backends.kv_cache import LayerShape
+from speclen.worker.backends.openvino.blocks import BLOCK_TOKENS, FREE_BLOCKS, BlockPool
+
+SHAPES = [LayerShape(2, 64), LayerShape(1, 128)]
+
+
+def make_pool(num_rows: int = 4, max_length: int = 400, dtype: torch.dtype = torch.float32) -> BlockPool:
+    return BlockPool(SHAPES, num_rows, max_length, dtype)
+
+
+def write(pool: BlockPool, row: int, start: int, marks: list[float]) -> None:
+    """Let the row's tokens start, start + 1, ... hold these marks in all their numbers."""
+    blocks, _ = pool.reach(row, np.array([start + len(marks)]))
+    for place, mark in enumerate(marks, start):
+        for cache in pool.caches:
+            cache[blocks[place // BLOCK_TOKENS], :, place % BLOCK_TOKENS] = mark
+
+
+def read(pool: BlockPool, row: int, length: int) -> list[float]:
+    blocks, _ = pool.reach(row, np.array([length]))
+    return [float(pool.caches[-1][blocks[at // BLOCK_TOKENS], 0, at % BLOCK_TOKENS, 5]) for at in range(length)]
+
+
+def test_rows_keep_their_tokens_through_everything() -> None:
+    """3,000 random feeds, copies, moves, exchanges and releases against lists that say what each row holds."""
+    generator = random.Random(0)
+    pool, held = make_pool(), {row: [] for row in range(4)}
+    for number in range(3000):
+        row, other = generator.sample(range(4), 2)
+        action = generator.random()
+        if action < 0.55:
+            # Some of what was fed before is rejected and overwritten; shared tokens never are.
+            marks = [float(number + at) for at in range(generator.randint(1, 50))]
+            if len(held[row]) + len(marks) <= pool.max_length:
+                write(pool, row, len(held[row]), [*marks, -1.0][: pool.max_length - len(held[row])])
+                held[row] = held[row] + marks
+        elif action < 0.7:
+            length = generator.randint(0, len(held[row]))
+            pool.copy(row, other, length)
+            held[other] = held[row][:length]
+        elif action < 0.8:
+            pool.move(row, other, len(held[row]))
+            held[row], held[other] = [], held[row]
+        elif action < 0.9:
+            pool.swap(row, other, len(held[row]), len(held[other]))
+            held[row], held[other] = held[other], held[row]
+        else:
+            pool.release(row)
+            held[row] = []
+        assert all(read(pool, row, len(marks)) == marks for row, marks in held.items() if marks)
+    for row in range(4):
+        pool.release(row)
+    assert pool.num_bytes_held() == 0
+    assert sorted(pool._free + pool._bare) == list(range(pool._num_touched)), "no block is lost and none is there twice"
+
+
+def test_rows_that_begin_alike_share_full_blocks() -> None:
+    pool = make_pool()
+    write(pool, 0, 0, [1.0] * (3 * BLOCK_TOKENS + 5))
+    block_bytes = BLOCK_TOKENS * pool.bytes_per_token
+    assert pool.num_bytes_held() == 4 * block_bytes
+    pool.copy(0, 1, 3 * BLOCK_TOKENS + 5)
+    assert pool.num_bytes_held() == 5 * block_bytes
+    write(pool, 1, 3 * BLOCK_TOKENS + 5, [2.0] * 3)
+    pool.release(0)
+    assert read(pool, 1, 3 * BLOCK_TOKENS + 8) == [1.0] * (3 * BLOCK_TOKENS + 5) + [2.0] * 3
+
+
+def test_an_exchange_moves_no_memory() -> None:
+    pool = make_pool()
+    write(pool, 0, 0, [1.0] * 40)
+    before = [cache.copy() for cache in pool.caches]
+    pool.move(0, 3, 40)
+    assert all((cache == kept).all() for cache, kept in zip(pool.caches, before, strict=True))
+    assert read(pool, 3, 40) == [1.0] * 40
+
+
+def test_memory_of_rows_that_left_goes_back() -> None:
+    pool = make_pool(num_rows=8, max_length=2000, dtype=torch.bfloat16)
+    for row in range(8):
+        blocks, _ = pool.reach(row, np.array([2000]))
+        for cache in pool.caches:
+            cache[blocks] = 7
+    for row in range(8):
+        pool.release(row)
+    assert len(pool._free) == FREE_BLOCKS
+    assert (
+        sum(int((cache != 0).sum()) for cache in pool.caches) <= FREE_BLOCKS * BLOCK_TOKENS * pool.bytes_per_token // 2
+    )
+
+
+def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
+    with pytest.raises(MemoryError, match=r"1000 rows .* GiB of KV.*lower the batch size"):
+        BlockPool([LayerShape(64, 128)] * 80, 1_000, 1_000_000_000, torch.float32)

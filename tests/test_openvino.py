@@ -1,0 +1,128 @@
+"""OpenVINO runs what the check lets pass; everything else is run by torch, after one sentence."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import engines
+import pytest
+import tiny_models
+import torch
+
+from speclen.worker.backends import openvino
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.check import TOLERANCE, check_model, inspect_layers
+from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.preparation import PreparedPair, prepare
+from speclen.worker.models.loading import ModelError
+
+CPU = torch.device("cpu")
+needs_openvino = pytest.mark.skipif(
+    engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}"
+)
+# Softcap apart. A tiny RMS norm over heads of 8 gives NaN in bfloat16, so those have heads of 16 here.
+FAMILIES = [family for family in tiny_models.FAMILIES if family != "gemma2"]
+
+
+def load(model: Any, dtype: torch.dtype) -> Any:
+    layers = inspect_layers(private_copy(model), "model")
+    return openvino.load(model, layers, 2, 256, 256, dtype, num_threads=1)
+
+
+def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **settings: Any) -> str:
+    """Why torch runs the pair although OpenVINO may."""
+    pair = engines.make_pair(family, **settings)
+    with caplog.at_level(logging.INFO):
+        prepared = prepare(pair, EngineConfig(max_batch_size=2))
+    assert isinstance(prepared.target, CachedModel)
+    assert isinstance(prepared.draft, CachedModel)
+    assert prepared.backend.startswith("torch ")
+    (told,) = [record.getMessage() for record in caplog.records if "OpenVINO" in record.getMessage()]
+    assert "\n" not in told
+    with pytest.raises(ModelError, match="--backend openvino: "):
+        prepare(pair, EngineConfig(max_batch_size=2, backend="openvino"))
+    return told
+
+
+@needs_openvino
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None:
+    heads = {"head_dim": 16} if family in ("qwen3", "gemma3") and dtype == torch.bfloat16 else {}
+    model = tiny_models.build(family, **heads).to(dtype)
+    one = load(model, dtype)
+    check_model(one, model, family)
+    assert one.pool.num_bytes_held() == 0, "the check must leave nothing behind"
+
+
+@needs_openvino
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_callers_model_stays_as_it_is(family: str) -> None:
+    model = tiny_models.build(family).to(torch.bfloat16)
+    before = {
+        name: (id(tensor), tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    load(model, torch.bfloat16)
+    assert {n: (id(t), t.dtype, t.data_ptr()) for n, t in model.state_dict(keep_vars=True).items()} == before
+    assert model.config._attn_implementation == "sdpa"
+
+
+@needs_openvino
+def test_it_is_the_choice_where_it_runs() -> None:
+    prepared: PreparedPair = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2))
+    assert prepared.backend == f"openvino {openvino.installed_version()}"
+    assert not isinstance(prepared.target, CachedModel)
+
+
+@needs_openvino
+def test_what_its_attention_cannot_do_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert "softcap" in fallen_back(caplog, "gemma2")
+
+
+@needs_openvino
+def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the operator meant something else by its window: Mistral's differs by some 0.3 then."""
+    trace = pytest.importorskip("speclen.worker.backends.openvino.trace")
+    honest = trace._paged_attention
+    monkeypatch.setattr(trace, "_paged_attention", lambda *args: honest(*args[:-1], 0))
+    assert "gives other logits in ragged batches than alone (by 0." in fallen_back(caplog, "mistral")
+
+
+@needs_openvino
+def test_float32_is_computed_in_float32() -> None:
+    """Not in bfloat16, and keys and values are not in 8 bits: either would be wrong by more than 1e-3."""
+    model = tiny_models.build("llama")
+    assert TOLERANCE[torch.float32] <= 1e-4
+    check_model(load(model, torch.float32), model, "llama")
+
+
+@needs_openvino
+def test_numbers_that_it_does_not_compute_in(caplog: pytest.LogCaptureFixture) -> None:
+    half = [tiny_models.build("llama").to(torch.float16) for _ in range(2)]
+    told = fallen_back(caplog, target=half[0], draft=half[1], dtype=torch.float16)
+    assert "not in float16" in told
+
+
+@pytest.mark.parametrize(
+    ("attribute", "found", "reason"),
+    [
+        ("installed_version", lambda: None, r"not installed: pip install 'speclen\[openvino\]'"),
+        ("installed_version", lambda: "2027.1.0", r"version 2027.1.0 is installed and 2026\.4\.x was tested"),
+        ("cpu_has_bfloat16", lambda: False, "no bfloat16 products"),
+    ],
+)
+def test_machines_without_it(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
+    monkeypatch.setattr(openvino, attribute, found)
+    told = openvino.why_not(CPU, torch.bfloat16)
+    assert told is not None
+    assert re.search(reason, told)
+
+
+def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino.platform, "machine", lambda: "aarch64")
+    assert "on aarch64" in str(openvino.why_not(CPU, torch.float32))
+    assert "on cuda:0" in str(openvino.why_not(torch.device("cuda:0"), torch.float32))

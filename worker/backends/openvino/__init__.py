@@ -1,0 +1,76 @@
+"""Passes on OpenVINO, for x86 CPUs: the `openvino` package alone, from any transformers model that passes the check.
+
+    trace.py    the model as torch records it, attention and products standing as operators of our own
+    convert.py  what OpenVINO makes of that
+    blocks.py   keys and values in blocks, and rows as lists of them
+    model.py    the compiled model, and its passes
+
+Nothing outside this folder imports `openvino`, and this module does only when it is asked to load a model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from speclen.worker.backends.kv_cache import LayerShape
+from speclen.worker.backends.passes import PassModel
+from speclen.worker.models.loading import cpu_has_bfloat16
+
+# The attention operator is not public, so another version may mean something else by it.
+TESTED_VERSION = "2026.4."
+
+
+def installed_version() -> str | None:
+    """Of the openvino package, None when there is none."""
+    try:
+        return version("openvino") if importlib.util.find_spec("openvino") else None
+    except PackageNotFoundError:
+        return None
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this machine cannot run such models on OpenVINO, as a clause; None when it is worth trying."""
+    found = installed_version()
+    if device.type != "cpu":
+        return f"it runs on CPUs, and the models are on {device}"
+    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
+        return f"it was tested on Linux and x86, this is {sys.platform} on {platform.machine()}"
+    if found is None:
+        return "it is not installed: pip install 'speclen[openvino]'"
+    if not found.startswith(TESTED_VERSION):
+        return f"version {found} is installed and {TESTED_VERSION}x was tested: pip install 'speclen[openvino]'"
+    if dtype == torch.bfloat16 and not cpu_has_bfloat16():
+        return "this CPU has no bfloat16 products: --dtype float32"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it computes in float32 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def load(
+    model: Any,
+    layers: Sequence[LayerShape],
+    num_rows: int,
+    row_length: int,
+    max_context_length: int,
+    dtype: torch.dtype,
+    num_threads: int,
+) -> PassModel:
+    """The model with `num_rows` rows of up to `row_length` tokens. It reads the given model's weights, which must stay.
+
+    Raises whatever conversion and compilation raise for what they do not know, MemoryError when the rows do not fit.
+    """
+    # Not at the top: importing takes a third of a second, and most machines have no openvino.
+    from speclen.worker.backends.openvino.blocks import BlockPool
+    from speclen.worker.backends.openvino.convert import convert
+    from speclen.worker.backends.openvino.model import OpenVinoModel
+
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    pool = BlockPool(layers, num_rows, row_length, dtype)
+    return OpenVinoModel(convert(model, layers), num_bytes, pool, max_context_length, num_threads)

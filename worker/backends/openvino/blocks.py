@@ -1,0 +1,138 @@
+"""Keys and values in blocks that stay where they are: a row is a list of blocks. Knows nothing of models or OpenVINO.
+
+Layout. Every layer has two arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], keys and values; block 7 is block 7 in all of
+them. A row's table names the blocks of its tokens, in order. Exchanging rows exchanges tables, and rows that begin alike
+share the blocks that are full: those are never written again.
+
+Memory. As in `kv_cache`, addresses are reserved and the kernel backs what is written. Free blocks are used again, the last
+freed first; beyond FREE_BLOCKS of them, their memory goes back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from speclen.worker.backends.kv_cache import LayerShape, reserve
+
+BLOCK_TOKENS = 32  # what OpenVINO's attention on a CPU reads at a time
+FREE_BLOCKS = 64  # kept with their memory, so that rows that come and go do not ask the kernel for every block
+
+
+class BlockPool:
+    """Tables of `num_rows` rows of up to `max_length` tokens, and the memory of their blocks. A `RowStore`.
+
+    caches: arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], key and value of every layer; bfloat16 as its bits, uint16.
+    Raises MemoryError, with a sentence, when the addresses cannot be had.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, shapes: Sequence[LayerShape], num_rows: int, max_length: int, dtype: torch.dtype) -> None:
+        self.shapes = tuple(shapes)
+        self.num_rows = num_rows
+        self.max_length = max_length
+        self.dtype = dtype
+        row_blocks = -(-max_length // BLOCK_TOKENS)
+        self.num_blocks = num_rows * row_blocks
+        self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
+        self._mapping = self._reserve()
+        self.caches = self._make_caches()
+        self._tables = np.zeros((num_rows, row_blocks), np.int32)
+        self._held = np.zeros(num_rows, np.int64)  # blocks of each row
+        self._owners = np.zeros(self.num_blocks, np.int32)  # rows that have a block in their table
+        self._free: list[int] = []  # with memory
+        self._bare: list[int] = []  # without
+        self._num_touched = 0  # blocks from here on were never used
+
+    def _reserve(self) -> mmap.mmap:
+        num_bytes = self.num_blocks * BLOCK_TOKENS * self.bytes_per_token
+        try:
+            return reserve(num_bytes)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(
+                f"{self.num_rows} rows of {self.max_length} tokens need {num_bytes / 2**30:.1f} GiB of KV, which cannot be "
+                "had: lower the batch size or the context length"
+            ) from error
+
+    def _make_caches(self) -> list[np.ndarray]:
+        kind = np.dtype(np.float32 if self.dtype == torch.float32 else np.uint16)
+        shapes = [(self.num_blocks, s.kv_heads, BLOCK_TOKENS, s.head_dim) for s in self.shapes for _ in range(2)]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        flat = np.frombuffer(self._mapping, kind)
+        ends = list(itertools.accumulate(sizes))
+        return [flat[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
+
+    def reach(self, first_row: int, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Let rows first_row, ... have room for ends[r] tokens; returns their blocks, row after row, and how many each."""
+        needed = -(-ends // BLOCK_TOKENS)
+        rows = slice(first_row, first_row + len(ends))
+        if (needed > self._held[rows]).any():
+            self._grow(first_row, needed)
+        tables = self._tables[rows, : needed.max()]
+        return tables[np.arange(tables.shape[1]) < needed[:, None]], needed
+
+    def _grow(self, first_row: int, needed: np.ndarray) -> None:
+        for row, blocks in enumerate(needed.tolist(), first_row):
+            for place in range(self._held[row], blocks):
+                block = self._take()
+                self._owners[block] = 1
+                self._tables[row, place] = block
+            self._held[row] = max(self._held[row], blocks)
+
+    def _take(self) -> int:
+        if self._free or self._bare:
+            return (self._free or self._bare).pop()
+        self._num_touched += 1
+        return self._num_touched - 1
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """As RowStore: full blocks are shared, the last one is copied."""
+        self.release(target)
+        full, rest = divmod(length, BLOCK_TOKENS)
+        self._tables[target, :full] = self._tables[source, :full]
+        self._owners[self._tables[source, :full]] += 1
+        self._held[target] = full
+        if rest:
+            self._grow(target, np.array([full + 1]))
+            for cache in self.caches:
+                cache[self._tables[target, full]] = cache[self._tables[source, full]]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """As RowStore."""
+        self.release(target)
+        self.swap(source, target, length, 0)
+
+    def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
+        """As RowStore."""
+        for array in (self._tables, self._held):
+            array[[first, second]] = array[[second, first]]
+
+    def release(self, row: int) -> None:
+        """As RowStore."""
+        blocks = self._tables[row, : self._held[row]]
+        self._owners[blocks] -= 1
+        self._free += blocks[self._owners[blocks] == 0][::-1].tolist()
+        self._held[row] = 0
+        while len(self._free) > FREE_BLOCKS:
+            self._hand_back(self._free.pop(0))
+
+    def _hand_back(self, block: int) -> None:
+        """Give a block's memory to the kernel, as far as it fills pages."""
+        start = 0
+        for cache in self.caches:
+            size = cache[0].nbytes
+            begin = -(-(start + block * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (start + (block + 1) * size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > begin:
+                self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            start += cache.nbytes
+        self._bare.append(block)
+
+    def num_bytes_held(self) -> int:
+        """Memory behind the rows, blocks that they share counted once."""
+        return int((self._owners > 0).sum()) * BLOCK_TOKENS * self.bytes_per_token

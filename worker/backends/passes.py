@@ -1,0 +1,123 @@
+"""A pass over ragged rows: which rows, which tokens of each, which logits are wanted. Knows no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from speclen.worker.backends.kv_cache import LayerShape
+
+
+class StepRows:
+    """Rows first_row, first_row + 1, ... in one step: column c of row r is its token at place starts[r] + c.
+
+    All passes of a step use some of the columns, so what a backend makes of them it makes once: `shared` is its own place
+    for that. starts: [rows], int64, on the host.
+    """
+
+    def __init__(self, starts: np.ndarray, num_columns: int, device: torch.device, first_row: int = 0) -> None:
+        self.starts = starts
+        self.num_columns = num_columns
+        self.device = device
+        self.first_row = first_row
+        self.num_rows = len(starts)
+        self.shared: dict[Any, Any] = {}
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of the longest row, that of the last column included."""
+        return int(self.starts.max()) + self.num_columns
+
+    @cached_property
+    def common_start(self) -> int | None:
+        """The place of the first column, when it is the same in all rows."""
+        first = int(self.starts[0])
+        return first if (self.starts == first).all() else None
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[rows, columns] on the device."""
+        starts = torch.from_numpy(self.starts).to(self.device)
+        return starts[:, None] + torch.arange(self.num_columns, device=self.device)
+
+    def first_rows(self, num_rows: int) -> StepRows:
+        """The first rows alone."""
+        return (
+            self
+            if num_rows == self.num_rows
+            else StepRows(self.starts[:num_rows], self.num_columns, self.device, self.first_row)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PassPart:
+    """Rows of a pass that are fed equally many tokens.
+
+    ids: [rows, queries]. column: of `rows`, where the first of them stands. num_logits: wanted after the last so many.
+    """
+
+    rows: StepRows
+    ids: torch.Tensor
+    num_logits: int
+    column: int = 0
+
+    @property
+    def num_queries(self) -> int:
+        return self.ids.shape[1]
+
+
+def prompt_part(row: int, ids: Sequence[int], start: int, device: torch.device) -> PassPart:
+    """One row's tokens start, start + 1, ...; the logits wanted follow the last one."""
+    rows = StepRows(np.array([start]), len(ids), device, first_row=row)
+    return PassPart(rows, torch.tensor([ids], device=device), num_logits=1)
+
+
+class RowStore(Protocol):
+    """Keys and values of the rows. How many tokens of a row are valid is the caller's to know."""
+
+    num_rows: int
+    device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[LayerShape, ...]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let a row begin with the first `length` tokens of another."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Give a row the first `length` tokens of another, which is released."""
+
+    def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
+        """Exchange two rows of the given lengths."""
+
+    def release(self, row: int) -> None:
+        """The row holds nothing any more."""
+
+    def num_bytes_held(self) -> int:
+        """Memory behind the rows."""
+
+
+class PassModel(Protocol):
+    """A model and its rows. Places from max_context_length on are computed as if they were the last; nobody uses them.
+
+    num_first_uses: passes so far of a kind that the backend had not run before; the step they were in says nothing
+    about step times.
+    """
+
+    device: torch.device
+    max_context_length: int
+    num_first_uses: int
+
+    @property
+    def pool(self) -> RowStore:
+        """The rows."""
+
+    def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits [rows, num_logits, vocab] of each part, valid until the next call."""
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute with that many CPU threads from the next pass on, where they are the backend's to choose."""
