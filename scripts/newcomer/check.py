@@ -127,7 +127,7 @@ def readme(terminal: Terminal, report: Report) -> None:
     (terminal.folder / "program.py").write_text(program)
     report.show(terminal.type("python program.py"), columns=0)
     report.show(terminal.type("timeout 4 speclen top"), code=124)
-    for verb in ("doctor", "explain --batch 4"):
+    for verb in ("doctor", "explain --batch 4", "replay"):
         report.show(terminal.type(f"speclen {verb}"))
     report.show(up.end(60, interrupt=True))
 
@@ -145,13 +145,20 @@ def helps(terminal: Terminal, report: Report) -> None:
     report.say(f"{len(verbs)} verbs: nothing cut, nothing over 80 columns")
 
 
+class Silent(http.server.BaseHTTPRequestHandler):
+    """A web server that keeps no log."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def foreign_systems(folder: Path, terminal: Terminal) -> Iterator[Path]:
     """Another checkout's controller and a web server on the default ports; the database of the first."""
     (folder / "another").mkdir()
     theirs = Terminal(folder / "another", terminal.environment)
     controller = theirs.start("speclen controller")
-    web = http.server.ThreadingHTTPServer(("127.0.0.1", 7080), http.server.BaseHTTPRequestHandler)
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 7080), Silent)
     threading.Thread(target=web.serve_forever, daemon=True).start()
     try:
         assert controller.wait_for("serving on", 30), controller.text()
