@@ -48,7 +48,7 @@ def test_one_hears_what_is_waited_for():
     following.note("loading meta-llama/Llama-3.1-8B and no draft")
     following.stalled(0.0, 180.0)
     assert following.news(progress.NEWS_S - 1) == ""
-    assert following.news(progress.NEWS_S).startswith("still loading meta-llama/Llama-3.1-8B and no draft (20 s, ")
+    assert following.news(progress.NEWS_S).startswith("still at: loading meta-llama/Llama-3.1-8B and no draft (20 s, ")
     assert following.news(progress.NEWS_S + 1) == ""
 
 

@@ -226,8 +226,8 @@ def wrong_inputs(terminal: Terminal, report: Report, places: dict[str, str]) -> 
         seen = terminal.type(one.line, 60, **wrong.variables)
         report.show(seen, code=wrong.code)
         flat = " ".join(re.sub(r"[│╭╮╰╯─]", " ", seen.text).split())
-        report.must(one.line, without_space(one.words) in without_space(flat), f"does not say {one.words!r}")
-        report.must(one.line, seen.took_s <= wrong.within_s, f"took {seen.took_s:.1f} s")
+        report.must(seen.line, without_space(one.words) in without_space(flat), f"does not say {one.words!r}")
+        report.must(seen.line, seen.took_s <= wrong.within_s, f"took {seen.took_s:.1f} s")
 
 
 def without_space(text: str) -> str:

@@ -115,7 +115,7 @@ class Terminal:
             preexec_fn=own_terminal,
         )
         os.close(end)
-        return Running(line, process, screen)
+        return Running(" ".join([*(f"{name}={value}" for name, value in variables.items()), line]), process, screen)
 
     def type(self, line: str, timeout_s: float = 60.0, **variables: str) -> Seen:
         """Type a line and wait for its end; code None when it did not come."""
