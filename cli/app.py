@@ -11,9 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-import shutil
 import sys
-import textwrap
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from speclen.console.environment import check_environment
-from speclen.console.errors import UserError
+from speclen.console.errors import UserError, wrapped
 from speclen.console.help import readable
 
 # verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
@@ -207,15 +205,9 @@ def root(
     ctx.default_map = with_client_defaults({} if config is None else settings_from(config, ctx.command, ctx))
 
 
-def wrapped(sentence: str) -> str:
-    """The sentence broken between words on a terminal; in one line for everything else."""
-    if not sys.stderr.isatty():
-        return sentence
-    width = shutil.get_terminal_size().columns
-    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
-
-
 def main() -> None:
+    # Before gRPC is imported: what it has to say comes as a status, its own log would be pages about a wrong certificate.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
         typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")

@@ -55,18 +55,18 @@ def show(explanation: Explanation) -> None:
     console.print(f"[bold]{name_of(explanation.context)}[/bold]")
     for sentence in in_words(explanation):
         console.print(sentence)
-    table = Table(title_justify="left")
+    table = Table(box=None, padding=(0, 2, 0, 0))  # eight columns have to fit into 80
     for heading in (
         "length",
         "survival",
-        "tokens per step",
+        "tok/step",
         "step ms",
-        "ms per token",
+        "ms/token",
         "95% interval",
         "steps",
         "source",
     ):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in explanation.rows:
         one = row.estimate
         length = one.speculation_length
@@ -74,7 +74,7 @@ def show(explanation: Explanation) -> None:
         table.add_row(
             f"{length} *" if row.is_best else str(length),
             *(survival, f"{one.expected_tokens:.2f}", f"{1e3 * one.step_s:.2f}", f"{one.ms_per_token:.3f}"),
-            *(f"{one.ms_per_token_low:.3f} - {one.ms_per_token_high:.3f}", str(row.num_steps), row.source),
+            *(f"{one.ms_per_token_low:.2f} to {one.ms_per_token_high:.2f}", str(row.num_steps), row.source),
             style="bold" if row.is_best else None,
         )
     console.print(table)

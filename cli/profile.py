@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
-from speclen.console.errors import UserError
+from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import flags_from
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
@@ -73,13 +74,14 @@ def run(
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
-    set_spins()  # before torch is imported
     from speclen.bench.profile.importing import find_destination
-    from speclen.bench.profile.run import file_stem, measure
-    from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
     destination = find_destination(db, controller, client_from(settings)) if store else None
+    set_spins()  # before torch is imported, by the next lines
+    from speclen.bench.profile.run import file_stem, measure
+    from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
+
     pair = load(threads, **models_of(settings))
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
     plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
@@ -107,7 +109,7 @@ def hand_over(document: ProfileDocument, destination: Destination) -> None:
     from speclen.bench.profile.run import say
 
     profile_id = destination.take(document.to_request(document.context, as_prior=False))
-    say(f"profile {profile_id} in {destination}")
+    say(wrapped(f"profile {profile_id} in {destination}"))
 
 
 def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
@@ -187,17 +189,18 @@ def import_(
     """
     from speclen.bench.profile.document import read_document
     from speclen.bench.profile.importing import check_same_context, find_destination
-    from speclen.bench.profile.run import core_context
 
     document = read_document(profile)
     destination = find_destination(db, controller, client_from(settings))
+    from speclen.bench.profile.run import core_context  # imports torch, which takes seconds
+
     here = core_context(load(threads, **models_of(settings)), settings["backend"])
     check_same_context(profile, document.context, here, as_prior)
     profile_id = destination.take(document.to_request(here, as_prior))
     if as_json:
         print(json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": asdict(here)}))
     else:
-        print(f"profile {profile_id} in {destination}{', as a prior' if as_prior else ''}")
+        print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
 
 
 @app.command()

@@ -117,7 +117,8 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
         console.print(f"First difference: {agreement.first_difference}.")
     if not costs:
         return
-    table = Table(title="Time for the tokens that were generated, by the estimates", title_justify="left")
+    console.print("Time for the tokens that were generated, by the estimates:")
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("policy", "seconds", "of the actual"):
         table.add_column(heading, justify="right")
     for cost in costs:

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from speclen.console.client import SECURITY, Client, ClientConfig, client_from
-from speclen.console.errors import UserError
+from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import arguments, flags_from
 from speclen.console.processes import Child, end_as_by_ctrl_c
 from speclen.console.whose import check_available
@@ -199,4 +199,4 @@ def print_what_is_left(data_dir: Path) -> None:
 
 
 def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(wrapped(message), file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from speclen.console.errors import UserError
+from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import flags_from
 from speclen.console.whose import check_controller
 from speclen.transport.address import check_exposure, check_free
@@ -54,4 +54,4 @@ def check_surroundings(config: WorkerConfig) -> None:
 
 
 def progress(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(wrapped(message), file=sys.stderr, flush=True)

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
+from typing import TextIO
+
 
 class UserError(Exception):
     """Bad input or a refused resource: one sentence that names the value and the way out. Exit code 2, no traceback."""
+
+
+def wrapped(sentence: str, stream: TextIO | None = None) -> str:
+    """The sentence broken between words on a terminal; in one line for everything else. stream: default: stderr."""
+    if not (stream or sys.stderr).isatty():
+        return sentence
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)

@@ -32,19 +32,26 @@ def matrices(rows: list[Row]) -> RenderableType:
     """One matrix per context, in the order of the view."""
     if not rows:
         return Text("Nothing is learned yet: start a worker, or import a profile with `speclen profile import`.")
-    return Group(*(matrix(name, list(group)) for name, group in groupby(rows, key=lambda row: row["context"])))
+    parts = [titled(name, list(group)) for name, group in groupby(rows, key=lambda row: row["context"])]
+    return Group(*(line for part in parts for line in part))
 
 
-def matrix(context: str, rows: list[Row]) -> Table:
+def titled(context: str, rows: list[Row]) -> list[RenderableType]:
+    """A matrix between lines of its own, which wrap at the terminal's width and not at the table's."""
+    return [
+        Text(context, style="bold"),
+        Text("ms per token by batch size and length; * in use, ? never measured here"),
+        matrix(rows),
+        Text(f"updated {max(row['updated_at'] for row in rows)[:19]} UTC", style="dim"),
+    ]
+
+
+def matrix(rows: list[Row]) -> Table:
     """Buckets down, lengths across; ms per token of one row of the batch."""
     lengths = sorted({row["speculation_length"] for row in rows})
     table = Table(
-        title=f"{context}\nms per token by batch size and speculation length; * in use, ? never measured here",
-        title_justify="left",
         box=None,  # nine lengths have to fit into 80 columns
         padding=(0, 0, 0, 1),
-        caption=f"updated {max(row['updated_at'] for row in rows)} UTC",
-        caption_justify="left",
     )
     table.add_column("batch", justify="right")
     for length in lengths:

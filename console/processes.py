@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def end_as_by_ctrl_c() -> None:
         signal.signal(signal.SIGTERM, interrupt)
 
 
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what speclen would read of it."""
+    return {name: value for name, value in environment.items() if not name.startswith("SPECLEN_")}
+
+
 @dataclass(slots=True)
 class Child:
     """One `speclen` process: its verb, its arguments, where it listens and where it writes its log."""
@@ -52,6 +58,8 @@ class Child:
     # Whoever answers at the address has to be of this run, a worker or controller; empty: anybody will do.
     run_id: str = ""
     client: Client = field(default_factory=Client)
+    # Whether it reads settings from the environment and the configuration file. A benchmark gives all of them itself.
+    takes_settings: bool = True
 
     def start(self) -> None:
         with self.log_file.open("ab") as log:
@@ -61,6 +69,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=None if self.takes_settings else without_settings(os.environ),
                 # Ctrl-C reaches the parent alone, which then stops the children in order.
                 start_new_session=True,
             )

@@ -70,4 +70,4 @@ class Progress:
             if self._seen
             else ""
         )
-        return f"still {self.doing} ({now - self.started_at:.0f} s{used})"
+        return f"still at: {self.doing} ({now - self.started_at:.0f} s{used})"

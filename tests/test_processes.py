@@ -78,3 +78,12 @@ def test_a_killed_child_is_said_to_be_killed(tmp_path):
 def test_stopping_what_is_gone_is_no_error(tmp_path):
     died(child(tmp_path)).stop(1.0)
     child(tmp_path).stop(1.0)
+
+
+@pytest.mark.parametrize(("takes_settings", "words"), [(True, "SPECLEN_GENERATE_TPO_K"), (False, "'many' is unknown")])
+def test_a_benchmarks_child_reads_no_settings(tmp_path, monkeypatch, takes_settings, words):
+    """With a token in the environment a benchmark's own worker would refuse the benchmark."""
+    monkeypatch.setenv("SPECLEN_GENERATE_TPO_K", "3")
+    one = child(tmp_path)
+    one.takes_settings = takes_settings
+    assert words in died(one).last_line()

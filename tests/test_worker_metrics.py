@@ -1,10 +1,15 @@
 """The page has the names that dashboards for other engines use, and the numbers of the engine and the control client."""
 
+import ssl
+import urllib.request
 from dataclasses import dataclass
 
 import pytest
+from certificates import make_certificates
 from prometheus_client import generate_latest
+from test_whose import free_address
 
+from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
@@ -72,3 +77,19 @@ def test_latencies_of_a_request(metrics):
 def test_an_address_without_port_is_refused(metrics):
     with pytest.raises(ValueError, match="HOST:PORT"):
         metrics.serve("9090")
+
+
+def test_the_page_beyond_loopback_is_read_with_a_certificate(metrics, tmp_path):
+    """It was refused, with advice (--tls-cert, --token-file) that did not help."""
+    made, address = make_certificates(tmp_path), free_address()
+    security = ServerSecurity(made.server.cert, made.server.key, made.authority.cert)
+    with pytest.raises(ValueError, match="--tls-client-ca, use"):
+        check_pages("0.0.0.0:9090", ServerSecurity(made.server.cert, made.server.key), insecure=False)
+    check_pages("0.0.0.0:9090", security, insecure=False)
+    metrics.serve(address, security)
+    context = ssl.create_default_context(cafile=made.authority.cert)
+    with pytest.raises(OSError, match=r"(?i)certificate|closed|reset"):
+        urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read()
+    context.load_cert_chain(made.client.cert, made.client.key)
+    page = urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read().decode()
+    assert "speclen_cpu_threads 3.0" in page

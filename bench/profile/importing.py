@@ -31,7 +31,7 @@ class Destination:
     client: Client
 
     def __str__(self) -> str:
-        return f"the controller at {self.address}, which keeps it in {self.db}" if self.address else str(self.db)
+        return f"{self.db}, by the controller at {self.address}" if self.address else str(self.db)
 
     def take(self, request: pb.ImportProfileRequest) -> int:
         """Id of the stored profile. Raises UserError when it is refused."""

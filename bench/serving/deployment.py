@@ -162,6 +162,7 @@ class Deployment:
         self._start(Child("worker", [*arguments, *self.settings.arguments()], address, log_file))
 
     def _start(self, child: Child) -> None:
+        child.takes_settings = False
         self.children.append(child)
         child.start()
         child.wait_until_serving(START_TIMEOUT_S)

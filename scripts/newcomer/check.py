@@ -1,0 +1,289 @@
+"""What scripts/newcomer_check runs. Standard library only: it is no part of what it checks."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import os
+import re
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from terminal import Running, Seen, Terminal
+from wrong_inputs import WRONG, Wrong
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTROLLER, WORKER = "127.0.0.1:7070", "127.0.0.1:7080"  # the defaults
+KUBERNETES = {"SPECLEN_SERVICE_HOST": "10.0.0.1", "SPECLEN_SERVICE_PORT": "7070", "SPECLEN_PORT": "tcp://10.0.0.1:7070"}
+
+
+class Report:
+    """What was seen, and what of it is a fault."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lines, self.faults = folder, [], []
+
+    def say(self, text: str) -> None:
+        text = text.replace(str(self.folder), "FOLDER").replace(str(ROOT), "CHECKOUT")
+        print(text, flush=True)
+        self.lines.append(text)
+
+    def show(self, seen: Seen, columns: int = 80, code: int | None = 0, quiet: bool = False) -> None:
+        """Record a command, and what is wrong with it."""
+        if not quiet:
+            self.say(f"\n$ {seen.line}\n{seen.text}\n[{seen.took_s:.1f} s, exit code {seen.code}]")
+        for fault in seen.faults(columns):
+            self.fault(seen.line, fault)
+        if seen.code != code:
+            self.fault(seen.line, f"exit code {seen.code} instead of {code}")
+
+    def fault(self, line: str, fault: str) -> None:
+        self.faults.append(f"{line}: {fault}")
+        self.say(f"FAULT: {line}: {fault}")
+
+    def must(self, line: str, fact: bool, fault: str) -> None:
+        if not fact:
+            self.fault(line, fault)
+
+
+def shell_blocks(page: str) -> list[str]:
+    return re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def is_free(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return False
+    return True
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def tracked_copy(folder: Path) -> Path:
+    """The tracked files, so that building leaves nothing behind in the checkout."""
+    copy = folder / "checkout"
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        source, place = ROOT / name, copy / name
+        if source.exists() or source.is_symlink():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, place, follow_symlinks=False)
+    return copy
+
+
+def install(folder: Path, report: Report) -> Terminal:
+    """The wheel in a fresh environment, and a terminal in a folder where nothing of the checkout is."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    home = folder / "home"
+    home.mkdir()
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SPECLEN_", "PYTHON", "VIRTUAL_ENV"))
+    }
+    terminal = Terminal(home, {**kept, "PATH": f"{folder}/venv/bin:{os.environ['PATH']}", **KUBERNETES})
+    copy, begun = tracked_copy(folder), time.monotonic()
+    for line in (
+        f"pip wheel -q --no-deps --wheel-dir {folder}/dist {copy}",
+        f"pip install -q {folder}/dist/speclen-*.whl",
+    ):
+        seen = terminal.type(line, 1500)
+        if seen.code:
+            raise SystemExit(f"newcomer_check: {line} ended with {seen.code}:\n{seen.text}")
+    size = sum(path.stat().st_size for path in (folder / "venv").rglob("*") if path.is_file() and not path.is_symlink())
+    report.say(f"wheel built and installed in {time.monotonic() - begun:.0f} s, environment of {size / 1e9:.1f} GB")
+    report.show(terminal.type('python -c "import torch, speclen; print(torch.__version__, speclen.__path__[0])"'))
+    report.must("speclen", shutil.which("speclen", path=f"{folder}/venv/bin") is not None, "is not on the PATH")
+    return terminal
+
+
+def readme(terminal: Terminal, report: Report) -> None:
+    """README's own commands, beside the `speclen up` that it starts, on the default ports."""
+    report.say("\n## README's commands, in 80 columns")
+    serve, use, look = shell_blocks("README.md")[1:4]
+    up = terminal.start(serve.strip())
+    if not up.wait_for("In another terminal", 240):
+        report.show(up.end(1, interrupt=True))
+        raise SystemExit("newcomer_check: README's `speclen up` does not serve")
+    for line in [*use.strip().splitlines(), *look.strip().splitlines()]:
+        model_text = 0 if " generate " in line else 100 if "sqlite-utils" in line else 80
+        report.show(terminal.type(line), columns=model_text)
+    program = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    (terminal.folder / "program.py").write_text(program)
+    report.show(terminal.type("python program.py"), columns=0)
+    report.show(terminal.type("timeout 4 speclen top"), code=124)
+    for verb in ("doctor", "explain --batch 4", "replay"):
+        report.show(terminal.type(f"speclen {verb}"))
+    report.show(up.end(60, interrupt=True))
+
+
+def helps(terminal: Terminal, report: Report) -> None:
+    report.say("\n## Help of every verb, in 80 columns")
+    overview = terminal.type("speclen --help")
+    report.show(overview)
+    verbs = re.findall(r"^│ ([a-z]+) ", overview.text, re.MULTILINE)
+    report.must("speclen --help", len(verbs) > 12, "lists too few verbs")
+    for verb in verbs:
+        seen = terminal.type(f"speclen {verb} --help")
+        report.show(seen, quiet=True)
+        report.must(seen.line, "…" not in seen.text, "cuts words")
+    report.say(f"{len(verbs)} verbs: nothing cut, nothing over 80 columns")
+
+
+class Silent(http.server.BaseHTTPRequestHandler):
+    """A web server that keeps no log."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def foreign_systems(folder: Path, terminal: Terminal) -> Iterator[Path]:
+    """Another checkout's controller and a web server on the default ports; the database of the first."""
+    (folder / "another").mkdir()
+    theirs = Terminal(folder / "another", terminal.environment)
+    controller = theirs.start("speclen controller")
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 7080), Silent)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    try:
+        assert controller.wait_for("serving on", 30), controller.text()
+        yield folder / "another" / ".speclen" / "speclen.db"
+    finally:
+        web.shutdown()
+        web.server_close()
+        controller.end(30, interrupt=True)
+
+
+@contextmanager
+def guarded(terminal: Terminal, report: Report) -> Iterator[dict[str, str]]:
+    """The system of docs/serving.md: its commands for certificates, its file, with free ports and the bundled pair."""
+    report.say("\n## TLS and a token, as docs/serving.md says")
+    certificates = next(block for block in shell_blocks("docs/serving.md") if "openssl" in block)
+    report.show(terminal.type(certificates.replace("SERVER", "localhost")), columns=0)
+    toml = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/serving.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    ports = {port: free_address().rpartition(":")[2] for port in ("7070", "7080", "9070", "9080")}
+    for port, own in ports.items():
+        toml = toml.replace(port, own)
+    toml = toml.replace("meta-llama/Llama-3.1-8B", "bundled:target").replace("meta-llama/Llama-3.2-1B", "bundled:draft")
+    (terminal.folder / "speclen.toml").write_text(toml.replace("/var/lib/speclen", "guarded"))
+    file = {"SPECLEN_CONFIG": str(terminal.folder / "speclen.toml")}
+    running: list[Running] = []
+    try:
+        for verb in ("controller", "worker"):
+            running.append(terminal.start(f"speclen {verb}", **file))
+            report.must(f"speclen {verb}", running[-1].wait_for(" serving on ", 120), "does not serve")
+        report.show(terminal.type('speclen generate "def add(a, b):" --max-tokens 32', **file), columns=0)
+        report.show(terminal.type("timeout 4 speclen top", **file), code=124)
+        said = terminal.type("speclen top --json", **file)
+        report.must("speclen top --json", '"table_source"' in said.text, "did not reach the worker")
+        imported = terminal.type("speclen profile import profile.json --as-prior", **file)
+        report.show(imported)
+        report.must(
+            imported.line, "guarded" in imported.text.replace("\n", ""), "does not name the database that took it"
+        )
+        yield {"guarded": f"localhost:{ports['7070']}", "guarded_worker": f"localhost:{ports['7080']}"}
+    finally:
+        for each in reversed(running):
+            report.show(each.end(60, interrupt=True), columns=0, quiet=True)
+
+
+def prepare(terminal: Terminal) -> bytes:
+    """Files that wrong inputs name; returns the bytes of another program's database."""
+    folder = terminal.folder
+    with sqlite3.connect(folder / "foreign.db") as other:
+        other.execute("CREATE TABLE bookmarks (url TEXT)")
+    other.close()
+    (folder / "junk.pem").write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
+    (folder / "wrong").write_text("0123456789abcdef0123456789abcdef\n")
+    (folder / "short").write_text("abc\n")
+    (folder / "broken.toml").write_text("[worker\n")
+    (folder / "typo.toml").write_text("[worekr]\n")
+    shutil.copy(ROOT / "docs/results/profile.json", folder / "profile.json")
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=x"
+    terminal.type(f"{make} -keyout other.key -out other.pem")
+    return (folder / "foreign.db").read_bytes()
+
+
+def wrong_inputs(terminal: Terminal, report: Report, places: dict[str, str]) -> None:
+    report.say(f"\n## {len(WRONG)} wrong inputs: one sentence, exit code 2, within two seconds")
+    for wrong in WRONG:
+        one = Wrong(wrong.line.format(**places) if "{" in wrong.line else wrong.line, wrong.words.format(**places))
+        seen = terminal.type(one.line, 60, **wrong.variables)
+        report.show(seen, code=wrong.code)
+        flat = " ".join(re.sub(r"[│╭╮╰╯─]", " ", seen.text).split())
+        report.must(seen.line, without_space(one.words) in without_space(flat), f"does not say {one.words!r}")
+        report.must(seen.line, seen.took_s <= wrong.within_s, f"took {seen.took_s:.1f} s")
+
+
+def without_space(text: str) -> str:
+    """A long path may be broken over lines."""
+    return "".join(text.split())
+
+
+def beside_foreign_systems(terminal: Terminal, report: Report, theirs: Path) -> None:
+    """`up --demo --once` needs no fixed ports: it shows its own system, and leaves the other alone."""
+    report.say("\n## The demo, with foreign systems on the default ports")
+    seen = terminal.type("speclen up --demo --once --data-dir demo", 600)
+    report.show(seen)
+    report.must(seen.line, "using a free port" in seen.text, "does not say that it goes elsewhere")
+    tail = seen.text.rpartition("All stopped")[2]
+    report.must(seen.line, "speclen generate" not in tail, "ends with a command for a server that it has stopped")
+    with sqlite3.connect(f"file:{theirs}?mode=ro", uri=True) as database:
+        workers = database.execute("SELECT count(*) FROM workers").fetchone()[0]
+    report.must(seen.line, workers == 0, f"{workers} workers joined the other checkout's controller")
+    report.say(f"workers in the other checkout's database: {workers}")
+
+
+def check(folder: Path, report: Report) -> None:
+    for address in (CONTROLLER, WORKER):
+        if not is_free(address):
+            raise SystemExit(f"newcomer_check: {address} is taken: it has to be free, since README uses it")
+    terminal = install(folder, report)
+    helps(terminal, report)
+    readme(terminal, report)
+    foreign_bytes = prepare(terminal)
+    with foreign_systems(folder, terminal) as theirs:
+        with guarded(terminal, report) as places:
+            wrong_inputs(terminal, report, {**places, "controller": CONTROLLER, "foreign": str(theirs)})
+        beside_foreign_systems(terminal, report, theirs)
+    untouched = (terminal.folder / "foreign.db").read_bytes() == foreign_bytes
+    report.must("speclen controller --db foreign.db", untouched, "changed another program's database")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", type=Path, help="file for what was seen")
+    parser.add_argument("--keep", action="store_true", help="leave the folder")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="newcomer-")).resolve()
+    report = Report(folder)
+    try:
+        check(folder, report)
+    finally:
+        report.say(f"\n{len(report.faults)} faults")
+        for fault in report.faults:
+            report.say(f"- {fault}")
+        if options.report:
+            options.report.write_text("\n".join(report.lines) + "\n", "utf-8")
+        if not options.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(1 if report.faults else 0)
+
+
+if __name__ == "__main__":
+    main()
