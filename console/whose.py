@@ -38,7 +38,7 @@ def occupant(address: str, client: Client) -> str:
         if found.process_id:
             database = f" of {found.database}" if found.database else ""
             return f"a speclen {kind}{database} (process {found.process_id} on {found.host})"
-    return "another program"
+    return "another program, or a speclen that wants TLS or a token"
 
 
 def check_available(flag: str, address: str, client: Client) -> None:
