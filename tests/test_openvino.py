@@ -100,6 +100,14 @@ def test_float32_is_computed_in_float32() -> None:
 
 
 @needs_openvino
+def test_nothing_is_sent_to_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: `openvino.convert_model` reports its use to its makers wherever openvino-telemetry is installed."""
+    ovc = pytest.importorskip("openvino.tools.ovc.convert_impl")
+    monkeypatch.setattr(ovc, "init_ovc_telemetry", lambda: pytest.fail("telemetry"))
+    load(tiny_models.build("llama"), torch.float32)
+
+
+@needs_openvino
 def test_numbers_that_it_does_not_compute_in(caplog: pytest.LogCaptureFixture) -> None:
     half = [tiny_models.build("llama").to(torch.float16) for _ in range(2)]
     told = fallen_back(caplog, target=half[0], draft=half[1], dtype=torch.float16)

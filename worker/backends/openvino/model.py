@@ -92,7 +92,7 @@ class OpenVinoModel:
             max_context_len=ends.max(),
         )
         if len(parts) == 1:
-            return [logits.view(len(parts[0].ids), parts[0].num_logits, -1)]
+            return [logits.view(parts[0].rows.num_rows, parts[0].num_logits, -1)]
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
@@ -100,8 +100,8 @@ class OpenVinoModel:
         """Blocks of all rows of the pass, row after row, and how many each has."""
         found, at = [], 0
         for part in parts:
-            found.append(self.pool.reach(part.rows.first_row, ends[at : at + len(part.ids)]))
-            at += len(part.ids)
+            found.append(self.pool.reach(part.rows.first_row, ends[at : at + part.rows.num_rows]))
+            at += part.rows.num_rows
         blocks, numbers = zip(*found, strict=True)
         return _joined(blocks), _joined(numbers)
 
