@@ -110,7 +110,14 @@ def _last_line(error: Exception) -> str:
 def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelPair) -> PassModel:
     length = context + config.max_speculation_length
     model = openvino.load(
-        one.model, one.layers, config.max_batch_size, length, context, pair.dtype, torch.get_num_threads()
+        one.model,
+        one.layers,
+        config.max_batch_size,
+        length,
+        context,
+        pair.dtype,
+        torch.get_num_threads(),
+        config.max_cached_tokens,
     )
     if config.check_models:
         check_model(model, one.model, one.name)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from worker.backends.openvino.blocks import BLOCK_TOKENS
+from worker.backends.openvino.prefix import BLOCK_TOKENS
 from worker.kv_cache import LayerShape
 
 IMPLEMENTATION = "speclen_openvino"
