@@ -205,9 +205,10 @@ class Engine:
         incoming, aborting = self._inbox.take()
         for sequences in incoming:
             self.scheduler.add(sequences)
-        for request_id in aborting:
-            self._outbox.abort(self.scheduler.drop_waiting(request_id))
-        self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
+        if aborting:
+            for request_id in aborting:
+                self._outbox.abort(self.scheduler.drop_waiting(request_id))
+            self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
 
     def _schedule(self) -> tuple[StepPlan, LengthChoice]:
         """Give rows, and decide what the next step runs; with the choice that its lengths follow."""
@@ -274,7 +275,7 @@ class Engine:
             latency_s=time.perf_counter() - started,
             accepted_histogram=plan.histogram(kept[: len(plan.rows)]),
             mean_context_length=mean_context_length,
-            flags=frozenset(tokens.flags) | plan.flags,
+            flags=frozenset(tokens.flags | plan.flags),
         )
 
     def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:

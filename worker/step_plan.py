@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -31,12 +31,13 @@ class PromptChunk:
         return self.end == self.sequence.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
 
-    draft_lengths: draft tokens for each of them. chunks: of prompts. prefilled: whether time goes into prompts as well,
-    the ones that were copied included.
+    draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. chunks: of
+    prompts. prefilled: whether time goes into prompts as well, the ones that were copied included. sequences: everyone who
+    takes part, the rows and then those whose prompts are fed.
     """
 
     rows: list[SequenceState]
@@ -44,11 +45,12 @@ class StepPlan:
     draft_lengths: list[int]
     chunks: list[PromptChunk]
     prefilled: bool
+    speculation_length: int = field(init=False)
+    sequences: list[SequenceState] = field(init=False)
 
-    @property
-    def speculation_length(self) -> int:
-        """Tokens that the draft loop runs for."""
-        return max(self.draft_lengths, default=0)
+    def __post_init__(self) -> None:
+        self.speculation_length = max(self.draft_lengths, default=0)
+        self.sequences = self.rows + [chunk.sequence for chunk in self.chunks]
 
     @property
     def is_mixed(self) -> bool:
@@ -56,10 +58,15 @@ class StepPlan:
         return min(self.draft_lengths, default=0) < self.speculation_length
 
     @property
-    def flags(self) -> frozenset[StepFlag]:
+    def flags(self) -> set[StepFlag]:
         """What can be said beforehand of why the step must not teach."""
-        flags = {StepFlag.PREFILL: self.prefilled, StepFlag.MIXED_LENGTHS: self.is_mixed}
-        return frozenset(flag for flag, is_set in flags.items() if is_set)
+        flags = {StepFlag.PREFILL} if self.prefilled else set()
+        return flags | {StepFlag.MIXED_LENGTHS} if self.is_mixed else flags
+
+    def apart(self) -> list[StepPlan]:
+        """The same work in as many plans as can be: the rows, then every prompt by itself."""
+        decoding = [replace(self, chunks=[])] if self.rows else []
+        return decoding + [StepPlan([], 0, [], [chunk], True) for chunk in self.chunks]
 
     def histogram(self, num_accepted: Sequence[int]) -> tuple[int, ...]:
         """How many rows accepted exactly 0, 1, ..., speculation_length tokens. num_accepted: by row."""
@@ -67,16 +74,6 @@ class StepPlan:
         for number in num_accepted:
             counts[number] += 1
         return tuple(counts)
-
-    @property
-    def sequences(self) -> list[SequenceState]:
-        """Everyone who takes part: the rows, then those whose prompts are fed."""
-        return self.rows + [chunk.sequence for chunk in self.chunks]
-
-    def apart(self) -> list[StepPlan]:
-        """The same work in as many plans as can be: the rows, then every prompt by itself."""
-        decoding = [replace(self, chunks=[])] if self.rows else []
-        return decoding + [StepPlan([], 0, [], [chunk], True) for chunk in self.chunks]
 
 
 def plan_lengths(rows: Sequence[SequenceState], chosen_length: int, max_context_length: int) -> list[int]:
