@@ -76,6 +76,37 @@ def test_rows_that_begin_alike_share_full_blocks() -> None:
     assert read(pool, 1, 3 * BLOCK_TOKENS + 8) == [1.0] * (3 * BLOCK_TOKENS + 5) + [2.0] * 3
 
 
+def test_rows_begin_with_what_others_held_before() -> None:
+    """Another text, or the same words after other ones, is never taken for it; a text that goes on shares its beginning."""
+    pool = BlockPool(SHAPES, 4, 400, torch.float32, max_cached_tokens=320)
+    text = list(range(3 * BLOCK_TOKENS + 5))
+    write(pool, 0, 0, [float(token) for token in text])
+    pool.remember(0, text)
+    pool.release(0)
+    assert pool.num_bytes_held() == 0
+    assert pool.begin(1, text) == 3 * BLOCK_TOKENS
+    assert read(pool, 1, 3 * BLOCK_TOKENS) == text[: 3 * BLOCK_TOKENS]
+    assert pool.begin(2, text[: 2 * BLOCK_TOKENS] + [7] * 60) == 2 * BLOCK_TOKENS
+    assert pool.begin(3, text[BLOCK_TOKENS:]) == 0
+    assert pool.num_reused_tokens == 5 * BLOCK_TOKENS
+    assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
+
+
+def test_what_was_used_longest_ago_is_forgotten_first_and_its_end_before_its_beginning() -> None:
+    pool = BlockPool(SHAPES, 4, 400, torch.float32, max_cached_tokens=5 * BLOCK_TOKENS)
+    texts = {name: [name] * (2 * BLOCK_TOKENS) for name in (1, 2, 3)}
+    for name, text in texts.items():
+        write(pool, 0, 0, [float(name)] * len(text))
+        pool.remember(0, text)
+        pool.release(0)
+    assert [pool.begin(row, texts[row]) for row in (1, 2, 3)] == [BLOCK_TOKENS, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS]
+    for row in (1, 2, 3):
+        assert read(pool, row, BLOCK_TOKENS) == [float(row)] * BLOCK_TOKENS
+        pool.release(row)
+    assert int((pool._owners > 0).sum()) == 5
+    assert sorted(pool._free + pool._bare + np.flatnonzero(pool._owners).tolist()) == list(range(pool._num_touched))
+
+
 def test_an_exchange_moves_no_memory() -> None:
     pool = make_pool()
     write(pool, 0, 0, [1.0] * 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 from typing import Any
 
@@ -100,6 +101,14 @@ def test_float32_is_computed_in_float32() -> None:
 
 
 @needs_openvino
+def test_nothing_is_sent_to_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: `openvino.convert_model` reports its use to its makers wherever openvino-telemetry is installed."""
+    ovc = pytest.importorskip("openvino.tools.ovc.convert_impl")
+    monkeypatch.setattr(ovc, "init_ovc_telemetry", lambda: pytest.fail("telemetry"))
+    load(tiny_models.build("llama"), torch.float32)
+
+
+@needs_openvino
 def test_numbers_that_it_does_not_compute_in(caplog: pytest.LogCaptureFixture) -> None:
     half = [tiny_models.build("llama").to(torch.float16) for _ in range(2)]
     told = fallen_back(caplog, target=half[0], draft=half[1], dtype=torch.float16)
@@ -126,3 +135,32 @@ def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino.platform, "machine", lambda: "aarch64")
     assert "on aarch64" in str(openvino.why_not(CPU, torch.float32))
     assert "on cuda:0" in str(openvino.why_not(torch.device("cuda:0"), torch.float32))
+
+
+@needs_openvino
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}])
+def test_remembered_prompts_change_no_output(sampling: dict[str, Any]) -> None:
+    """60 requests over three beginnings, joining at random, at lengths that change every step; few blocks are remembered."""
+    generator = random.Random(5)
+    beginnings = [[generator.randrange(1, 320) for _ in range(size)] for size in (64, 100, 150)]
+    requests = [
+        engines.request(
+            str(number),
+            generator.choice(beginnings)[: generator.randint(30, 150)] + engines.random_prompt(generator, 20),
+            max_tokens=generator.randint(1, 30),
+            ignore_eos=True,
+            **sampling,
+        )
+        for number in range(60)
+    ]
+    outputs, reused = [], []
+    for cached in (0, 320):
+        engine = engines.make_engine(
+            chooser=engines.RandomLengths(4), backend="openvino", max_cached_tokens=cached, max_batch_size=5
+        )
+        collected = engines.generate(engine, *requests)
+        outputs.append([collected.ids(one.request_id) for one in requests])
+        reused.append(engine.load().num_reused_tokens)
+    assert outputs[0] == outputs[1]
+    assert reused[0] == 0
+    assert reused[1] > 1500

@@ -269,8 +269,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
-        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails; "
-        "per step: tokens of a row; times in ms"
+        f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails"
     )
     columns = ["tokens/s", "least", "most", "all busy", "per step", "step ms", "draft", "verify", "other"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))

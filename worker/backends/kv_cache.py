@@ -51,6 +51,8 @@ class KVPool:
     unit. Raises MemoryError, with a sentence, when the addresses or the device memory cannot be had.
     """
 
+    num_reused_tokens = 0
+
     def __init__(
         self,
         shapes: Sequence[LayerShape],
@@ -99,6 +101,13 @@ class KVPool:
         """Of rows first_row, ... the tokens 0..lengths[r]-1 have been written to."""
         touched = self._touched[first_row : first_row + len(lengths)]
         np.maximum(touched, lengths, out=touched)
+
+    def begin(self, row: int, ids: Sequence[int]) -> int:
+        """As RowStore: nothing is remembered, since rows do not share memory."""
+        return 0
+
+    def remember(self, row: int, ids: Sequence[int]) -> None:
+        """As RowStore."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row over another row, and release the source."""

@@ -84,6 +84,13 @@ class RowStore(Protocol):
     device: torch.device
     dtype: torch.dtype
     shapes: tuple[LayerShape, ...]
+    num_reused_tokens: int  # that rows began with, since they were remembered
+
+    def begin(self, row: int, ids: Sequence[int]) -> int:
+        """Let an empty row begin with what is remembered of the tokens `ids`; returns how many it holds then."""
+
+    def remember(self, row: int, ids: Sequence[int]) -> None:
+        """The row holds the tokens `ids`: rows that begin alike may share them. A store need not remember anything."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Let a row begin with the first `length` tokens of another."""

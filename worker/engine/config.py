@@ -16,6 +16,7 @@ class EngineConfig:
     max_waiting: int = 256  # requests that may wait for a row; one more is refused
     max_context_length: int | None = None  # tokens of prompt and output; None: the models' limit, or what fits on a GPU
     max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
+    max_cached_tokens: int = 8192  # of prompts and outputs remembered for requests that begin alike; OpenVINO only
     prefill_chunk: int = 256  # prompt tokens per iteration: how long a prompt may hold up the rows that decode
     seed: int | None = None  # of requests that bring none; None: drawn at random
     backend: str = (

@@ -45,12 +45,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineLoad(Totals):
-    """What the engine is doing, and its totals. num_kv_tokens_*: of KV, as held by the rows and as fits at most."""
+    """What the engine is doing, and its totals. num_kv_tokens_*: of KV, as held by the rows and as fits at most.
+
+    num_reused_tokens: of prompts, that were not fed to the target since they were remembered.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     num_kv_tokens_used: int = 0
     num_kv_tokens_total: int = 0
+    num_reused_tokens: int = 0
 
 
 class Engine:
@@ -135,6 +139,7 @@ class Engine:
             num_waiting=self._inbox.num_incoming + self.scheduler.num_waiting,
             num_kv_tokens_used=self.scheduler.num_kv_tokens(),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
+            num_reused_tokens=self.target.pool.num_reused_tokens,
         )
 
     # The engine's thread.

@@ -90,7 +90,7 @@ def _on_openvino(
         try:
             return [_load_openvino(one, config, context, pair) for one in named]
         except Exception as error:  # It knows some operators and not others, and what it raises is of all kinds.
-            reason = str(error).strip().splitlines()[0]
+            reason = _last_line(error)
     if config.backend == "openvino":
         raise ModelError(f"--backend openvino: {reason}")
     log.log(
@@ -101,10 +101,23 @@ def _on_openvino(
     return None
 
 
+def _last_line(error: Exception) -> str:
+    """What an error comes to: OpenVINO puts that last. At most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1][:300]
+
+
 def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelPair) -> PassModel:
     length = context + config.max_speculation_length
     model = openvino.load(
-        one.model, one.layers, config.max_batch_size, length, context, pair.dtype, torch.get_num_threads()
+        one.model,
+        one.layers,
+        config.max_batch_size,
+        length,
+        context,
+        pair.dtype,
+        torch.get_num_threads(),
+        config.max_cached_tokens,
     )
     if config.check_models:
         check_model(model, one.model, one.name)

@@ -103,7 +103,18 @@ class Scheduler:
                 self.num_reserved_tokens += self.kv_need(sequence)
                 self.rows.append(sequence)
                 sequence.row = len(self.rows) - 1
+                self._begin(sequence)
         return failed
+
+    def _begin(self, sequence: SequenceState) -> None:
+        """Let it begin with what the pools remember of its prompt but the last token, whose logits are needed."""
+        ids = sequence.tokens[:-1]
+        held = [pool.begin(sequence.row, ids) for pool in self._pools]
+        sequence.target_length, sequence.draft_length = held[0], held[-1] if len(held) == 2 else 0
+
+    def _remember(self, sequence: SequenceState) -> None:
+        for pool, length in zip(self._pools, lengths(sequence), strict=False):
+            pool.remember(sequence.row, sequence.tokens[:length])
 
     def _next_waiting(self) -> SequenceState:
         group = self.waiting.popleft()
@@ -139,6 +150,7 @@ class Scheduler:
     def _start_decoding(self, sequence: SequenceState) -> None:
         assert sequence.row == self.num_decoding, "prompts are completed in the order of their rows"
         self.num_decoding += 1
+        self._remember(sequence)
         if not sequence.may_draft:
             return
         if sequence.row != self.num_drafting:
@@ -149,6 +161,7 @@ class Scheduler:
         """Free the sequence's row and its reservation, if it has them."""
         if sequence.row < 0:
             return
+        self._remember(sequence)
         hole, sequence.row = sequence.row, -1
         self._release(hole)
         self.num_reserved_tokens -= self.kv_need(sequence)

@@ -96,6 +96,7 @@ class EngineCollector:
         yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting + self._num_at_entrance())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
         yield gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
+        yield counter("prefix_cache_hits", "Prompt tokens that were remembered and not fed", load.num_reused_tokens)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
         yield counter("spec_decode_num_drafts", "Rows that had draft tokens verified", sum(accepted_runs))
         yield counter("spec_decode_num_draft_tokens", "Tokens drafted", load.num_draft_tokens)

@@ -61,9 +61,11 @@ def load(
     max_context_length: int,
     dtype: torch.dtype,
     num_threads: int,
+    max_cached_tokens: int = 0,
 ) -> PassModel:
     """The model with `num_rows` rows of up to `row_length` tokens. It reads the given model's weights, which must stay.
 
+    max_cached_tokens: of rows that have ended, remembered for others that begin alike.
     Raises whatever conversion and compilation raise for what they do not know, MemoryError when the rows do not fit.
     """
     # Not at the top: importing takes a third of a second, and most machines have no openvino.
@@ -72,5 +74,5 @@ def load(
     from speclen.worker.backends.openvino.model import OpenVinoModel
 
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    pool = BlockPool(layers, num_rows, row_length, dtype)
+    pool = BlockPool(layers, num_rows, row_length, dtype, max_cached_tokens)
     return OpenVinoModel(convert(model, layers), num_bytes, pool, max_context_length, num_threads)

@@ -2,7 +2,7 @@
 
 Layout. Every layer has two arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], keys and values; block 7 is block 7 in all of
 them. A row's table names the blocks of its tokens, in order. Exchanging rows exchanges tables, and rows that begin alike
-share the blocks that are full: those are never written again.
+share the blocks that are full: those are never written again. What rows held is remembered in the same way, for later ones.
 
 Memory. As in `kv_cache`, addresses are reserved and the kernel backs what is written. Free blocks are used again, the last
 freed first; beyond FREE_BLOCKS of them, their memory goes back.
@@ -18,33 +18,46 @@ import numpy as np
 import torch
 
 from speclen.worker.backends.kv_cache import LayerShape, reserve
+from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS, PrefixCache
 
-BLOCK_TOKENS = 32  # what OpenVINO's attention on a CPU reads at a time
 FREE_BLOCKS = 64  # kept with their memory, so that rows that come and go do not ask the kernel for every block
 
 
 class BlockPool:
     """Tables of `num_rows` rows of up to `max_length` tokens, and the memory of their blocks. A `RowStore`.
 
+    max_cached_tokens: of blocks that are remembered, on top of what rows hold; num_reused_tokens: that rows began with.
     caches: arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], key and value of every layer; bfloat16 as its bits, uint16.
     Raises MemoryError, with a sentence, when the addresses cannot be had.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, shapes: Sequence[LayerShape], num_rows: int, max_length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_rows: int,
+        max_length: int,
+        dtype: torch.dtype,
+        max_cached_tokens: int = 0,
+    ) -> None:
         self.shapes = tuple(shapes)
         self.num_rows = num_rows
         self.max_length = max_length
         self.dtype = dtype
         row_blocks = -(-max_length // BLOCK_TOKENS)
-        self.num_blocks = num_rows * row_blocks
+        num_cached = max_cached_tokens // BLOCK_TOKENS
+        self.num_blocks = num_rows * row_blocks + num_cached
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
         self._mapping = self._reserve()
         self.caches = self._make_caches()
         self._tables = np.zeros((num_rows, row_blocks), np.int32)
         self._held = np.zeros(num_rows, np.int64)  # blocks of each row
-        self._owners = np.zeros(self.num_blocks, np.int32)  # rows that have a block in their table
+        self._owners = np.zeros(
+            self.num_blocks, np.int32
+        )  # rows that have a block in their table, and the prefix cache
+        self._prefixes = PrefixCache(num_cached)
+        self.num_reused_tokens = 0
         self._free: list[int] = []  # with memory
         self._bare: list[int] = []  # without
         self._num_touched = 0  # blocks from here on were never used
@@ -90,6 +103,21 @@ class BlockPool:
         self._num_touched += 1
         return self._num_touched - 1
 
+    def begin(self, row: int, ids: Sequence[int]) -> int:
+        """As RowStore."""
+        blocks = self._prefixes.match(ids)
+        self._tables[row, : len(blocks)] = blocks
+        self._owners[blocks] += 1
+        self._held[row] = len(blocks)
+        self.num_reused_tokens += len(blocks) * BLOCK_TOKENS
+        return len(blocks) * BLOCK_TOKENS
+
+    def remember(self, row: int, ids: Sequence[int]) -> None:
+        """As RowStore."""
+        new, given_up = self._prefixes.add(ids, self._tables[row].tolist())
+        self._owners[new] += 1
+        self._disown(np.array(given_up, np.int64))
+
     def copy(self, source: int, target: int, length: int) -> None:
         """As RowStore: full blocks are shared, the last one is copied."""
         self.release(target)
@@ -115,9 +143,12 @@ class BlockPool:
     def release(self, row: int) -> None:
         """As RowStore."""
         blocks = self._tables[row, : self._held[row]]
+        self._held[row] = 0
+        self._disown(blocks)
+
+    def _disown(self, blocks: np.ndarray) -> None:
         self._owners[blocks] -= 1
         self._free += blocks[self._owners[blocks] == 0][::-1].tolist()
-        self._held[row] = 0
         while len(self._free) > FREE_BLOCKS:
             self._hand_back(self._free.pop(0))
 
@@ -134,5 +165,6 @@ class BlockPool:
         self._bare.append(block)
 
     def num_bytes_held(self) -> int:
-        """Memory behind the rows, blocks that they share counted once."""
-        return int((self._owners > 0).sum()) * BLOCK_TOKENS * self.bytes_per_token
+        """Memory behind the rows, blocks that they share counted once, without what is remembered only."""
+        held = [self._tables[row, :blocks] for row, blocks in enumerate(self._held)]
+        return len(np.unique(np.concatenate(held))) * BLOCK_TOKENS * self.bytes_per_token

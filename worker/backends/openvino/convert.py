@@ -13,7 +13,10 @@ import numpy as np
 import openvino as ov
 import torch
 from openvino import opset13 as ops
+from openvino._offline_transformations import apply_moc_transformations
+from openvino.frontend import FrontEndManager
 from openvino.frontend.pytorch import ConversionExtension
+from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from openvino.op import _PagedAttentionExtension
 
 from speclen.worker.backends.kv_cache import LayerShape
@@ -34,12 +37,14 @@ def convert(model: Any, layers: Sequence[LayerShape]) -> ov.Model:
     Raises NotConvertibleError, or whatever OpenVINO raises for what it does not know.
     """
     traced, weights = trace(model, layers)
-    extensions = [
-        ConversionExtension("speclen::paged_attention", _paged_attention),
-        ConversionExtension("speclen::linear", lambda context: _linear(context, weights)),
-        ConversionExtension("speclen::embedding", lambda context: _embedding(context, weights)),
-    ]
-    converted = ov.convert_model(traced, extension=extensions)
+    # Not `openvino.convert_model`, which may send statistics of its use to its makers.
+    frontend = FrontEndManager().load_by_framework("pytorch")
+    frontend.add_extension(ConversionExtension("speclen::paged_attention", _paged_attention))
+    frontend.add_extension(ConversionExtension("speclen::linear", lambda context: _linear(context, weights)))
+    frontend.add_extension(ConversionExtension("speclen::embedding", lambda context: _embedding(context, weights)))
+    decoder = TorchScriptPythonDecoder(traced)  # named, since the front end does not keep it
+    converted = frontend.convert(frontend.load(decoder))
+    apply_moc_transformations(converted, cf=False, smart_reshape=False)
     _name_inputs(converted, layers)
     _fold_scalars(converted)
     return converted

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import openvino as ov
@@ -40,6 +42,9 @@ class OpenVinoModel:
         self._num_weight_bytes = num_weight_bytes
         self._seen: set[tuple[int, ...]] = set()  # threads, tokens and wanted logits of passes
         self._threads = num_threads
+        self._inputs = {name: ov.Tensor(ov.Type.i64, [1]) for name in TOKEN_INPUTS}
+        self._inputs |= {name: ov.Tensor(ov.Type.i32, [1]) for name in BLOCK_INPUTS[:-1]}
+        self._inputs[BLOCK_INPUTS[-1]] = ov.Tensor(ov.Type.i32, [])
         self._requests = {num_threads: self._make_request(num_threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
@@ -55,6 +60,8 @@ class OpenVinoModel:
         request = ov.Core().compile_model(self._model, "CPU", options).create_infer_request()
         for name, cache in zip(cache_names(len(self.pool.shapes)), self.pool.caches, strict=True):
             request.set_tensor(name, ov.Tensor(cache, list(cache.shape), CACHE_TYPES[self.pool.dtype]))
+        for name, tensor in self._inputs.items():
+            request.set_tensor(name, tensor)  # Filled and cut to size before every pass.
         return request
 
     def use_threads(self, num_threads: int) -> None:
@@ -68,56 +75,81 @@ class OpenVinoModel:
 
     def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
         """As PassModel."""
-        pasts = [part.rows.starts + part.column for part in parts]
-        counts = np.repeat([part.num_queries for part in parts], [len(past) for past in pasts])
-        past, wanted = np.concatenate(pasts), _wanted(parts)
-        blocks = [
-            self.pool.reach(part.rows.first_row, past + part.num_queries)
-            for part, past in zip(parts, pasts, strict=True)
-        ]
-        ends = past + counts
-        begins = _begins(counts)
-        places = np.arange(begins[-1]) + np.repeat(past - begins[:-1], counts)
-        inputs = (
-            np.concatenate([part.ids.numpy().reshape(-1) for part in parts]),
-            np.minimum(places, self.max_context_length - 1),
-            wanted,
-            past.astype(np.int32),
-            begins,
-            np.concatenate([indices for indices, _ in blocks]),
-            _begins(np.concatenate([numbers for _, numbers in blocks])),
-            np.array(ends.max(), np.int32),
+        layout = _layout(tuple((*part.ids.shape, part.num_logits) for part in parts))
+        past = _joined([part.rows.starts + part.column for part in parts])
+        ends = past + layout.counts
+        blocks, num_blocks = self._blocks(parts, ends)
+        begins = np.zeros(len(ends) + 1, np.int32)
+        np.cumsum(num_blocks, out=begins[1:])
+        logits = self._infer(
+            input_ids=_joined([part.ids.numpy().reshape(-1) for part in parts]),
+            position_ids=np.minimum(past[layout.rows] + layout.offsets, self.max_context_length - 1),
+            wanted=layout.wanted,
+            past_lens=past,
+            subsequence_begins=layout.begins,
+            block_indices=blocks,
+            block_indices_begins=begins,
+            max_context_len=ends.max(),
         )
-        logits = self._infer(inputs)
+        if len(parts) == 1:
+            return [logits.view(parts[0].rows.num_rows, parts[0].num_logits, -1)]
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
-    def _infer(self, inputs: Sequence[np.ndarray]) -> torch.Tensor:
+    def _blocks(self, parts: Sequence[PassPart], ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks of all rows of the pass, row after row, and how many each has."""
+        found, at = [], 0
+        for part in parts:
+            found.append(self.pool.reach(part.rows.first_row, ends[at : at + part.rows.num_rows]))
+            at += part.rows.num_rows
+        blocks, numbers = zip(*found, strict=True)
+        return _joined(blocks), _joined(numbers)
+
+    def _infer(self, **inputs: np.ndarray) -> torch.Tensor:
         """Logits [wanted, vocab]; they lie in the request's own memory."""
+        for name, array in inputs.items():
+            tensor = self._inputs[name]
+            tensor.shape = array.shape
+            tensor.data[...] = array
         request = self._requests[self._threads]
-        for name, array in zip((*TOKEN_INPUTS, *BLOCK_INPUTS), inputs, strict=True):
-            request.set_tensor(name, ov.Tensor(array, shared_memory=True))
         request.infer()
-        shape = self._threads, len(inputs[0]), len(inputs[2])
+        shape = self._threads, inputs["input_ids"].size, inputs["wanted"].size
         if shape not in self._seen:
             self._seen.add(shape)
             self.num_first_uses += 1
         return torch.from_numpy(request.get_output_tensor(0).data)
 
 
-def _begins(counts: np.ndarray) -> np.ndarray:
-    """[0, counts[0], counts[0] + counts[1], ...] as int32."""
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the tokens of a pass follow each other. Of every row of the pass: counts, its tokens, and begins, where they do.
+
+    Of every token: rows, whose it is, and offsets, its place among those. wanted: tokens whose logits are.
+    """
+
+    counts: np.ndarray
+    begins: np.ndarray
+    rows: np.ndarray
+    offsets: np.ndarray
+    wanted: np.ndarray
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(shapes: tuple[tuple[int, int, int], ...]) -> _Layout:
+    """shapes: rows, queries and wanted logits a row, of every part."""
+    counts = np.concatenate([np.full(rows, queries) for rows, queries, _ in shapes])
     begins = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=begins[1:])
-    return begins
+    ends = begins[1:].astype(np.int64)
+    num_wanted = np.concatenate([np.full(rows, wanted) for rows, _, wanted in shapes])
+    return _Layout(
+        counts,
+        begins,
+        np.repeat(np.arange(len(counts)), counts),
+        np.concatenate([np.arange(count) for count in counts]),
+        np.concatenate([np.arange(end - wanted, end) for end, wanted in zip(ends, num_wanted, strict=True)]),
+    )
 
 
-def _wanted(parts: Sequence[PassPart]) -> np.ndarray:
-    """Places in the pass of the tokens whose logits are wanted."""
-    wanted, offset = [], 0
-    for part in parts:
-        rows, queries = part.ids.shape
-        lasts = offset + queries * np.arange(1, rows + 1)
-        wanted.append((lasts[:, None] + np.arange(-part.num_logits, 0)).reshape(-1))
-        offset += rows * queries
-    return np.concatenate(wanted)
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
