@@ -14,6 +14,7 @@ from speclen.transport.address import check_exposure, check_free
 from speclen.transport.credentials import check_pages
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
+from speclen.worker.service.supervision import PartFailedError
 
 
 @flags_from(WorkerConfig)
@@ -29,7 +30,6 @@ def worker(**settings: Any) -> None:
         set_spins()  # before torch is imported, which takes seconds
         from speclen.transport.logs import set_up_logs
         from speclen.worker.service.server import serve
-        from speclen.worker.service.supervision import PartFailedError
 
         set_up_logs(config.log_level)
         asyncio.run(serve(config, progress))

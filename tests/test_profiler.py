@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
         if len(inputs["input_ids"]) > 2:
             raise MemoryError("out of memory")
 
-    with profiler(pair) as running:
+    with profiler(pair, replace(GRID, backend="torch")) as running:
         running._engine.target.model.register_forward_pre_hook(short_of_memory, with_kwargs=True)
         samples = running.run()
     assert samples.largest_batch_size == 2

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import gc
 import os
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import structlog
@@ -27,7 +29,6 @@ from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.snapshots import Snapshots
 from speclen.controller.service.streams import StreamSettings
 from speclen.controller.service.supervision import LOOK_INTERVAL_S, EndedError, Supervisor
-from speclen.controller.wire.messages import identity_of
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
@@ -289,3 +290,14 @@ def quiet_interpreter() -> None:
     sys.setswitchinterval(0.0005)
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)
+
+
+def identity_of(config: ControllerConfig) -> control_pb2.ServerIdentity:
+    """What this process says of itself."""
+    return control_pb2.ServerIdentity(
+        run_id=config.run_id,
+        database="" if config.in_memory else str(config.database.resolve()),
+        host=socket.gethostname(),
+        process_id=os.getpid(),
+        version=version("speclen"),
+    )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterable
-from importlib.metadata import version
 
-from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import ContextKey, LearnedRow, Probe, Table
 from speclen.v1 import control_pb2 as pb
 
@@ -67,15 +63,4 @@ def learned_row_message(row: LearnedRow) -> pb.LearnedRow:
         num_steps=row.num_steps,
         source=row.source,
         is_best=row.is_best,
-    )
-
-
-def identity_of(config: ControllerConfig) -> pb.ServerIdentity:
-    """What this process says of itself."""
-    return pb.ServerIdentity(
-        run_id=config.run_id,
-        database="" if config.in_memory else str(config.database.resolve()),
-        host=socket.gethostname(),
-        process_id=os.getpid(),
-        version=version("speclen"),
     )
