@@ -11,7 +11,7 @@ from speclen.store import statements
 from speclen.store.batch import Batch, Batches
 from speclen.store.connection import Connection, sqlite3
 from speclen.store.failpoints import Failpoints
-from speclen.store.prediction import add_predictions
+from speclen.store.prediction_windows import add_predictions
 from speclen.store.records import ProfileRow, StoreEventRow
 from speclen.store.retention import Retention, enforce_retention
 

@@ -142,8 +142,3 @@ SCENARIOS: dict[str, Scenario] = {
 def hard_share_at(load: float, requests: Requests) -> float:
     """Share of hard requests among arrivals when the batch is that full."""
     return float(np.clip(requests.hard_share + 0.6 * (load - 0.4), 0.05, 0.95))
-
-
-def shortened(scenario: Scenario) -> Scenario:
-    """The same without drift, for tests that need a quiet world."""
-    return replace(scenario, phases=(Phase(0.0),), wander=0.0)

@@ -123,11 +123,6 @@ class Run:
         """Clairvoyant's time for the same work over the time spent, in percent."""
         return 100.0 * float(self.work.sum() / self.seconds.sum())
 
-    @property
-    def regret_steps(self) -> float:
-        """Time lost, in mean steps."""
-        return float((self.seconds - self.work).sum() / self.seconds.mean())
-
     def recovery_steps(self) -> list[int]:
         """After each change of the world: steps until the next 50 lose at most 2% (never: all that are left)."""
         out = []

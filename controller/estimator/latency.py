@@ -424,16 +424,30 @@ class LatencyModel:
             # For the detector against the usual speed: what wandering explains is no drift, what stays away is.
             z = (residual - mean + speed) / math.sqrt(variance + noise + wander)
             surprises.append(-limit if z < -limit else limit if z > limit else z)
-        fired = 0.0
-        if detect:
-            slack, lasting = self.wandering.excuse(len(cells), noise)
-            fired = self.detector.add(senders, surprises, slack, lasting)
-            self.sigma *= math.exp(config.noise_rate * (outside - 0.5 * len(cells)))
-            self.sigma = min(max(self.sigma, config.noise_min), config.noise_max)
-            self.slow.add(
-                len(cells), slow, settled=self.detector.resting(senders[-1], 2.0 * limit), drifted=fired != 0.0
-            )
+        fired = self._track(senders, surprises, outside, slow, noise) if detect else 0.0
         return fired, news
+
+    def _track(
+        self,
+        senders: list[str],
+        surprises: list[float],
+        outside: int,
+        slow: list[tuple[float, float]],
+        noise: float,
+    ) -> float:
+        """Follow drift, noise and slow steps through a group; returns the detector's statistic (0: quiet).
+
+        outside: surprises beyond the middle half. slow: usual seconds and seconds lost of each step that was far too slow.
+        """
+        config, count = self.config, len(senders)
+        slack, lasting = self.wandering.excuse(count, noise)
+        fired = self.detector.add(senders, surprises, slack, lasting)
+        self.sigma *= math.exp(config.noise_rate * (outside - 0.5 * count))
+        self.sigma = min(max(self.sigma, config.noise_min), config.noise_max)
+        self.slow.add(
+            count, slow, settled=self.detector.resting(senders[-1], 2.0 * config.largest_z), drifted=fired != 0.0
+        )
+        return fired
 
     def _assimilate(self, gain: FloatArray, order: list[int], news: dict[int, CellNews]) -> None:
         """Joint update of the surface and of the cells seen: each cell's news count as one observation of its mean."""
