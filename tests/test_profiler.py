@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 
 import worker.profiler
+from worker.backends.passes import PassPart
 from worker.engine import Engine, EngineConfig
 from worker.length_chooser import FixedLength
 from worker.models import ModelPair, load_pair
@@ -177,12 +179,15 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
     """The engine ends the rows of a step that failed; the profile goes on with half as many."""
     caplog.set_level(logging.CRITICAL)
 
-    def short_of_memory(model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if len(inputs["input_ids"]) > 2:
-            raise MemoryError("out of memory")
-
     with profiler(pair) as running:
-        running._engine.target.model.register_forward_pre_hook(short_of_memory, with_kwargs=True)
+        honest = running._engine.target.forward
+
+        def short_of_memory(parts: list[PassPart]) -> list[torch.Tensor]:
+            if parts[0].rows.num_rows > 2:
+                raise MemoryError("out of memory")
+            return honest(parts)
+
+        running._engine.target.forward = short_of_memory  # type: ignore[method-assign]
         samples = running.run()
     assert samples.largest_batch_size == 2
     assert {key[0] for key in keys(samples)} == {1, 2}
