@@ -164,3 +164,27 @@ def test_remembered_prompts_change_no_output(sampling: dict[str, Any]) -> None:
     assert outputs[0] == outputs[1]
     assert reused[0] == 0
     assert reused[1] > 1500
+
+
+@needs_openvino
+def test_sampled_outputs_are_those_of_torch() -> None:
+    """A seed gives the same tokens on both, at lengths that change every step: the noise goes by position alone."""
+    outputs = []
+    for backend in ("torch", "openvino"):
+        engine = engines.make_engine(chooser=engines.RandomLengths(2), backend=backend)
+        generator = random.Random(1)
+        requests = [
+            engines.request(
+                str(n),
+                engines.random_prompt(generator),
+                temperature=0.8,
+                top_p=0.95,
+                seed=n,
+                max_tokens=20,
+                ignore_eos=True,
+            )
+            for n in range(25)
+        ]
+        collected = engines.generate(engine, *requests)
+        outputs.append([collected.ids(one.request_id) for one in requests])
+    assert outputs[0] == outputs[1]

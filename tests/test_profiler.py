@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
+import torch
 
 import speclen.worker.profiling.profiler
+from speclen.worker.backends.passes import PassPart
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.models.loading import ModelPair, load_pair
@@ -178,12 +179,15 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
     """The engine ends the rows of a step that failed; the profile goes on with half as many."""
     caplog.set_level(logging.CRITICAL)
 
-    def short_of_memory(model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if len(inputs["input_ids"]) > 2:
-            raise MemoryError("out of memory")
+    with profiler(pair) as running:
+        honest = running._engine.target.forward
 
-    with profiler(pair, replace(GRID, backend="torch")) as running:
-        running._engine.target.model.register_forward_pre_hook(short_of_memory, with_kwargs=True)
+        def short_of_memory(parts: list[PassPart]) -> list[torch.Tensor]:
+            if parts[0].rows.num_rows > 2:
+                raise MemoryError("out of memory")
+            return honest(parts)
+
+        running._engine.target.forward = short_of_memory  # type: ignore[method-assign]
         samples = running.run()
     assert samples.largest_batch_size == 2
     assert {key[0] for key in keys(samples)} == {1, 2}

@@ -23,6 +23,7 @@ class Load:
     num_waiting: int = 1
     num_kv_tokens_used: int = 50
     num_kv_tokens_total: int = 200
+    num_reused_tokens: int = 96
     num_steps: int = 7
     num_generated_tokens: int = 11
     num_draft_tokens: int = 6
@@ -51,6 +52,7 @@ def metrics() -> WorkerMetrics:
         "speclen_num_requests_running 2.0",
         "speclen_num_requests_waiting 1.0",
         "speclen_kv_cache_usage_perc 0.25",
+        "speclen_prefix_cache_hits_total 96.0",
         "speclen_spec_decode_num_drafts_total 3.0",
         "speclen_spec_decode_num_draft_tokens_total 6.0",
         "speclen_spec_decode_num_accepted_tokens_total 4.0",
