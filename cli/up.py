@@ -26,6 +26,9 @@ def up(
     ),
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller."),
     listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker."),
+    http_listen: str = typer.Option(
+        "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
+    ),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
     quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
     demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
@@ -41,7 +44,9 @@ def up(
     children = [controller_child(controller, data_dir)]
     options = arguments({**settings, "quick_profile_s": quick_profile_s})
     for index in range(workers):
-        children.append(worker_child(index, next_address(listen, index), controller, data_dir, options))
+        fronts = ["--http-listen", next_address("--http-listen", http_listen, index)] if http_listen else []
+        address = next_address("--listen", listen, index)
+        children.append(worker_child(index, address, controller, data_dir, [*options, *fronts]))
     try:
         for child in children:
             say(f"starting the {child.name} on {child.address}")
@@ -53,7 +58,7 @@ def up(
             from speclen.console.demo import run_demo
 
             run_demo([child.address for child in children[1:]], data_dir / "speclen.db")
-        print_addresses(children, data_dir)
+        print_addresses(children, data_dir, http_listen)
         if not once:
             supervise(children)
     except KeyboardInterrupt:
@@ -73,10 +78,10 @@ def worker_child(index: int, address: str, controller: str, data_dir: Path, opti
     return Child(f"worker {index}", arguments, address, data_dir / f"worker-{index}.log")
 
 
-def next_address(address: str, offset: int) -> str:
+def next_address(flag: str, address: str, offset: int) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise UserError(f"--listen {address!r} is not HOST:PORT")
+        raise UserError(f"{flag} {address!r} is not HOST:PORT")
     return f"{host}:{int(port) + offset}"
 
 
@@ -89,14 +94,17 @@ def supervise(children: list[Child]) -> None:
         time.sleep(0.2)
 
 
-def print_addresses(children: list[Child], data_dir: Path) -> None:
+def print_addresses(children: list[Child], data_dir: Path, http_listen: str) -> None:
     worker = children[1].address
+    completion = (
+        f'  curl {http_listen}/v1/completions --json \'{{"prompt": "def fibonacci(n):"}}\'\n' if http_listen else ""
+    )
     print(
         f"""
 controller  {children[0].address}    workers  {", ".join(child.address for child in children[1:])}    logs  {data_dir}/*.log
 
   speclen generate "def fibonacci(n):" --worker {worker}
-  speclen tables --db {data_dir / "speclen.db"}
+{completion}  speclen tables --db {data_dir / "speclen.db"}
   sqlite-utils rows {data_dir / "speclen.db"} learned_table --table
 """,
         flush=True,

@@ -22,9 +22,11 @@ def worker(**settings: Any) -> None:
         config = WorkerConfig(**settings)
         progress(f"starting a worker on {config.listen}")
         set_spins()  # before torch is imported, which takes seconds
+        from speclen.worker.http.front import check_http, http_front
         from speclen.worker.service.server import serve
 
-        asyncio.run(serve(config, progress))
+        check_http(config)
+        asyncio.run(serve(config, progress, http_front))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
 

@@ -68,7 +68,8 @@ class SequenceOutput:
     """New tokens of one sequence, and, once finish_reason is set, its totals. Sent after a step.
 
     text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
-    num_*: totals so far. After a message with a finish_reason nothing follows for this index.
+    num_*: totals so far. admitted_at: when it got its row, by time.monotonic; None while it waits.
+    After a message with a finish_reason nothing follows for this index.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class SequenceOutput:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    admitted_at: float | None = None
 
 
 class QueueFullError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,6 +60,7 @@ class Sequence:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finished = False
+        self.admitted_at: float | None = None  # by time.monotonic, when it got its row
         self.sampling: RowSampling | None = None  # made when the row is admitted
         self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._ends = self._eos | frozenset(sampling.stop_token_ids)
@@ -76,6 +78,7 @@ class Sequence:
 
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
         """Make what choosing tokens needs; called once, when the sequence gets its row."""
+        self.admitted_at = time.monotonic()
         self.sampling = make_row_sampling(
             self.request.sampling, self.index, self.request.prompt_ids, sorted(self._ends), vocab_size, device
         )
@@ -131,6 +134,7 @@ class Sequence:
             num_steps=self.num_steps,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            admitted_at=self.admitted_at,
         )
 
     def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:

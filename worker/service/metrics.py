@@ -29,13 +29,16 @@ class WorkerMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry)
 
-    def serve(self, address: str) -> None:
-        """Serve the page on HOST:PORT from a thread. Raises OSError when the port is taken, ValueError for no address."""
+    def serve(self, address: str, page: CollectorRegistry | None = None) -> None:
+        """Serve the page, by default this registry, on HOST:PORT from a thread.
+
+        Raises OSError when the port is taken, ValueError for no address.
+        """
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"--metrics-listen {address!r} is not HOST:PORT")
         try:
-            start_http_server(int(port), addr=host, registry=self.registry)
+            start_http_server(int(port), addr=host, registry=page or self.registry)
         except OSError as error:
             raise OSError(
                 f"cannot listen on {address}: {error.strerror}; choose another with --metrics-listen"

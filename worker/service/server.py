@@ -15,6 +15,7 @@ import torch
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from speclen.transport.address import check_exposure, check_free
 from speclen.transport.aio import prepare_aio
@@ -31,7 +32,10 @@ from speclen.worker.profiling.seeding import seed_controller
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.identity import context_key
 from speclen.worker.reporting.length_table import DEFAULT_LENGTH, LengthTable
+from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.labelled import page_of
 from speclen.worker.service.metrics import WorkerMetrics
+from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts
 
 log = structlog.get_logger()
@@ -49,6 +53,12 @@ SERVER_OPTIONS = [
 # one busy moment of gRPC would cost more than a whole step.
 STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 SWITCH_INTERVAL_S = 0.0005
+
+# Opens a further way in for the length of a block: from settings, engine, metrics page, and whether the worker can serve.
+# The value: one line about it for the user, or nothing.
+OpenFront = Callable[
+    [WorkerConfig, AsyncEngine, CollectorRegistry, Callable[[], bool]], contextlib.AbstractAsyncContextManager[str]
+]
 
 
 def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, bool]:
@@ -139,7 +149,7 @@ async def create_server(
     return server, security.add_port(server, address), health_servicer
 
 
-async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
+async def serve(config: WorkerConfig, progress: Callable[[str], None], open_front: OpenFront) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running requests finish."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     security, controller_security = config.server_security(), config.controller_security()
@@ -154,10 +164,12 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     if config.controller and control.follow:
         await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
     metrics = WorkerMetrics(engine, control)
+    request_metrics = RequestMetrics(metrics)
+    page = page_of(metrics.registry, config.served_model_name or config.target)
     if config.metrics_listen:
-        metrics.serve(config.metrics_listen)
+        metrics.serve(config.metrics_listen, page)
     facts = model_facts(pair, control)
-    servicer = GenerationServicer(engine, pair, control, facts, metrics, STREAM_INTERVAL_S)
+    servicer = GenerationServicer(engine, pair, control, facts, request_metrics, STREAM_INTERVAL_S)
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     running = asyncio.wrap_future(torch_thread.call(engine.run))
     await server.start()
@@ -166,16 +178,21 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     tasks = [asyncio.create_task(reporting)] if reporting is not None else []
     if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
         tasks.append(asyncio.create_task(watch_cores(ThreadChoice(engine.num_threads), engine.use_threads)))
-    await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
-    progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
+    async_engine = AsyncEngine(engine, pair.tokenizer, request_metrics, STREAM_INTERVAL_S)
     try:
-        await stopping.wait()
-        progress("draining: running requests finish, new ones are refused")
-        await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
-        engine.drain()
-        await wait_until_idle(engine, config.drain_timeout_s)
-        await flush_reports(control)
+        async with open_front(config, async_engine, page, lambda: not (stopping.is_set() or running.done())) as front:
+            await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+            progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
+            if front:
+                progress(front)
+            await stopping.wait()
+            progress("draining: running requests finish, new ones are refused")
+            await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+            engine.drain()
+            await wait_until_idle(engine, config.drain_timeout_s)
+            await flush_reports(control)
     finally:
+        async_engine.close()
         engine.stop()
         await server.stop(grace=1.0)
         for task in tasks:

@@ -20,8 +20,8 @@ from speclen.worker.engine.request import DrainingError, GenerationRequest, Queu
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.service.messages import SequenceMessages, to_request
-from speclen.worker.service.metrics import WorkerMetrics
 from speclen.worker.service.relay import OutputRelay, OutputStream
+from speclen.worker.service.request_metrics import RequestMetrics, RequestTimeline
 
 log = structlog.get_logger()
 Context: TypeAlias = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -47,7 +47,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         pair: ModelPair,
         control: ControlClient,
         facts: ModelFacts,
-        metrics: WorkerMetrics,
+        metrics: RequestMetrics,
         stream_interval_s: float,
     ) -> None:
         self._engine = engine
@@ -61,10 +61,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
         stream = OutputStream()
         generation = await self._submit(request, stream, context)
+        timeline = self._metrics.timeline(generation.sampling.n)
         try:
-            async for response in self._responses(generation, stream, request.stream):
+            async for response in self._responses(generation, stream, request.stream, timeline):
                 yield response
         finally:
+            timeline.abandon()
             # Reached early when the client went away or its deadline passed.
             self._running.discard(generation.request_id)
             self._engine.abort(generation.request_id)
@@ -85,14 +87,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return generation
 
     async def _responses(
-        self, generation: GenerationRequest, stream: OutputStream, stream_chunks: bool
+        self, generation: GenerationRequest, stream: OutputStream, stream_chunks: bool, timeline: RequestTimeline
     ) -> AsyncIterator[pb.GenerateResponse]:
         sequences = [SequenceMessages(generation.request_id, index) for index in range(generation.sampling.n)]
         unfinished = len(sequences)
-        arrived_at, first_token_at = time.monotonic(), None
         while unfinished:
             outputs = await stream.next()
-            first_token_at = first_token_at or time.monotonic()
+            timeline.saw(outputs, time.monotonic())
             for index, group in group_by_index(outputs).items():
                 chunk = sequences[index].chunk(group)
                 if stream_chunks and (chunk.chunk.token_ids or chunk.chunk.text):
@@ -100,8 +101,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if group[-1].finish_reason is not None:
                     unfinished -= 1
                     yield sequences[index].complete(group[-1])
-        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-        self._metrics.request_finished(arrived_at, first_token_at, time.monotonic(), num_tokens)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._pair.tokenizer(text)["input_ids"])
