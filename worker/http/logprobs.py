@@ -26,12 +26,17 @@ def completion_logprobs(
     return {
         "tokens": tokens,
         "token_logprobs": [finite(one.logprob) for one in logprobs],
-        "top_logprobs": [
-            {text: finite(one.logprob)} | {decode([i]): finite(p) for i, p in pairs(one)}
-            for text, one in zip(tokens, logprobs, strict=True)
-        ],
+        "top_logprobs": [by_text(text, one, decode) for text, one in zip(tokens, logprobs, strict=True)],
         "text_offset": offsets,
     }
+
+
+def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
+    """Tokens that are the same text, such as parts of characters, share an entry: the chosen one's, or the likeliest."""
+    entries = {token: finite(one.logprob)}
+    for other, logprob in pairs(one):
+        entries.setdefault(decode([other]), finite(logprob))
+    return entries
 
 
 def chat_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
