@@ -16,7 +16,8 @@ from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2
 from speclen.worker.engine.engine import Engine
 from speclen.worker.http.app import Front, create_app
-from speclen.worker.http.server import listen, make_server, serving
+from speclen.worker.http.guard import BODY_TIMEOUT_S
+from speclen.worker.http.server import HttpServer, listen, make_server, serving
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.service.async_engine import AsyncEngine
@@ -42,9 +43,11 @@ class HttpWorker:
     control: ControlClient
     security: ServerSecurity = field(default_factory=ServerSecurity)
     chat_template: str | None = None
+    body_timeout_s: float = BODY_TIMEOUT_S
     http: str = ""
     grpc: str = ""
     healthy: bool = True
+    server: HttpServer | None = None
 
     def client(self, api_key: str = KEY, **options: Any) -> openai.OpenAI:
         """The official client, which does not retry."""
@@ -67,7 +70,8 @@ class HttpWorker:
         await grpc_server.start()
         bound = listen("127.0.0.1:0")
         self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
-        async with serving(make_server(create_app(front), self.security), bound):
+        self.server = make_server(create_app(front), self.security, self.body_timeout_s)
+        async with serving(self.server, bound):
             started.set()
             await stopping.wait()
         await grpc_server.stop(None)
@@ -79,14 +83,14 @@ def http_worker(
     *,
     security: ServerSecurity | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
-    pair: dict[str, Any] | None = None,
+    body_timeout_s: float = BODY_TIMEOUT_S,
     **settings: Any,
 ) -> Iterator[HttpWorker]:
-    """settings: of the engine. pair: what differs in the pair of models."""
-    engine = make_engine(make_pair(**(pair or {})), **settings)
+    """settings: of the engine."""
+    engine = make_engine(make_pair(), **settings)
     card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.max_batch_size, 8, "127.0.0.1:1", "adaptive")
     control = ControlClient(card, LengthTable.constant(2, engine.max_batch_size, "default"), follow=False)
-    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template)
+    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, body_timeout_s)
     started, stopping = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
     engine_thread = threading.Thread(target=engine.run)

@@ -15,7 +15,12 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
 PROMPT = "The target verifies what the draft"
-GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+GREEDY = {
+    "model": MODEL,
+    "temperature": 0,
+    "max_tokens": 24,
+    "extra_body": {"ignore_eos": True, "return_token_ids": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +167,10 @@ def test_logprobs_of_completions(worker, client):
 
 
 def test_chat(worker, client):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
     chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **GREEDY)
     (expected,) = over_grpc(worker, "<system>Be brief.<user>Hi<assistant>", max_tokens=24, ignore_eos=True)
     (choice,) = chat.choices
@@ -184,7 +192,10 @@ def test_a_chat_may_fill_the_context(client):
     )
     assert chat.usage.total_tokens == tiny_models.MAX_POSITIONS
     short = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=3, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hi"}],
+        max_completion_tokens=3,
+        extra_body={"ignore_eos": True},
     )
     assert short.usage.completion_tokens == 3
 
@@ -192,7 +203,10 @@ def test_a_chat_may_fill_the_context(client):
 def test_a_template_that_refuses_and_a_tokenizer_without_one(client):
     with pytest.raises(openai.BadRequestError, match="nobody may not speak"):
         client.chat.completions.create(model=MODEL, messages=[{"role": "nobody", "content": "Hi"}])
-    with http_worker(chat_template=None) as bare, pytest.raises(openai.BadRequestError, match="no chat template") as told:
+    with (
+        http_worker(chat_template=None) as bare,
+        pytest.raises(openai.BadRequestError, match="no chat template") as told,
+    ):
         bare.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
     assert (told.value.param, told.value.code) == ("messages", "no_chat_template")
 

@@ -22,16 +22,9 @@ class Guard:
     constant time, so that neither the key's length nor its beginning leaks.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_key: str | None,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        body_timeout_s: float = BODY_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
         self._expected = None if api_key is None else digest(f"Bearer {api_key}")
-        self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,8 +54,8 @@ class Guard:
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None when the client has gone. Raises ApiError for one too large or too slow."""
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-        if any(len(value) > 18 or int(value) > self._max_body_bytes for value in lengths):
-            raise self._too_large()
+        if any(len(value) > 18 or int(value) > MAX_BODY_BYTES for value in lengths):
+            raise too_large()
         body = bytearray()
         try:
             async with asyncio.timeout(self._body_timeout_s):
@@ -73,14 +66,15 @@ class Guard:
                         return None
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > self._max_body_bytes:
-                        raise self._too_large()
+                    if len(body) > MAX_BODY_BYTES:
+                        raise too_large()
         except TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from error
         return bytes(body)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes")
+
+def too_large() -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
 
 
 def replaying(body: bytes, receive: Receive) -> Receive:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from speclen.transport.address import split_address
 from speclen.transport.credentials import ServerSecurity, read_token
 from speclen.worker.http.connection import BoundedConnection
-from speclen.worker.http.guard import Guard
+from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
 GRACE_S = 1  # that connections have when the server stops
@@ -50,10 +50,10 @@ def listen(address: str) -> socket.socket:
     return bound
 
 
-def make_server(app: ASGIApp, security: ServerSecurity) -> HttpServer:
+def make_server(app: ASGIApp, security: ServerSecurity, body_timeout_s: float = BODY_TIMEOUT_S) -> HttpServer:
     """A server with key and certificates as configured. Raises ValueError when they cannot be read."""
     config = uvicorn.Config(
-        Guard(app, api_key_of(security)),
+        Guard(app, api_key_of(security), body_timeout_s),
         loop="none",
         http=BoundedConnection,
         ws="none",
