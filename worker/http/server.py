@@ -20,6 +20,7 @@ from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
 MAX_CONNECTIONS = 4096  # one more is answered 503
 GRACE_S = 1  # that connections have when the server stops
 BACKLOG = 2048
+KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep theirs, or they would meet closed ones
 
 
 class HttpServer(uvicorn.Server):
@@ -64,6 +65,7 @@ def make_server(app: ASGIApp, security: ServerSecurity, body_timeout_s: float = 
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
         ssl_certfile=security.tls_cert,
         ssl_keyfile=security.tls_key,
