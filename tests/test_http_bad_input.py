@@ -237,6 +237,15 @@ def test_a_client_that_does_not_read_is_cut_off(worker, monkeypatch):
         assert worker.engine.load().num_generated_tokens - before < 250 * 64
 
 
+def test_chunks_are_not_held_back(worker):
+    """Nagle's algorithm waits for the client to acknowledge the last chunk, which it does after 40 ms."""
+    with connected(worker) as one:
+        one.sendall(head("GET /health", {}))
+        assert b" 200 " in one.recv(4096)
+        (connection,) = worker.server.server_state.connections
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def until_started(engine):
     deadline = time.monotonic() + 10
     while not engine.load().num_running:

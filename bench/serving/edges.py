@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -145,7 +147,7 @@ def main() -> None:
         worker = Child("worker", ["worker", *options], addresses["gRPC"], Path(folder) / "worker.log")
         worker.start()
         try:
-            worker.wait_until_serving(120, print)
+            worker.wait_until_serving(120, functools.partial(print, file=sys.stderr))
             assert worker.process is not None
             found = asyncio.run(measure(arguments, addresses, worker.process.pid))
         finally:
