@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
-from engines import make_engine, make_pair
+from engines import make_engine
 
 from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2
@@ -18,6 +18,7 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import BODY_TIMEOUT_S
 from speclen.worker.http.server import HttpServer, listen, make_server, serving
+from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.service.async_engine import AsyncEngine
@@ -44,6 +45,7 @@ class HttpWorker:
     security: ServerSecurity = field(default_factory=ServerSecurity)
     chat_template: str | None = None
     body_timeout_s: float = BODY_TIMEOUT_S
+    model: str = MODEL
     http: str = ""
     grpc: str = ""
     healthy: bool = True
@@ -62,8 +64,8 @@ class HttpWorker:
         pair, metrics = self.engine.pair, WorkerMetrics(self.engine, self.control)
         requests = RequestMetrics(metrics)
         engine = AsyncEngine(self.engine, pair.tokenizer, requests, 0.005)
-        page = page_of(metrics.registry, MODEL)
-        front = Front(engine, MODEL, "1.2.3", page, lambda: self.healthy, self.chat_template, 1_700_000_000)
+        page = page_of(metrics.registry, self.model)
+        front = Front(engine, self.model, "1.2.3", page, lambda: self.healthy, self.chat_template, 1_700_000_000)
         facts = ModelFacts(control_pb2.ContextKey(), MODEL, "draft", 1, 1)
         servicer = GenerationServicer(self.engine, pair, self.control, facts, requests, 0.005)
         grpc_server, grpc_port, _ = await create_server("127.0.0.1:0", servicer, ServerSecurity())
@@ -84,13 +86,15 @@ def http_worker(
     security: ServerSecurity | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    pair: ModelPair | None = None,
+    model: str = MODEL,
     **settings: Any,
 ) -> Iterator[HttpWorker]:
     """settings: of the engine."""
-    engine = make_engine(make_pair(), **settings)
+    engine = make_engine(pair, **settings)
     card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.max_batch_size, 8, "127.0.0.1:1", "adaptive")
     control = ControlClient(card, LengthTable.constant(2, engine.max_batch_size, "default"), follow=False)
-    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, body_timeout_s)
+    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, body_timeout_s, model)
     started, stopping = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
     engine_thread = threading.Thread(target=engine.run)

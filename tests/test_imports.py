@@ -47,6 +47,7 @@ ALLOWED = {
     "bench.machine": {"worker"},
     "bench.marked": set(),
     "bench.spread": set(),
+    "bench.clients": {"console"},
     "bench.simulation": {"bench.marked", "console", "controller.estimator"},
     "bench.engine": {"bench.machine", "bench.spread", "console", "worker"},
     "bench.gpu": {"bench.machine", "bench.engine", "worker", "controller"},

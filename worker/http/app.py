@@ -65,11 +65,13 @@ def add_generation(app: FastAPI, front: Front) -> None:
         job: Job = await make_job(body, front.engine, *options)
         return JobResponse(job, front.engine, Answer(job, body.model or front.model, decode), arrived_at)
 
-    @app.post("/v1/completions", responses=errors(stream=True), response_class=Response)
+    @app.post("/v1/completions", responses=errors("application/json", "text/event-stream"), response_class=Response)
     async def create_completion(body: CompletionRequest) -> Response:
         return await refusing(body, respond(body, completion_job))
 
-    @app.post("/v1/chat/completions", responses=errors(stream=True), response_class=Response)
+    @app.post(
+        "/v1/chat/completions", responses=errors("application/json", "text/event-stream"), response_class=Response
+    )
     async def create_chat_completion(body: ChatRequest) -> Response:
         return await refusing(body, respond(body, chat_job, front.chat_template))
 
@@ -132,7 +134,7 @@ def add_facts(app: FastAPI, front: Front) -> None:
             raise unknown_model(model, front)
         return json_response(card)
 
-    @app.get("/health", responses=errors(), response_class=Response)
+    @app.get("/health", responses=errors(empty=True), response_class=Response)
     async def health() -> Response:
         if not front.healthy():
             raise ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy")
@@ -142,7 +144,7 @@ def add_facts(app: FastAPI, front: Front) -> None:
     async def version() -> Response:
         return json_response({"version": front.version})
 
-    @app.get("/metrics", responses=errors(text=True), response_class=Response)
+    @app.get("/metrics", responses=errors("text/plain"), response_class=Response)
     async def metrics() -> Response:
         return Response(generate_latest(front.page), headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -36,11 +36,9 @@ STATUSES = {
 }
 
 
-def errors(stream: bool = False, text: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Documentation of a route's answers. stream: also server-sent events. text: a page instead of JSON."""
-    content: dict[str, Any] = {"text/plain": {}} if text else {"application/json": {}}
-    if stream:
-        content["text/event-stream"] = {}
+def errors(*kinds: str, empty: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Documentation of a route's answers. kinds: media types of the good one, JSON by default. empty: it has no body."""
+    content: dict[str, Any] = {} if empty else {kind: {} for kind in kinds or ("application/json",)}
     answers: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": content}}
     schema = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return answers | {status: {"description": words, "content": schema} for status, words in STATUSES.items()}
