@@ -1,5 +1,6 @@
 """Whatever is sent, the answer is an error in OpenAI's shape with the right status, and nothing of it stays behind."""
 
+import asyncio
 import json
 import socket
 import ssl
@@ -18,6 +19,7 @@ from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http import connection, guard
 from speclen.worker.http.front import check_http
+from speclen.worker.http.server import allow_many_files
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +270,32 @@ def test_thousands_of_disconnects_leave_nothing_behind(worker):
         time.sleep(0.05)
     assert not worker.engine._unfinished
     assert post(worker, {"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_a_thousand_streams_at_once_end_well_or_are_told_to_wait():
+    content = json.dumps({"prompt": "a", "max_tokens": 8, "stream": True, "ignore_eos": True}).encode()
+    lines = {"Content-Type": "application/json", "Content-Length": len(content), "Connection": "close"}
+    request = head("POST /v1/completions", lines) + content
+
+    async def ask(address):
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        answer = await reader.read(-1)
+        writer.close()
+        return answer
+
+    async def ask_all(address):
+        return await asyncio.gather(*(ask(address) for _ in range(1_000)))
+
+    with http_worker(max_batch_size=16, max_waiting=256) as busy:
+        allow_many_files()
+        answers = asyncio.run(ask_all(busy.http))
+        served = [one for one in answers if one.startswith(b"HTTP/1.1 200 ")]
+        assert len(served) >= 256
+        assert all(b'"finish_reason":"length"' in one and one.endswith(b"[DONE]\n\n\r\n0\r\n\r\n") for one in served)
+        assert all(one.startswith(b"HTTP/1.1 429 ") for one in answers if one not in served)
+        until_idle(busy.engine)
 
 
 def metrics(worker):

@@ -26,6 +26,8 @@ class RequestMetrics:
         for reason in FinishReason:
             self.success.labels(reason.value)  # there from the start, at zero
         self.refused = Counter("speclen_request_refused", "Requests refused, by reason", ["reason"], registry=registry)
+        for refusal in ("queue_full", "draining"):
+            self.refused.labels(refusal)
         self.queue_time = seconds("request_queue_time", "From arrival to a row", registry)
         self.prefill_time = seconds("request_prefill_time", "From a row to the first token", registry)
         self.decode_time = seconds("request_decode_time", "From the first token to the last", registry)
