@@ -10,6 +10,7 @@ from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
+from speclen.worker.http.settings import check_http
 
 
 @flags_from(WorkerConfig)
@@ -21,11 +22,11 @@ def worker(**settings: Any) -> None:
     try:
         config = WorkerConfig(**settings)
         progress(f"starting a worker on {config.listen}")
+        check_http(config)
         set_spins()  # before torch is imported, which takes seconds
-        from speclen.worker.http.front import check_http, http_front
+        from speclen.worker.http.server import http_front
         from speclen.worker.service.server import serve
 
-        check_http(config)
         asyncio.run(serve(config, progress, http_front))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error

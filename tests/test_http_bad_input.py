@@ -18,8 +18,8 @@ from test_http import until_idle
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http import connection, guard
-from speclen.worker.http.front import check_http
 from speclen.worker.http.server import allow_many_files
+from speclen.worker.http.settings import check_http
 
 
 @pytest.fixture(scope="module")

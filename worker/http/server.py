@@ -7,20 +7,60 @@ import contextlib
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from speclen.transport.address import split_address
-from speclen.transport.credentials import ServerSecurity, read_token
+from speclen.transport.credentials import ServerSecurity
+from speclen.worker.config import WorkerConfig
+from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.connection import BoundedConnection
 from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
+from speclen.worker.http.settings import api_key_of, read_template
+from speclen.worker.service.async_engine import AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
 GRACE_S = 1  # that connections have when the server stops
 BACKLOG = 2048
 KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep theirs, or they would meet closed ones
+
+
+@contextlib.asynccontextmanager
+async def http_front(
+    config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry, healthy: Callable[[], bool]
+) -> AsyncIterator[str]:
+    """Serve for the length of the block, if an address is configured; the value: one line about it.
+
+    page: of /metrics. healthy: whether the worker can serve. Raises as `check_http`.
+    """
+    if not config.http_listen:
+        yield ""
+        return
+    front = Front(
+        engine,
+        config.served_model_name or config.target,
+        installed_version(),
+        page,
+        healthy,
+        read_template(config.chat_template),
+        int(time.time()),
+    )
+    bound = listen(config.http_listen)
+    async with serving(make_server(create_app(front), config.http_security()), bound):
+        scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]
+        yield f"worker serving {scheme}://{host}:{bound.getsockname()[1]}/v1"
+
+
+def installed_version() -> str:
+    try:
+        return version("speclen")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
 
 
 class HttpServer(uvicorn.Server):
@@ -29,11 +69,6 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def api_key_of(security: ServerSecurity) -> str | None:
-    """The key that callers must show; None when anybody may call. Raises ValueError when it cannot be read."""
-    return None if security.token_file is None else read_token("--api-key-file", security.token_file)
 
 
 def listen(address: str) -> socket.socket:
