@@ -4,8 +4,10 @@ import asyncio
 import json
 import socket
 import ssl
+import statistics
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -103,6 +105,34 @@ def test_wrong_completions(worker, body, status, param, words, stream):
 def test_wrong_chats(worker, body, param):
     answer = post(worker, body, "/v1/chat/completions")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_answer_too_large_to_put_together_is_refused(worker):
+    body = {"prompt": "a", "n": 64, "max_tokens": 200, "logprobs": 20}
+    answer = post(worker, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+    with httpx.stream("POST", f"{worker.url}/v1/completions", json=body | {"stream": True}) as streamed:
+        assert streamed.status_code == 200
+    until_idle(worker.engine)
+
+
+def test_long_texts_and_token_lists_do_not_hold_up_others(worker):
+    text = "def f(x):\n    return x\n" * 20_000
+    tokens = post(worker, {"prompt": text}, "/tokenize").json()["tokens"]
+    assert post(worker, {"tokens": tokens}, "/detokenize").json()["prompt"] == text
+    started = time.monotonic()
+    post(worker, {"prompt": text}, "/tokenize")
+    alone = time.monotonic() - started
+    with ThreadPoolExecutor(8) as pool:
+        slow = [pool.submit(post, worker, {"prompt": text}, "/tokenize") for _ in range(4)]
+        slow += [pool.submit(post, worker, {"tokens": tokens}, "/detokenize") for _ in range(4)]
+        waits = []
+        while not all(one.done() for one in slow):
+            started = time.monotonic()
+            assert httpx.get(f"{worker.url}/health").status_code == 200
+            waits.append(time.monotonic() - started)
+    assert all(one.result().status_code == 200 for one in slow)
+    assert statistics.median(waits) < alone / 2
 
 
 def test_unknown_fields_are_ignored(worker):

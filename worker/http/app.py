@@ -99,10 +99,9 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
     async def detokenized(body: DetokenizeRequest) -> Response:
         check_model(body, front)
         limit = engine.engine.pair.vocab_size
-        for token in body.tokens:
-            if token >= limit:
-                raise ApiError(400, f"token {token} is unknown: token ids go from 0 to {limit - 1}", "tokens")
-        return json_response({"prompt": make_decode(engine.tokenizer, skip_special_tokens=False)(body.tokens)})
+        if (token := max(body.tokens, default=0)) >= limit:
+            raise ApiError(400, f"token {token} is unknown: token ids go from 0 to {limit - 1}", "tokens")
+        return json_response({"prompt": await engine.decode(body.tokens)})
 
     @app.post("/tokenize", responses=errors(), response_class=Response)
     async def tokenize(body: TokenizeRequest) -> Response:

@@ -13,6 +13,7 @@ from speclen.worker.http.schema import UNSUPPORTED, ChatRequest, CompletionReque
 from speclen.worker.service.async_engine import AsyncEngine
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
+MAX_LOGPROBS = 250_000  # in one answer that is not streamed: some 25 MB of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,16 @@ def make_job(
             raise too_long(len(ids), max_tokens, engine.max_sequence_tokens, param)
         sampling = to_sampling(body, max_tokens or room, logprobs)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
+    check_size(body, requests)
     return Job(job_id, body, requests)
+
+
+def check_size(body: Sampling, requests: list[GenerationRequest]) -> None:
+    """Raises ApiError for an answer that would be too large to be put together at once."""
+    entries = sum(one.sampling.n * one.sampling.max_tokens * (one.sampling.logprobs or 0) for one in requests)
+    if entries > MAX_LOGPROBS and not body.stream:
+        message = f"logprobs of so many tokens may be {entries} entries, at most {MAX_LOGPROBS} are allowed: use stream"
+        raise ApiError(400, message, "logprobs")
 
 
 def fixed_length(body: Sampling) -> int | None:

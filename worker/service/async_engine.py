@@ -9,16 +9,21 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+from speclen.worker.engine.detokenize import make_decode
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.request import GenerationRequest, QueueFullError, SequenceOutput
 from speclen.worker.service.relay import OutputRelay, OutputStream
 from speclen.worker.service.request_metrics import RequestMetrics, RequestTimeline
 
-SHORT_TEXT = 2048  # characters; up to here encoding takes less time than changing threads while the engine computes
+Result = TypeVar("Result")
+
+SHORT_TEXT = (
+    2048  # characters or tokens; up to here encoding takes less time than changing threads while the engine computes
+)
 MAX_TEXTS_WAITING = 16  # longer ones, encoded one after the other
 
 
@@ -43,16 +48,26 @@ class AsyncEngine:
         """Token ids. Raises ValueError where there is no tokenizer, QueueFullError when too many long texts wait."""
         if self.tokenizer is None:
             raise ValueError("prompt is text, but the model has no tokenizer: send token ids")
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise ValueError("prompt holds half a character (a lone surrogate): send whole ones")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("prompt holds half a character (a lone surrogate): send whole ones") from None
         if len(text) <= SHORT_TEXT:
             return self._encode(text, add_special_tokens)
+        return await self._aside(self._encode, text, add_special_tokens)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included. Raises QueueFullError when too many long ones wait."""
+        decode = make_decode(self.tokenizer, skip_special_tokens=False)
+        return decode(ids) if len(ids) <= SHORT_TEXT else await self._aside(decode, ids)
+
+    async def _aside(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run in the encoder's thread, after what waits there."""
         if self._num_texts >= MAX_TEXTS_WAITING:
-            raise QueueFullError(f"{self._num_texts} long texts wait to be encoded already: try again later")
+            raise QueueFullError(f"{self._num_texts} long texts wait already: try again later")
         self._num_texts += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._encoder, self._encode, text, add_special_tokens)
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
         finally:
             self._num_texts -= 1
 
