@@ -14,6 +14,7 @@ from speclen.transport.address import check_exposure, check_free
 from speclen.transport.credentials import check_pages
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
+from speclen.worker.http.settings import check_http
 
 
 @flags_from(WorkerConfig)
@@ -28,11 +29,12 @@ def worker(**settings: Any) -> None:
         progress(f"starting a worker on {config.listen}")
         set_spins()  # before torch is imported, which takes seconds
         from speclen.transport.logs import set_up_logs
+        from speclen.worker.http.server import http_front
         from speclen.worker.service.server import serve
         from speclen.worker.service.supervision import PartFailedError
 
         set_up_logs(config.log_level)
-        asyncio.run(serve(config, progress))
+        asyncio.run(serve(config, progress, http_front))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     except PartFailedError:  # It has been logged.
@@ -49,6 +51,7 @@ def check_surroundings(config: WorkerConfig) -> None:
     if config.metrics_listen:
         check_pages(config.metrics_listen, security, config.insecure)
         check_free("--metrics-listen", config.metrics_listen)
+    check_http(config)
     if config.controller:
         check_controller(config.controller_security(), config.controller, config.run_id)
 
