@@ -1,9 +1,9 @@
 """What HTTP costs against gRPC: the same worker, the same prompts, one edge after the other.
 
-    python -m speclen.bench.serving.edges --rounds 8 --concurrency 16
+    python -m speclen.bench.serving.edges --rounds 30 --concurrency 16
 
-Closed loops: as soon as one streamed request ends, the next begins. Rounds alternate which edge is first. Beside tokens a
-second stand the CPU seconds that the worker spent per thousand tokens, in which the client has no part.
+Closed loops: as soon as one streamed request ends, the next begins. Rounds are short and alternate which edge is first.
+Beside tokens a second stand the CPU seconds that the worker spent per thousand tokens, in which the client has no part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from grpc import aio
 
-from speclen.bench.spread import ratio, spread
+from speclen.bench.spread import spread
 from speclen.console.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
@@ -37,7 +37,7 @@ Ask = Callable[[str, int], Awaitable[tuple[int, float]]]
 
 @dataclass(slots=True)
 class Rounds:
-    """Figures of one edge, an entry a round."""
+    """Figures of one edge: an entry a round, and for first_token_s a request."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     worker_cpu_s_per_1000_tokens: list[float] = field(default_factory=list)
@@ -118,6 +118,9 @@ async def measure(arguments: argparse.Namespace, addresses: dict[str, str], pid:
         for number in range(arguments.rounds):
             for name in sorted(edges, reverse=number % 2 == 1):
                 await one_round(edges[name], found[name], arguments, pid)
+        for number in range(arguments.first_tokens):  # one request at a time, the edges in turn
+            for name in sorted(edges, reverse=number % 2 == 1):
+                found[name].first_token_s.append((await edges[name](PROMPTS[number % len(PROMPTS)], 1))[1])
     return found
 
 
@@ -127,15 +130,14 @@ async def one_round(ask: Ask, found: Rounds, arguments: argparse.Namespace, pid:
     num_tokens = rate * (time.perf_counter() - started)
     found.tokens_per_s.append(rate)
     found.worker_cpu_s_per_1000_tokens.append((cpu_seconds(pid) - cpu_before) / num_tokens * 1000)
-    firsts = [(await ask(PROMPTS[0], 1))[1] for _ in range(20)]
-    found.first_token_s.append(statistics.median(firsts))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--duration-s", type=float, default=6.0)
+    parser.add_argument("--duration-s", type=float, default=1.0)
+    parser.add_argument("--first-tokens", type=int, default=200, help="Requests whose first token is timed, an edge.")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--policy", default="fixed:2")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of the worker.")
@@ -158,17 +160,27 @@ def main() -> None:
 def report(found: dict[str, Rounds], arguments: argparse.Namespace) -> None:
     """One JSON object: both edges, and HTTP over gRPC round by round."""
     http, grpc = found["HTTP"], found["gRPC"]
-    extra_ms = [1000 * (a - b) for a, b in zip(http.first_token_s, grpc.first_token_s, strict=True)]
     result = {
         "settings": vars(arguments),
         **{name: {key: asdict(spread(values)) for key, values in asdict(one).items()} for name, one in found.items()},
-        "throughput_http_over_grpc": asdict(ratio(http.tokens_per_s, grpc.tokens_per_s)),
-        "worker_cpu_http_over_grpc": asdict(
-            ratio(http.worker_cpu_s_per_1000_tokens, grpc.worker_cpu_s_per_1000_tokens)
+        "throughput_http_over_grpc": quartiles([a / b for a, b in pairs(http.tokens_per_s, grpc.tokens_per_s)]),
+        "worker_cpu_http_over_grpc": quartiles(
+            [a / b for a, b in pairs(http.worker_cpu_s_per_1000_tokens, grpc.worker_cpu_s_per_1000_tokens)]
         ),
-        "first_token_http_minus_grpc_ms": asdict(spread(extra_ms)),
+        "first_token_http_minus_grpc_ms": quartiles(
+            [1000 * (a - b) for a, b in pairs(http.first_token_s, grpc.first_token_s)]
+        ),
     }
     print(json.dumps(result, indent=2))
+
+
+def pairs(one: list[float], other: list[float]) -> list[tuple[float, float]]:
+    return list(zip(one, other, strict=True))
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4)
+    return {"median": median, "lower_quartile": low, "upper_quartile": high, "repeats": len(values)}
 
 
 if __name__ == "__main__":
