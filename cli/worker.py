@@ -15,6 +15,7 @@ from speclen.transport.credentials import check_pages
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
+from speclen.worker.service.supervision import PartFailedError
 
 
 @flags_from(WorkerConfig)
@@ -29,12 +30,15 @@ def worker(**settings: Any) -> None:
         progress(f"starting a worker on {config.listen}")
         set_spins()  # before torch is imported, which takes seconds
         from speclen.transport.logs import set_up_logs
-        from speclen.worker.http.server import http_front
         from speclen.worker.service.server import serve
-        from speclen.worker.service.supervision import PartFailedError
 
         set_up_logs(config.log_level)
-        asyncio.run(serve(config, progress, http_front))
+        if config.http_listen:
+            from speclen.worker.http.server import http_front
+
+            asyncio.run(serve(config, progress, http_front))
+        else:
+            asyncio.run(serve(config, progress))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     except PartFailedError:  # It has been logged.

@@ -36,13 +36,10 @@ KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep t
 async def http_front(
     config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry, on_failure: Callable[[BaseException], None]
 ) -> AsyncIterator[str]:
-    """Serve for the length of the block, if an address is configured; the value: one line about it.
+    """Serve for the length of the block; the value: one line about it.
 
     page: of /metrics. on_failure: called if it ends before the block. Raises as `check_http`.
     """
-    if not config.http_listen:
-        yield ""
-        return
     front = Front(
         engine,
         config.served_model_name or config.target,

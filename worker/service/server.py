@@ -77,6 +77,12 @@ OpenFront = Callable[
 ]
 
 
+@contextlib.asynccontextmanager
+async def no_front(*_: object) -> AsyncIterator[str]:
+    """gRPC alone."""
+    yield ""
+
+
 def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, bool]:
     """The table a worker starts with, and whether it follows the controller's.
 
@@ -169,7 +175,7 @@ async def create_server(
     return server, security.add_port(server, address), health_servicer
 
 
-async def serve(config: WorkerConfig, progress: Callable[[str], None], open_front: OpenFront) -> None:
+async def serve(config: WorkerConfig, progress: Callable[[str], None], open_front: OpenFront = no_front) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running requests finish.
 
     Raises ValueError or OSError with one sentence for settings that cannot work, PartFailedError when the worker cannot
