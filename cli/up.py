@@ -34,6 +34,9 @@ def up(
     ),
     controller: str = typer.Option("127.0.0.1:7070", help="Address of the controller; port 0: any that is free."),
     listen: str = typer.Option("127.0.0.1:7080", help="Address of the first worker, likewise."),
+    http_listen: str = typer.Option(
+        "127.0.0.1:8000", help="Address of the first worker's OpenAI-compatible HTTP front; empty for none."
+    ),
     data_dir: Path = typer.Option(Path(".speclen"), help="Folder for the database and the logs."),
     quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
     demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
@@ -48,7 +51,7 @@ def up(
     options = {name: value for name, value in settings.items() if name in OF_WORKERS}
     check_worker_options(options)
     hand_on_configuration(context)
-    places = Places.choose(controller, listen, workers, client, any_port=once)
+    places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     end_as_by_ctrl_c()
     run = Run(data_dir, places, secrets.token_hex(8), client)
     children = [run.controller(), *run.workers(arguments({**options, "quick_profile_s": quick_profile_s}))]
@@ -103,24 +106,33 @@ class Places:
 
     controller: str
     workers: list[str]
+    fronts: list[str]  # of the workers over HTTP; none, or as many
 
     @classmethod
-    def choose(cls, controller: str, listen: str, num_workers: int, client: Client, any_port: bool) -> Places:
+    def choose(
+        cls, controller: str, listen: str, num_workers: int, client: Client, any_port: bool, http_listen: str = ""
+    ) -> Places:
         """Addresses that are free now. any_port: where one is taken, another will do; else UserError says by whom."""
-        wanted = [("--controller", controller), *(("--listen", next_address(listen, i)) for i in range(num_workers))]
-        chosen: list[str] = []
-        for flag, address in wanted:
+
+        def free(flag: str, address: str) -> str:
             if not address.endswith(":0"):
                 try:
                     check_available(flag, address, client)
-                    chosen.append(address)
-                    continue
+                    return address
                 except UserError as error:
                     if not any_port:
                         raise
                     say(f"{error}; using a free port this once")
-            chosen.append(free_port(address))
-        return cls(chosen[0], chosen[1:])
+            return free_port(address)
+
+        def row(flag: str, first: str) -> list[str]:
+            return [free(flag, next_address(flag, first, index)) for index in range(num_workers)]
+
+        return cls(
+            free("--controller", controller),
+            row("--listen", listen),
+            row("--http-listen", http_listen) if http_listen else [],
+        )
 
 
 def free_port(address: str) -> str:
@@ -146,13 +158,15 @@ class Run:
         return self._child("controller", arguments, self.places.controller)
 
     def workers(self, options: list[str]) -> list[Child]:
+        fronts = self.places.fronts or [""] * len(self.places.workers)
         return [
             self._child(
                 f"worker {index}",
-                ["worker", "--listen", address, "--controller", self.places.controller, *options],
+                ["worker", "--listen", address, "--http-listen", front]
+                + ["--controller", self.places.controller, *options],
                 address,
             )
-            for index, address in enumerate(self.places.workers)
+            for index, (address, front) in enumerate(zip(self.places.workers, fronts, strict=True))
         ]
 
     def _child(self, name: str, arguments: list[str], address: str) -> Child:
@@ -161,10 +175,10 @@ class Run:
         return Child(name, arguments, address, log_file, run_id=self.run_id, client=self.client)
 
 
-def next_address(address: str, offset: int) -> str:
+def next_address(flag: str, address: str, offset: int) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise UserError(f"--listen {address!r} is not HOST:PORT, for example 127.0.0.1:7080")
+        raise UserError(f"{flag} {address!r} is not HOST:PORT, for example 127.0.0.1:7080")
     return f"{host}:{int(port) + offset if int(port) else 0}"
 
 
@@ -179,10 +193,11 @@ def supervise(children: list[Child]) -> None:
 
 def print_addresses(places: Places, data_dir: Path) -> None:
     worker = places.workers[0]
+    fronts = f"http        {', '.join(places.fronts)}\n" if places.fronts else ""
     print(
         f"""
 controller  {places.controller}    workers  {", ".join(places.workers)}
-logs        {data_dir}/*.log    Ctrl-C ends all
+{fronts}logs        {data_dir}/*.log    Ctrl-C ends all
 
 In another terminal:
   speclen generate "def fibonacci(n):" --worker {worker}

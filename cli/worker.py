@@ -14,6 +14,7 @@ from speclen.transport.address import check_exposure, check_free
 from speclen.transport.credentials import check_pages
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
+from speclen.worker.http.settings import check_http
 from speclen.worker.service.supervision import PartFailedError
 
 
@@ -32,7 +33,12 @@ def worker(**settings: Any) -> None:
         from speclen.worker.service.server import serve
 
         set_up_logs(config.log_level)
-        asyncio.run(serve(config, progress))
+        if config.http_listen:
+            from speclen.worker.http.server import http_front
+
+            asyncio.run(serve(config, progress, http_front))
+        else:
+            asyncio.run(serve(config, progress))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     except PartFailedError:  # It has been logged.
@@ -49,6 +55,7 @@ def check_surroundings(config: WorkerConfig) -> None:
     if config.metrics_listen:
         check_pages(config.metrics_listen, security, config.insecure)
         check_free("--metrics-listen", config.metrics_listen)
+    check_http(config)
     if config.controller:
         check_controller(config.controller_security(), config.controller, config.run_id)
 

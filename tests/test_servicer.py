@@ -24,9 +24,11 @@ from speclen.worker.engine.thread import EngineThread
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.requests.request import EngineFailedError, SequenceOutput
+from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.metrics import WorkerMetrics
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputStream
+from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts, caller_of
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -35,10 +37,8 @@ ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 class Served:
     """An engine that runs, its service on a free port, and a stub."""
 
-    def __init__(
-        self, engine: Engine, servicer: GenerationServicer, metrics: WorkerMetrics, port: int, stub: Any
-    ) -> None:
-        self.engine, self.servicer, self.metrics, self.port, self.stub = engine, servicer, metrics, port, stub
+    def __init__(self, engine: Engine, async_engine: AsyncEngine, metrics: WorkerMetrics, port: int, stub: Any) -> None:
+        self.engine, self.async_engine, self.metrics, self.port, self.stub = engine, async_engine, metrics, port, stub
 
     def num_slow_readers(self) -> float:
         return self.metrics.registry.get_sample_value("speclen_slow_readers_total") or 0.0
@@ -64,7 +64,8 @@ async def served(
     entrance = Entrance(pair.tokenizer, engine.max_context_length, rows, max_waiting)
     metrics = WorkerMetrics(engine, control, num_at_entrance=lambda: entrance.num_waiting)
     facts = ModelFacts(card.context, "t", "d", 1, 1)
-    servicer = GenerationServicer(engine, pair, control, facts, metrics, entrance, 0.001, unread_timeout_s)
+    async_engine = AsyncEngine(engine, entrance, RequestMetrics(metrics), 0.001, unread_timeout_s)
+    servicer = GenerationServicer(async_engine, pair, control, facts)
     prepare_aio()
     server = aio.server()
     rpc.add_GenerationServiceServicer_to_server(servicer, server)
@@ -74,7 +75,7 @@ async def served(
     thread.start()
     thread.serve(engine.run)
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(engine, servicer, metrics, port, rpc.GenerationServiceStub(channel))
+        yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
         engine.stop()
         await server.stop(0.1)
 
@@ -112,7 +113,7 @@ def test_what_is_wrong_is_named(request_: pb.GenerateRequest, details: str) -> N
             code, said = await at.fails(request_)
             assert code == "INVALID_ARGUMENT"
             assert re.search(details, said), said
-            assert at.servicer.num_open == 0
+            assert at.async_engine.num_open == 0
 
     run(test)
 
@@ -134,7 +135,7 @@ def test_one_more_than_rows_and_queue_is_refused_and_all_others_are_served() -> 
     async def test() -> None:
         async with served(max_waiting=3, rows=2) as at:
             tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(5)]
-            await until(lambda: at.servicer.num_open == 5)
+            await until(lambda: at.async_engine.num_open == 5)
             await until(lambda: at.engine.load().num_running == 2)
             info = await at.stub.GetServerInfo(pb.GetServerInfoRequest())
             assert info.num_requests_waiting == 3
@@ -142,7 +143,7 @@ def test_one_more_than_rows_and_queue_is_refused_and_all_others_are_served() -> 
             assert (code, "waiting already: try again later" in said) == ("RESOURCE_EXHAUSTED", True)
             for responses in await asyncio.gather(*tasks):
                 assert responses[-1].complete.usage.completion_tokens == 200
-            assert at.servicer.num_open == 0
+            assert at.async_engine.num_open == 0
 
     run(test)
 
@@ -151,8 +152,8 @@ def test_draining_refuses_what_comes_and_finishes_what_waits() -> None:
     async def test() -> None:
         async with served(rows=1) as at:
             tasks = [asyncio.create_task(at.all(tokenized(1, sampling_params=ENDLESS))) for _ in range(4)]
-            await until(lambda: at.servicer.num_open == 4)
-            at.servicer.drain()
+            await until(lambda: at.async_engine.num_open == 4)
+            at.async_engine.drain()
             assert (await at.fails(tokenized(1)))[0] == "UNAVAILABLE"
             for responses in await asyncio.gather(*tasks):
                 assert responses[-1].complete.usage.completion_tokens == 200
@@ -165,8 +166,8 @@ def test_a_failed_engine_ends_what_runs_and_what_waits() -> None:
         async with served(rows=1) as at:
             at.engine.step = lambda: time.sleep(0.01)  # type: ignore[assignment, method-assign, func-returns-value]
             tasks = [asyncio.create_task(at.fails(tokenized(1, sampling_params=ENDLESS))) for _ in range(4)]
-            await until(lambda: at.servicer.num_open == 4)
-            at.servicer.fail(EngineFailedError("the engine has failed"))
+            await until(lambda: at.async_engine.num_open == 4)
+            at.async_engine.fail(EngineFailedError("the engine has failed"))
             assert await asyncio.gather(*tasks) == [("UNAVAILABLE", "the engine has failed")] * 4
             assert await at.fails(tokenized(1)) == ("UNAVAILABLE", "the engine has failed")
 
@@ -187,7 +188,7 @@ def test_a_client_that_reads_nothing_loses_its_row() -> None:
                 [response async for response in call]
             assert raised.value.code().name == "ABORTED"
             assert "nothing was read for 0.3 s" in (raised.value.details() or "")
-            await until(lambda: at.servicer.num_open == 0)
+            await until(lambda: at.async_engine.num_open == 0)
 
     run(test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import tiny_models
 
@@ -79,6 +81,19 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_within_a_seco
     assert sum("the worker cannot go on and ends" in line for line in lines) == 1
 
 
+def test_a_dead_engine_is_told_over_http_too(start: Any) -> None:
+    http = free_address()
+    worker = start("engine", "--controller", "", "--http-listen", http)
+    with httpx.Client(base_url=f"http://{http}", timeout=30) as idle:
+        assert idle.get("/health").status_code == 200
+        answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=30)
+        code, seconds = exits(worker, 5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+    assert "the engine has failed: MemoryError: no room" in answer.json()["error"]["message"]
+    assert (code, seconds < 1.0) == (1, True)
+    assert "Traceback" not in worker.log_file.read_text()
+
+
 def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:
     worker = start("hang", "--controller", "", "--drain-timeout-s", "0.1")
     worker.process.send_signal(signal.SIGTERM)
@@ -93,7 +108,10 @@ def test_reporting_that_fails_is_started_again_counted_and_no_reason_to_stop(sta
 
     def num_failures() -> float:
         page = urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5).read().decode()
-        return float(page.split('speclen_part_failures_total{part="reporting"} ')[1].split()[0])
+        line = next(
+            line for line in page.splitlines() if re.match(r'speclen_part_failures_total\{.*part="reporting"\}', line)
+        )
+        return float(line.split()[-1])
 
     deadline = time.monotonic() + 10
     while num_failures() < 2:

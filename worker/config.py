@@ -41,6 +41,12 @@ class WorkerConfig:
     threads: int = setting(
         0, "CPU threads for the models; 0: by model size, fewer while other processes want the cores.", least=0
     )
+    http_listen: str = setting("", "Address of the OpenAI-compatible HTTP front, HOST:PORT; empty for none.")
+    api_key_file: Path | None = setting(
+        None, "File with the key that HTTP callers must send as bearer token; default: the token of --token-file."
+    )
+    served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
+    chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
     metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
     unread_timeout_s: float = setting(
         30.0, "Seconds without reading after which a client loses its request.", least=0.1
@@ -73,6 +79,10 @@ class WorkerConfig:
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""
         return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file)
+
+    def http_security(self) -> ServerSecurity:
+        """As the Generate service, with a key of its own if there is one. Raises as `server_security`."""
+        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.api_key_file or self.token_file)
 
     def controller_security(self) -> ClientSecurity:
         """How the controller is reached."""

@@ -69,7 +69,7 @@ class SequenceOutput:
 
     text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
     num_*: totals so far. After a message with a finish_reason nothing follows for this index. error: set beside ABORT
-    when nobody asked for it: what failed, in a sentence.
+    when nobody asked for it: what failed, in a sentence. admitted_at: when it got its row, by time.monotonic.
     """
 
     request_id: str
@@ -85,6 +85,11 @@ class SequenceOutput:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    admitted_at: float | None = None
+
+
+class TextTooLongError(ValueError):
+    """A text that has more tokens than the model's context, however they are counted."""
 
 
 class QueueFullError(Exception):

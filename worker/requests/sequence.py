@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class SequenceState:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finished = False
+        self.admitted_at: float | None = None  # by time.monotonic, when it got its row
         self.sampling = RowSampling()  # its own is made when it gets its row
         self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._ends = self._eos | frozenset(sampling.stop_token_ids)
@@ -87,6 +89,7 @@ class SequenceState:
 
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
         """Make what choosing tokens needs; called once, when the sequence gets its row."""
+        self.admitted_at = time.monotonic()
         self.sampling = make_row_sampling(
             self.request.sampling, self.index, self.request.prompt_ids, sorted(self._ends), vocab_size, device
         )
@@ -149,6 +152,7 @@ class SequenceState:
             num_steps=self.num_steps,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            admitted_at=self.admitted_at,
         )
 
     def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:

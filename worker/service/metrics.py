@@ -1,6 +1,6 @@
 """Prometheus metrics of a worker, under the names that vLLM made common, with the prefix `speclen_`.
 
-Counts and gauges are read when somebody asks; only the three latency histograms are fed, on the event loop.
+Counts and gauges are read when somebody asks; the rest is fed on the event loop.
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ class WorkerMetrics:
         self.registry.register(EngineCollector(engine, control, num_failures, num_at_entrance))
         self._thread: threading.Thread | None = None  # serves the page
         self.time_to_first_token = self._histogram("time_to_first_token", "From arrival to the first token")
-        self.request_queue_time = self._histogram("request_queue_time", "From arrival to the engine")
         self.slow_readers = Counter(
             "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
-        )
-        self.requests_refused = Counter(
-            "speclen_requests_refused", "Requests that ended with an error", ["code"], registry=self.registry
         )
         self.inter_token_latency = self._histogram("inter_token_latency", "Mean time between tokens of a request")
         self.e2e_request_latency = self._histogram("e2e_request_latency", "From arrival to the last token")
@@ -49,20 +45,29 @@ class WorkerMetrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry)
 
-    def serve(self, address: str, security: ServerSecurity = ServerSecurity()) -> None:  # noqa: B008
-        """Serve the page on HOST:PORT from a thread. Raises OSError when the port is taken, ValueError for no address."""
+    def serve(
+        self,
+        address: str,
+        security: ServerSecurity = ServerSecurity(),  # noqa: B008
+        page: CollectorRegistry | None = None,
+    ) -> None:
+        """Serve the page, by default this registry, on HOST:PORT from a thread.
+
+        Raises OSError when the port is taken, ValueError for no address.
+        """
         host, port = split_address("--metrics-listen", address)
+        page = self.registry if page is None else page
         try:
-            _, self._thread = start_http_server(port, addr=host, registry=self.registry, **security.of_pages())
+            _, self._thread = start_http_server(port, addr=host, registry=page, **security.of_pages())
         except OSError as error:
             raise OSError(
                 f"cannot listen on {address}: {error.strerror}; choose another with --metrics-listen"
             ) from error
 
-    async def keep_page(self, address: str, security: ServerSecurity) -> None:
+    async def keep_page(self, address: str, security: ServerSecurity, page: CollectorRegistry) -> None:
         """Serve the page, if it is not served, and return when its thread has ended. Raises as `serve`."""
         if self._thread is None or not self._thread.is_alive():
-            self.serve(address, security)
+            self.serve(address, security, page)
         while self._thread is not None and self._thread.is_alive():
             await asyncio.sleep(1.0)
 

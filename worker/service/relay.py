@@ -21,7 +21,7 @@ MAX_WAITING_TOKENS = 16_384
 
 @dataclass(slots=True)
 class OutputStream:
-    """Outputs of one request on the event loop's side. failure: why none will follow any more.
+    """Outputs of one caller's requests on the event loop's side. failure: why none will follow any more.
 
     num_tokens: in `waiting`. on_overflow: called when they are more than MAX_WAITING_TOKENS.
     """
@@ -40,8 +40,8 @@ class OutputStream:
             self.on_overflow()
 
     def fail(self, error: Exception) -> None:
-        """Let `next` raise the error once it has given what there is."""
-        self.failure = error
+        """Let `next` raise the error once it has given what there is; the first one counts."""
+        self.failure = self.failure or error
         self.arrived.set()
 
     async def next(self) -> list[SequenceOutput]:

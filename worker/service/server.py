@@ -18,6 +18,7 @@ import torch
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from speclen.transport.address import check_exposure, check_free
 from speclen.transport.aio import prepare_aio
@@ -36,8 +37,11 @@ from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.identity import context_key
 from speclen.worker.reporting.length_table import DEFAULT_LENGTH, LengthTable
 from speclen.worker.requests.request import EngineFailedError
+from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
+from speclen.worker.service.labelled import page_of
 from speclen.worker.service.metrics import WorkerMetrics
+from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts
 from speclen.worker.service.supervision import PartFailedError, Supervisor
 
@@ -57,12 +61,26 @@ SERVER_OPTIONS = [
 STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 SWITCH_INTERVAL_S = 0.0005
 ENGINE = "the engine"
+FRONT = "the HTTP front"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+
+# Opens a further way in for the length of a block: from settings, engine, metrics page, and whom to tell when it has failed.
+# The value: one line about it for the user, or nothing.
+OpenFront = Callable[
+    [WorkerConfig, AsyncEngine, CollectorRegistry, Callable[[BaseException], None]],
+    contextlib.AbstractAsyncContextManager[str],
+]
+
+
+@contextlib.asynccontextmanager
+async def no_front(*_: object) -> AsyncIterator[str]:
+    """gRPC alone."""
+    yield ""
 
 
 def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, bool]:
@@ -157,7 +175,7 @@ async def create_server(
     return server, security.add_port(server, address), health_servicer
 
 
-async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
+async def serve(config: WorkerConfig, progress: Callable[[str], None], open_front: OpenFront = no_front) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running requests finish.
 
     Raises ValueError or OSError with one sentence for settings that cannot work, PartFailedError when the worker cannot
@@ -172,40 +190,57 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None]) -> None:
     if config.controller and control.follow and config.quick_profile_s:
         # Only then has the controller a say in when to serve: whoever measures nothing asks it while serving.
         await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
+    async_engine, page = make_entrance(config, pair, engine, control, supervisor, security)
+    servicer = GenerationServicer(async_engine, pair, control, model_facts(pair, control))
+    server, port, health_servicer = await create_server(config.listen, servicer, security)
+    # The front ends last: until then its callers are told why.
+    async with open_front(config, async_engine, page, functools.partial(supervisor.fail, FRONT)) as front:
+        running = start_engine(torch_thread, engine, supervisor)
+        await server.start()
+        stopping = stop_event()
+        if config.controller:
+            supervisor.keep("reporting", functools.partial(control.run, config.controller, credentials, metadata))
+        if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
+            choice = ThreadChoice(engine.num_threads)
+            supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+        await set_health(health_servicer, SERVING)
+        progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
+        if front:
+            progress(front)
+        async with ending(server, health_servicer, async_engine, supervisor):
+            await supervisor.wait(stopping)
+            progress("draining: running requests finish, new ones are refused")
+            await set_health(health_servicer, NOT_SERVING)
+            async_engine.drain()
+            await wait_until_idle(async_engine, config.drain_timeout_s, supervisor.check)
+            await flush_reports(control)
+    await wait_until_stopped(running)
+
+
+def make_entrance(
+    config: WorkerConfig,
+    pair: ModelPair,
+    engine: Engine,
+    control: ControlClient,
+    supervisor: Supervisor,
+    security: ServerSecurity,
+) -> tuple[AsyncEngine, CollectorRegistry]:
+    """What every edge goes through, and the metrics page, which is served if that is configured."""
     entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
+    requests = RequestMetrics(metrics)
+    page = page_of(metrics.registry, config.served_model_name or config.target)
     if config.metrics_listen:
-        metrics.serve(config.metrics_listen, security)
-        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security))
-    timings = STREAM_INTERVAL_S, config.unread_timeout_s
-    servicer = GenerationServicer(engine, pair, control, model_facts(pair, control), metrics, entrance, *timings)
-    server, port, health_servicer = await create_server(config.listen, servicer, security)
-    running = start_engine(torch_thread, engine, supervisor)
-    await server.start()
-    stopping = stop_event()
-    if config.controller:
-        supervisor.keep("reporting", functools.partial(control.run, config.controller, credentials, metadata))
-    if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
-        choice = ThreadChoice(engine.num_threads)
-        supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
-    await set_health(health_servicer, SERVING)
-    progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
-    async with ending(server, health_servicer, servicer, engine, supervisor):
-        await supervisor.wait(stopping)
-        progress("draining: running requests finish, new ones are refused")
-        await set_health(health_servicer, NOT_SERVING)
-        servicer.drain()
-        await wait_until_idle(servicer, config.drain_timeout_s, supervisor.check)
-        await flush_reports(control)
-    await wait_until_stopped(running)
+        metrics.serve(config.metrics_listen, security, page)
+        supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
+    return AsyncEngine(engine, entrance, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
 
 
 @contextlib.asynccontextmanager
 async def ending(
     server: aio.Server,
     health_servicer: health.aio.HealthServicer,
-    servicer: GenerationServicer,
-    engine: Engine,
+    async_engine: AsyncEngine,
     supervisor: Supervisor,
 ) -> AsyncIterator[None]:
     """End everything after the block; where that ends by a PartFailedError, at once and with the error for requests."""
@@ -216,10 +251,10 @@ async def ending(
         log.critical("the worker cannot go on and ends", reason=str(error))
         grace_s = FAILURE_GRACE_S
         await set_health(health_servicer, NOT_SERVING)
-        servicer.fail(EngineFailedError(f"{error}; the worker ends"))
+        async_engine.fail(EngineFailedError(f"{error}; the worker ends"))
         raise
     finally:
-        engine.stop()
+        async_engine.engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
 
@@ -263,13 +298,13 @@ async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
     await servicer.set(SERVICE, status)
 
 
-async def wait_until_idle(servicer: GenerationServicer, timeout_s: float, check: Callable[[], None]) -> None:
+async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable[[], None]) -> None:
     """Wait until every request has been answered. check: called again and again; raises when waiting is of no use."""
     deadline = time.monotonic() + timeout_s
-    while servicer.num_open:
+    while engine.num_open:
         check()
         if time.monotonic() >= deadline:
-            log.warning("drain timed out, ending what still runs", num_running=servicer.num_open)
+            log.warning("drain timed out, ending what still runs", num_running=engine.num_open)
             return
         await asyncio.sleep(0.05)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,24 +15,21 @@ from grpc import aio
 from speclen.transport.logs import Sparse
 from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.engine.engine import Engine
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
-    GenerationRequest,
     QueueFullError,
     RequestFailedError,
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.requests.validation import check_sampling, prompt_too_long
-from speclen.worker.service.entrance import Entrance
+from speclen.worker.requests.validation import prompt_too_long
+from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id
-from speclen.worker.service.metrics import WorkerMetrics
-from speclen.worker.service.relay import OutputRelay, OutputStream
+from speclen.worker.service.relay import OutputStream
 
 log = structlog.get_logger()
 
@@ -65,146 +60,64 @@ class ModelFacts:
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Turns RPCs into engine calls. A request whose client is gone is aborted."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        pair: ModelPair,
-        control: ControlClient,
-        facts: ModelFacts,
-        metrics: WorkerMetrics,
-        entrance: Entrance,
-        stream_interval_s: float,
-        unread_timeout_s: float,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, pair: ModelPair, control: ControlClient, facts: ModelFacts) -> None:
+        self._async_engine = engine
+        self._engine = engine.engine
         self._pair = pair
         self._control = control
         self._facts = facts
-        self._metrics = metrics
-        self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
-        self._unread_timeout_s = unread_timeout_s
-        self._entrance = entrance
         self._sparse = Sparse()
-        self._open: dict[str, OutputStream] = {}  # by request id
-        self._refusal: Exception | None = None  # of new requests
         self._identity = server_identity(control.card.run_id)
-
-    @property
-    def num_open(self) -> int:
-        """Requests that wait, run, or are being answered."""
-        return len(self._open)
-
-    def drain(self) -> None:
-        """Take no new requests; those accepted go on to their end."""
-        self._refusal = DrainingError("the worker is draining and takes no new requests")
-
-    def fail(self, error: EngineFailedError) -> None:
-        """The engine is gone: end what runs and refuse what comes, both with the error."""
-        self._refusal = error
-        for stream in self._open.values():
-            stream.fail(error)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         # Messages are written instead of yielded: only so it can be seen that a client does not take them.
         try:
-            with self._open_stream(request) as (request_id, stream):
+            request_id = to_request_id(request)
+            with self._async_engine.open(request_id) as stream:
                 await self._generate(request, request_id, stream, context)
         except tuple(CODES) as error:
             code = next(code for kind, code in CODES.items() if isinstance(error, kind))
-            self._metrics.requests_refused.labels(code.name).inc()
+            self._async_engine.metrics.refuse(error)
             if (left_out := self._sparse.pass_on(code.name)) is not None:
                 log.info("a request ends with an error", code=code.name, reason=str(error), unlogged_before=left_out)
             await context.abort(code, str(error))
-
-    @contextlib.contextmanager
-    def _open_stream(self, request: pb.GenerateRequest) -> Iterator[tuple[str, OutputStream]]:
-        """The request's id and the stream of its outputs, open for the length of the block.
-
-        Raises ValueError for an id that cannot be used, DrainingError, or the engine's failure.
-        """
-        if self._refusal is not None:
-            raise self._refusal
-        request_id = to_request_id(request)
-        if request_id in self._open:
-            raise ValueError(f"request_id {request_id!r} is already running: choose another")
-        stream = self._open[request_id] = OutputStream()
-        try:
-            yield request_id, stream
-        finally:
-            del self._open[request_id]
 
     async def _generate(
         self, message: pb.GenerateRequest, request_id: str, stream: OutputStream, context: Context
     ) -> None:
         arrived_at, caller = time.monotonic(), caller_of(context)
         generation = to_request(message, request_id, await self._prompt_ids(message, caller))
-        check_sampling(generation.sampling, self._pair.vocab_size)
-        async with self._entrance.turnstile.turn(caller):
-            if stream.failure is not None:
-                raise stream.failure
-            queued_s = time.monotonic() - arrived_at
-            self._metrics.request_queue_time.observe(queued_s)
-            context.set_trailing_metadata(((QUEUE_METADATA, f"{queued_s:.3f}"),))
-            self._engine.submit(generation, functools.partial(self._relay.put, stream))
-            try:
-                await self._answer(generation, stream, message.stream, arrived_at, context)
-            finally:
-                # Reached early when the client went away or its deadline passed.
-                self._engine.abort(request_id)
+
+        def tell_queue_time() -> None:
+            context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))
+
+        write = functools.partial(self._write, stream, context)
+        sequences = [SequenceMessages(request_id, index) for index in range(generation.sampling.n)]
+        running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time)
+        async with running as all_outputs:
+            async for outputs in all_outputs:
+                for index, group in group_by_index(outputs).items():
+                    chunk = sequences[index].chunk(group)
+                    if message.stream and (chunk.chunk.token_ids or chunk.chunk.text):
+                        await write(chunk)
+                    if group[-1].finish_reason is not None:
+                        await write(sequences[index].complete(group[-1]))
 
     async def _prompt_ids(self, message: pb.GenerateRequest, caller: str) -> Sequence[int]:
         kind = message.WhichOneof("input")
         if kind is None:
             raise ValueError("input is missing: set text or tokenized.input_ids")
         if kind == "text":
-            return await self._entrance.encoder.encode(message.text, caller)
+            return await self._async_engine.entrance.encoder.encode(message.text, caller)
         num_ids, limit = len(message.tokenized.input_ids), self._engine.max_context_length
         if num_ids >= limit:  # said here, before a million of them are copied
             raise ValueError(prompt_too_long(num_ids, limit))
         return message.tokenized.input_ids
 
-    async def _answer(
-        self,
-        generation: GenerationRequest,
-        stream: OutputStream,
-        stream_chunks: bool,
-        arrived_at: float,
-        context: Context,
-    ) -> None:
-        sequences = [SequenceMessages(generation.request_id, index) for index in range(generation.sampling.n)]
-        unfinished = len(sequences)
-        first_token_at = None
-        while unfinished:
-            outputs = await stream.next()
-            first_token_at = first_token_at or time.monotonic()
-            for index, group in group_by_index(outputs).items():
-                chunk = sequences[index].chunk(group)
-                if stream_chunks and (chunk.chunk.token_ids or chunk.chunk.text):
-                    await self._write(chunk, stream, context)
-                if (error := group[-1].error) is not None:
-                    raise self._engine.failure or RequestFailedError(f"{error}: the request has ended, try it again")
-                if group[-1].finish_reason is not None:
-                    unfinished -= 1
-                    await self._write(sequences[index].complete(group[-1]), stream, context)
-        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-        self._metrics.request_finished(arrived_at, first_token_at, time.monotonic(), num_tokens)
-
-    async def _write(self, message: pb.GenerateResponse, stream: OutputStream, context: Context) -> None:
-        """Send one message. Raises SlowReaderError when the client does not take what was sent before.
-
-        The client's flow control lets through some of it, up to 4 MB with gRPC's own, before a write has to wait.
-        """
-        try:
-            async with asyncio.timeout(self._unread_timeout_s) as limit:
-                stream.on_overflow = functools.partial(limit.reschedule, 0.0)
-                await context.write(message)
-        except TimeoutError:
-            self._metrics.slow_readers.inc()
-            raise SlowReaderError(
-                f"nothing was read for {self._unread_timeout_s:g} s, or too many tokens waited to be: the request has ended"
-            ) from None
-        finally:
-            stream.on_overflow = None
+    async def _write(self, stream: OutputStream, context: Context, message: pb.GenerateResponse) -> None:
+        """Send one message. Raises SlowReaderError when the client does not take what was sent before."""
+        async with self._async_engine.reading(stream):
+            await context.write(message)
 
     async def Abort(self, request: pb.AbortRequest, context: object) -> pb.AbortResponse:  # noqa: N802
         aborted = [self._engine.abort(request_id) for request_id in request.request_ids]
@@ -245,7 +158,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_batch_size=card.max_batch_size, max_speculation_length=card.max_speculation_length
             ),
             num_requests_running=load.num_running,
-            num_requests_waiting=load.num_waiting + self._entrance.num_waiting,
+            num_requests_waiting=load.num_waiting + self._async_engine.entrance.num_waiting,
             num_kv_tokens_used=load.num_kv_tokens_used,
             num_kv_tokens_total=load.num_kv_tokens_total,
             num_reports_buffered=len(self._control.buffer.records),

@@ -10,12 +10,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers.pre_tokenizers import ByteLevel
 
+from speclen.worker.requests.detokenize import make_decode
+from speclen.worker.requests.request import TextTooLongError
 from speclen.worker.service.turnstile import Turnstile
+
+Result = TypeVar("Result")
 
 SHORT_BYTES = 2048  # encoded in place: 2 ms, no more than it would take to change threads while the engine computes
 MAX_WAITING = 16  # long texts, each of at most a message's 4 MiB
@@ -27,7 +32,7 @@ class TextEncoder:
     """Encodes as the tokenizer does when called with a text. For one event loop."""
 
     def __init__(self, tokenizer: Any, max_context_length: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_context_length = max_context_length
         longest = longest_token_bytes(tokenizer)
         self._max_bytes = None if longest is None else longest * max_context_length
@@ -41,24 +46,42 @@ class TextEncoder:
         """Long texts that wait."""
         return self._turnstile.num_waiting
 
-    async def encode(self, text: str, caller: str) -> list[int]:
-        """Token ids. Raises ValueError for a text that cannot fit, QueueFullError when too many long ones wait."""
-        num_bytes = len(text.encode("utf-8", errors="surrogatepass"))
+    async def encode(
+        self, text: str, caller: str, *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
+        """Token ids. any_length: of a text that need not fit in the context.
+
+        Raises TextTooLongError for one that cannot fit, ValueError for half characters, QueueFullError when too many long
+        ones wait.
+        """
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            raise ValueError("prompt holds half a character (a lone surrogate): send whole ones") from None
         if num_bytes <= SHORT_BYTES:
-            return self._encode(text)
-        if self._max_bytes is not None and num_bytes >= self._max_bytes:
-            raise ValueError(
+            return self._encode(text, add_special_tokens)
+        if self._max_bytes is not None and num_bytes >= self._max_bytes and not any_length:
+            raise TextTooLongError(
                 f"text has {num_bytes} bytes, too many for the model's context of {self._max_context_length} tokens"
             )
+        return await self._aside(caller, self._encode, text, add_special_tokens)
+
+    async def decode(self, ids: Sequence[int], caller: str) -> str:
+        """Text of token ids, special tokens included. Raises QueueFullError when too many long ones wait."""
+        decode = make_decode(self.tokenizer, skip_special_tokens=False)
+        return decode(ids) if len(ids) <= SHORT_BYTES else await self._aside(caller, decode, ids)
+
+    async def _aside(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:
         async with self._turnstile.turn(caller):
-            return await asyncio.wrap_future(self._thread.submit(self._encode, text))
+            return await asyncio.wrap_future(self._thread.submit(function, *arguments))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # The call lets go of the interpreter while it encodes; the backend's `encode` would not.
-        ids = list(self._tokenizer(text, verbose=False)["input_ids"])
+        options = {} if add_special_tokens else {"add_special_tokens": False}
+        ids = list(self.tokenizer(text, verbose=False, **options)["input_ids"])
         if len(text) >= TRIM_BYTES:
             give_memory_back()
         return ids

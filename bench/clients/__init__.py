@@ -1,0 +1,1 @@
+"""Other people's programs against a worker's HTTP front."""

@@ -1,0 +1,72 @@
+"""The page about HTTP: its examples run, and it names every field, status and metric that there is."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from http_worker import http_worker
+
+from speclen.worker.http.openapi import STATUSES
+from speclen.worker.http.schema import UNSUPPORTED, ChatRequest, CompletionRequest
+from speclen.worker.models.loading import load_pair
+from speclen.worker.service.request_metrics import INTERNAL, REASONS
+
+PAGE = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def worker():
+    pair = load_pair("bundled:target", "bundled:draft", "cpu")
+    with http_worker(pair=pair, model="bundled:target", max_batch_size=8) as worker:
+        yield worker
+
+
+def blocks(language, worker):
+    found = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return [block.replace("http://127.0.0.1:8000", worker.url) for block in found]
+
+
+def test_python(worker, capsys):
+    names: dict = {}
+    for block in blocks("python", worker):
+        exec(compile(block, "docs/http.md", "exec"), names)  # noqa: S102
+        assert capsys.readouterr().out.strip()
+    assert names["answer"].usage.completion_tokens == 32
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl(worker):
+    for block in blocks("bash", worker):
+        done = subprocess.run(["bash", "-euc", block], capture_output=True, text=True, check=True, timeout=60)
+        assert '"object":"text_completion"' in done.stdout
+        assert '"count":' in done.stdout
+
+
+def test_every_field_is_named():
+    fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert not {name for name in fields if f"`{name}`" not in PAGE}
+    assert not set(re.findall(r"`(\w+)`", PAGE.partition("are refused")[0][-100:])) - {*UNSUPPORTED}
+
+
+def test_every_status_is_named():
+    table = PAGE.partition("## Errors")[2].partition("\n## ")[0]
+    assert {int(number) for number in re.findall(r"\b\d{3}\b", table)} >= STATUSES.keys()
+
+
+def test_every_metric_is_named_and_exists(worker):
+    httpx.post(f"{worker.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    lines = httpx.get(f"{worker.url}/metrics").text.splitlines()
+    families = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    ours = {name.removeprefix("speclen_") for name in families if name.startswith("speclen_")}
+    ours = {name for name in ours if not name.endswith("_created")}
+    table = PAGE.partition("## Metrics")[2].partition("\n## ")[0]
+    named = {name.partition("{")[0] for name in re.findall(r"`([a-z0-9_]+(?:\{[^}]*\})?)`", table)}
+    assert not ours - named
+    assert (
+        not named
+        - ours
+        - {"model_name", "python_info", "speclen_", "stop", "length", "abort", *REASONS.values(), INTERNAL}
+    )

@@ -1,0 +1,396 @@
+"""Whatever is sent, the answer is an error in OpenAI's shape with the right status, and nothing of it stays behind."""
+
+import asyncio
+import json
+import socket
+import ssl
+import statistics
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import tiny_models
+from http_worker import KEY, MODEL, http_worker
+from test_http import until_idle
+
+from speclen.transport.credentials import ServerSecurity
+from speclen.worker.config import WorkerConfig
+from speclen.worker.http import connection, guard
+from speclen.worker.http.server import allow_many_files
+from speclen.worker.http.settings import check_http
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with http_worker(max_batch_size=4, max_waiting=4) as worker:
+        yield worker
+
+
+def post(worker, body, path="/v1/completions"):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{worker.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "words"),
+    [
+        (b"", 400, None, "required"),
+        (b"{", 400, None, "not valid JSON"),
+        (b"[" * 100_000, 400, None, ""),
+        (b"\xff\xfe", 400, None, ""),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400, None, ""),
+        ([], 400, None, "dictionary"),
+        ({}, 400, "prompt", "required"),
+        ({"prompt": None}, 400, "prompt", "prompt"),
+        ({"prompt": 7}, 400, "prompt", "prompt"),
+        ({"prompt": ""}, 400, "prompt", "at least one token"),
+        ({"prompt": []}, 400, "prompt", "at least one token"),
+        ({"prompt": [[]]}, 400, "prompt", "at least one token"),
+        ({"prompt": ["a"] * 65}, 400, "prompt", ""),
+        ({"prompt": [3, tiny_models.VOCAB_SIZE]}, 400, "prompt", str(tiny_models.VOCAB_SIZE)),
+        ({"prompt": [-1]}, 400, "prompt", ""),
+        ({"prompt": "half \ud800"}, 400, "prompt", "surrogate"),
+        ({"prompt": "a", "model": "gpt-9"}, 404, "model", "gpt-9"),
+        ({"prompt": "a", "model": "\ud800"}, 404, "model", "does not exist"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+        ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", "integer"),
+        ({"prompt": "a", "max_tokens": 300}, 400, "prompt", "maximum context length is 256"),
+        ({"prompt": [5] * 300}, 400, "prompt", "maximum context length is 256"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature", ""),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "temperature", ""),
+        (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", ""),
+        ({"prompt": "a", "top_k": 2**40}, 400, "top_k", ""),
+        ({"prompt": "a", "n": 65}, 400, "n", ""),
+        ({"prompt": "a", "seed": -1}, 400, "seed", ""),
+        ({"prompt": "a", "stop": [""]}, 400, "stop", "characters"),
+        ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", ""),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ""),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token id"),
+        ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, "logit_bias", "9999"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "101"),
+        ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "more than"),
+        ({"prompt": "a", "speculation": 64}, 400, "speculation", "allowed are 0 to 8"),
+        ({"prompt": "a", "speculation": "fast"}, 400, "speculation", ""),
+        ({"prompt": "a", "echo": True}, 400, "echo", "not supported"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", ""),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_completions(worker, body, status, param, words, stream):
+    answer = post(worker, body | {"stream": stream} if isinstance(body, dict) else body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert words in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 2000}]}, "messages"),
+    ],
+)
+def test_wrong_chats(worker, body, param):
+    answer = post(worker, body, "/v1/chat/completions")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_answer_too_large_to_put_together_is_refused(worker):
+    body = {"prompt": "a", "n": 64, "max_tokens": 200, "logprobs": 20}
+    answer = post(worker, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+    with httpx.stream("POST", f"{worker.url}/v1/completions", json=body | {"stream": True}) as streamed:
+        assert streamed.status_code == 200
+    until_idle(worker.engine)
+
+
+def test_long_texts_and_token_lists_do_not_hold_up_others(worker):
+    text = "def f(x):\n    return x\n" * 20_000
+    tokens = post(worker, {"prompt": text}, "/tokenize").json()["tokens"]
+    assert post(worker, {"tokens": tokens}, "/detokenize").json()["prompt"] == text
+    started = time.monotonic()
+    post(worker, {"prompt": text}, "/tokenize")
+    alone = time.monotonic() - started
+    with ThreadPoolExecutor(8) as pool:
+        slow = [pool.submit(post, worker, {"prompt": text}, "/tokenize") for _ in range(4)]
+        slow += [pool.submit(post, worker, {"tokens": tokens}, "/detokenize") for _ in range(4)]
+        waits = []
+        while not all(one.done() for one in slow):
+            started = time.monotonic()
+            assert httpx.get(f"{worker.url}/health").status_code == 200
+            waits.append(time.monotonic() - started)
+    assert all(one.result().status_code == 200 for one in slow)
+    assert statistics.median(waits) < alone / 2
+
+
+def test_unknown_fields_are_ignored(worker):
+    assert post(worker, {"prompt": "a", "max_tokens": 1, "user": "me", "best_of": 1, "tools": None}).status_code == 200
+
+
+def test_wrong_paths_and_methods(worker):
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)):
+        answer = httpx.request(method, f"{worker.url}{path}")
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")
+    assert httpx.get(f"{worker.url}/v1/completions").headers["allow"] == "POST"
+    form = httpx.post(f"{worker.url}/v1/completions", data={"prompt": "a"})
+    assert form.status_code == 400
+
+
+def test_a_body_too_large_is_refused_before_it_is_read(worker):
+    headers = {"Content-Type": "application/json", "Content-Length": str(guard.MAX_BODY_BYTES + 1)}
+    with connected(worker) as one:
+        one.sendall(head("POST /v1/completions", headers))
+        assert b" 413 " in one.recv(4096)
+
+    def chunks():
+        for _ in range(guard.MAX_BODY_BYTES // 65_536 + 1):
+            yield b" " * 65_536
+
+    answer = httpx.post(f"{worker.url}/v1/completions", content=chunks(), headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
+
+
+def test_a_full_queue_is_busy_and_not_an_error_of_the_server(worker):
+    with worker.client() as client:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        streams = []
+
+        def fill():
+            for _ in range(64):
+                streams.append(client.completions.create(stream=True, n=4, **body))
+
+        with pytest.raises(openai.RateLimitError) as told:
+            fill()
+        assert told.value.response.headers["retry-after"] == "1"
+        assert told.value.code == "queue_full"
+        for stream in streams:
+            stream.close()
+    until_idle(worker.engine)
+    assert 'speclen_request_refused_total{model_name="tiny",reason="queue_full"} 1.0' in metrics(worker)
+
+
+def test_of_several_prompts_none_runs_when_the_queue_holds_not_all(worker):
+    answer = post(worker, {"prompt": ["a"] * 60, "max_tokens": 200, "ignore_eos": True, "n": 4})
+    assert answer.status_code == 429
+    until_idle(worker.engine, 5.0)
+
+
+def test_a_draining_worker_says_so():
+    with http_worker() as worker:
+        worker.engine.drain()
+        answer = post(worker, {"prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+
+
+def test_a_failure_while_it_streams_is_told_on_a_data_line(worker, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("speclen.worker.http.answers.Answer.chunks", fail)
+    answer = post(worker, {"prompt": "a", "stream": True})
+    error, done, _ = answer.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert done == "data: [DONE]"
+    assert "secret" not in answer.text
+    until_idle(worker.engine)
+
+
+def connected(worker):
+    host, _, port = worker.http.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def head(line, headers):
+    return "".join([f"{line} HTTP/1.1\r\nHost: x\r\n", *(f"{k}: {v}\r\n" for k, v in headers.items()), "\r\n"]).encode()
+
+
+def closed_after(one):
+    """Seconds until the server closes the connection."""
+    started = time.monotonic()
+    try:
+        while one.recv(65_536):
+            pass
+    except ConnectionResetError:
+        pass
+    return time.monotonic() - started
+
+
+def test_slow_headers_end_the_connection(worker, monkeypatch):
+    monkeypatch.setattr(connection.BoundedConnection, "header_timeout_s", 0.5)
+    with connected(worker) as silent, connected(worker) as dripping, connected(worker) as second:
+        second.sendall(head("GET /health", {}))
+        assert b" 200 " in second.recv(4096)
+        dripping.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        second.sendall(b"G")
+        assert closed_after(silent) < 5
+        assert closed_after(dripping) < 5
+        assert closed_after(second) < 5
+
+
+def test_endless_headers_end_the_connection(worker):
+    endless = b"".join(f"x-{number}: {'y' * 100}\r\n".encode() for number in range(100_000))
+    with connected(worker) as one, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        one.sendall(b"GET /health HTTP/1.1\r\n" + endless)
+
+
+def test_a_slow_body_is_answered(tmp_path):
+    with http_worker(body_timeout_s=0.5) as worker, connected(worker) as one:
+        one.sendall(head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": 100}) + b"{")
+        assert b" 408 " in one.recv(4096)
+
+
+def test_a_client_that_does_not_read_is_cut_off():
+    body = {"prompt": "a", "max_tokens": 250, "n": 64, "stream": True, "logprobs": 20, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    with http_worker(unread_timeout_s=0.5) as worker, socket.socket() as one:
+        # The kernel holds megabytes for a connection otherwise.
+        worker.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", int(worker.http.rpartition(":")[2])))
+        one.sendall(head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}))
+        one.sendall(content)
+        until_started(worker.engine)
+        until_idle(worker.engine, 60.0)
+        assert worker.engine.load().num_generated_tokens < 250 * 64
+        deadline = time.monotonic() + 10
+        while worker.server.server_state.connections:
+            assert time.monotonic() < deadline, "the connection is left"
+            time.sleep(0.05)
+        page = metrics(worker)
+        assert 'speclen_slow_readers_total{model_name="tiny"} 1.0' in page
+        assert 'speclen_request_refused_total{model_name="tiny",reason="slow_reader"} 1.0' in page
+
+
+def test_chunks_are_not_held_back(worker):
+    """Nagle's algorithm waits for the client to acknowledge the last chunk, which it does after 40 ms."""
+    with connected(worker) as one:
+        one.sendall(head("GET /health", {}))
+        assert b" 200 " in one.recv(4096)
+        (connection,) = worker.server.server_state.connections
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def until_started(engine):
+    deadline = time.monotonic() + 10
+    while not engine.load().num_running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_thousands_of_disconnects_leave_nothing_behind(worker):
+    content = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    request = (
+        head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
+    )
+    for number in range(2_000):
+        with connected(worker) as one:
+            one.sendall(request[: len(request) - number % 3 * 40])
+    until_idle(worker.engine)
+    deadline = time.monotonic() + 20
+    while worker.server.server_state.connections or worker.server.server_state.tasks:
+        assert time.monotonic() < deadline, "connections or tasks are left"
+        time.sleep(0.05)
+    assert not worker.engine._inbox._unfinished
+    assert post(worker, {"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_a_thousand_streams_at_once_end_well_or_are_told_to_wait():
+    content = json.dumps({"prompt": "a", "max_tokens": 8, "stream": True, "ignore_eos": True}).encode()
+    lines = {"Content-Type": "application/json", "Content-Length": len(content), "Connection": "close"}
+    request = head("POST /v1/completions", lines) + content
+
+    async def ask(address):
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        answer = await reader.read(-1)
+        writer.close()
+        return answer
+
+    async def ask_all(address):
+        return await asyncio.gather(*(ask(address) for _ in range(1_000)))
+
+    with http_worker(max_batch_size=16, max_waiting=256) as busy:
+        allow_many_files()
+        answers = asyncio.run(ask_all(busy.http))
+        served = [one for one in answers if one.startswith(b"HTTP/1.1 200 ")]
+        assert len(served) >= 256
+        assert all(b'"finish_reason":"length"' in one and one.endswith(b"[DONE]\n\n\r\n0\r\n\r\n") for one in served)
+        assert all(one.startswith(b"HTTP/1.1 429 ") for one in answers if one not in served)
+        until_idle(busy.engine)
+
+
+def metrics(worker):
+    return httpx.get(f"{worker.url}/metrics").text.splitlines()
+
+
+def certificate(folder):
+    """Certificate and key of 127.0.0.1, signed by itself."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=test"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls_and_key_together(tmp_path):
+    cert, key = certificate(tmp_path)
+    token = tmp_path / "token"
+    token.write_text(KEY)
+    with http_worker(security=ServerSecurity(tls_cert=cert, tls_key=key, token_file=token)) as worker:
+        context = ssl.create_default_context(cafile=str(cert))
+        url, headers = f"https://{worker.http}/v1/models", {"Authorization": f"Bearer {KEY}"}
+        assert httpx.get(url, verify=context, headers=headers).json()["data"][0]["id"] == MODEL
+        assert httpx.get(url, verify=context).status_code == 401
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url, headers=headers)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http"), headers=headers)
+    with http_worker(security=ServerSecurity(tls_cert=cert, tls_key=key, tls_client_ca=cert)) as worker:
+        url = f"https://{worker.http}/health"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url, verify=context)
+        context.load_cert_chain(cert, key)
+        assert httpx.get(url, verify=context).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"http_listen": "0.0.0.0:8000"}, "open to other machines"),
+        ({"http_listen": "8000"}, "--http-listen '8000' is not HOST:PORT"),
+        ({"http_listen": "127.0.0.1:8000", "api_key_file": Path("/no/such/file")}, "cannot be read"),
+        ({"http_listen": "127.0.0.1:8000", "chat_template": Path("/no/such/file")}, "--chat-template"),
+    ],
+)
+def test_wrong_settings_are_told_before_the_models_are_loaded(settings, words):
+    with pytest.raises(ValueError, match=words):
+        check_http(WorkerConfig(**settings))
+
+
+def test_a_taken_port_is_told():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="--http-listen"):
+            check_http(WorkerConfig(http_listen=f"127.0.0.1:{taken.getsockname()[1]}"))
+
+
+def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):
+    token, key = tmp_path / "token", tmp_path / "key"
+    assert WorkerConfig(token_file=token).http_security().token_file == token
+    assert WorkerConfig(token_file=token, api_key_file=key).http_security().token_file == key
+    assert WorkerConfig(token_file=token, api_key_file=key).server_security().token_file == token

@@ -1,0 +1,155 @@
+"""HTTP goes through the same entrance as gRPC: one queue, turns by caller, draining, and errors that are told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from http_worker import HttpWorker, http_worker
+
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+from speclen.worker.requests.request import EngineFailedError
+
+ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def worker() -> Iterator[HttpWorker]:
+    with http_worker(max_batch_size=1, max_waiting=3) as worker:
+        yield worker
+
+
+def post(worker: HttpWorker, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{worker.url}/v1/completions", json=body, timeout=30)
+
+
+def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) -> None:
+    """Call it on the worker's event loop, and wait for that."""
+    done = threading.Event()
+    assert worker.loop is not None
+    worker.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
+    assert done.wait(10)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.005)
+
+
+def over_grpc(worker: HttpWorker) -> Any:
+    with grpc.insecure_channel(worker.grpc) as channel:
+        return list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    *pieces, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
+
+
+def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWorker) -> None:
+    hold(worker)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(post, worker, ENDLESS) for _ in range(4)]
+        until(lambda: worker.async_engine.num_open == 4 and worker.engine.load().num_running == 1)
+        with grpc.insecure_channel(worker.grpc) as channel:
+            info = rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+        assert (info.num_requests_running, info.num_requests_waiting) == (1, 3)
+        with pytest.raises(grpc.RpcError) as raised:
+            over_grpc(worker)
+        assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert post(worker, ENDLESS).status_code == 429
+        release(worker)
+        assert [answer.result().status_code for answer in answers] == [200] * 4
+    assert worker.async_engine.num_open == 0
+
+
+def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
+    """All of them in one turn would go to the engine at once, past the queue's bound and ahead of other callers."""
+    hold(worker)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, worker, ENDLESS | {"prompt": ["a"] * 4})
+        until(lambda: worker.engine.load().num_running == 1)
+        assert worker.engine.load().num_waiting == 1
+        assert worker.async_engine.entrance.num_waiting == 2
+        release(worker)
+        choices = answer.result().json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert len({choice["text"] for choice in choices}) == 1
+    assert post(worker, ENDLESS | {"prompt": ["a"] * 5}).status_code == 429
+
+
+def test_draining_refuses_what_comes_and_finishes_what_waits(worker: HttpWorker) -> None:
+    hold(worker)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(post, worker, ENDLESS | {"stream": index % 2 == 0}) for index in range(4)]
+        until(lambda: worker.async_engine.num_open == 4)
+        on_loop(worker, worker.async_engine.drain)
+        refused = post(worker, ENDLESS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert httpx.get(f"{worker.url}/health").status_code == 503
+        release(worker)
+        assert [answer.result().status_code for answer in answers] == [200] * 4
+    assert events(answers[0].result())[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_failed_engine_ends_what_runs_and_what_waits(worker: HttpWorker) -> None:
+    worker.engine.step = lambda: time.sleep(0.01)  # type: ignore[assignment, method-assign, func-returns-value]
+    with ThreadPoolExecutor(4) as pool:
+        whole = [pool.submit(post, worker, ENDLESS) for _ in range(2)]
+        streams = [pool.submit(post, worker, ENDLESS | {"stream": True}) for _ in range(2)]
+        until(lambda: worker.async_engine.num_open == 4)
+        time.sleep(0.1)  # for the streams to begin
+        on_loop(worker, worker.async_engine.fail, EngineFailedError("the engine has failed"))
+        errors = [answer.result().json()["error"] for answer in whole]
+        errors += [events(answer.result())[-1]["error"] for answer in streams]
+    assert [(error["code"], error["message"]) for error in errors] == [("engine_failed", "the engine has failed")] * 4
+    assert {answer.result().status_code for answer in whole} == {503}
+    assert post(worker, ENDLESS).json()["error"]["code"] == "engine_failed"
+    assert httpx.get(f"{worker.url}/health").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_served(
+    worker: HttpWorker, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(worker.engine.runner, "run", lambda plan: 1 / 0)
+        answer = post(worker, ENDLESS | {"stream": stream})
+    error = events(answer)[-1]["error"] if stream else answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "request_failed")
+    assert error["message"] == "ZeroDivisionError: division by zero: the request has ended, try it again"
+    assert answer.status_code == (200 if stream else 500)
+    assert post(worker, ENDLESS | {"max_tokens": 3}).status_code == 200
+
+
+def test_a_text_that_cannot_fit_is_refused_in_openais_words(worker: HttpWorker) -> None:
+    error = post(worker, ENDLESS | {"prompt": "x" * 1_000_000}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"].startswith("This model's maximum context length is 256 tokens")
+
+
+def hold(worker: HttpWorker) -> None:
+    """Let the engine admit requests and compute nothing more, until `release`."""
+    go, run = threading.Event(), worker.engine.runner.run
+
+    def wait_and_run(plan: Any) -> Any:
+        assert go.wait(30)
+        return run(plan)
+
+    worker.engine.runner.run = wait_and_run  # type: ignore[method-assign]
+    worker.go = go  # type: ignore[attr-defined]
+
+
+def release(worker: HttpWorker) -> None:
+    worker.go.set()  # type: ignore[attr-defined]

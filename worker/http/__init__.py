@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP front of a worker: the same engine and the same queue as over gRPC."""

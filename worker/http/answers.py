@@ -1,0 +1,153 @@
+"""From outputs of the engine to OpenAI's answers: one object, or chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from speclen.worker.http.logprobs import Decode, chat_logprobs, completion_logprobs
+from speclen.worker.http.statistics import SpeculationStatistics
+from speclen.worker.http.translate import Job
+from speclen.worker.requests.request import SequenceOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Choice:
+    """One output so far. offset: characters of its tokens, each by itself."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offset: int = 0
+    last: SequenceOutput | None = None
+
+
+class Answer:
+    """Gathers what one job puts out. decode: ids to text, special tokens included, for log probabilities."""
+
+    def __init__(self, job: Job, model: str, decode: Decode) -> None:
+        self.job = job
+        self._decode = decode
+        self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
+        self._choices = [Choice(index) for index in range(job.num_choices)]
+        self._statistics = SpeculationStatistics()
+        self._wants_logprobs = job.requests[0].sampling.logprobs is not None
+        options = job.body.stream_options
+        self._usage_at_end = bool(options and options.include_usage)
+        self._usage_always = bool(options and options.continuous_usage_stats)
+        self._head = {"id": job.id, "created": int(time.time()), "model": model}
+
+    # One object.
+
+    def add(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Keep what came."""
+        for output in outputs:
+            choice = self._choice_of(output)
+            choice.token_ids += output.token_ids
+            choice.text.append(output.text)
+            choice.logprobs += output.logprobs
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, once everything was added."""
+        kind = "chat.completion" if self.job.chat else "text_completion"
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        return self._head | {"object": kind, "choices": choices, "usage": self.usage()} | self._metrics()
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        content = {"message": {"role": "assistant", "content": text}} if self.job.chat else {"text": text}
+        return self._common(choice, choice.token_ids, choice.logprobs, choice.last) | content
+
+    # Chunks.
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """What is told before the first token: in a chat, who speaks."""
+        if self.job.chat:
+            for choice in self._choices:
+                yield self._chunk(
+                    [self._common(choice, (), (), None) | {"delta": {"role": "assistant", "content": ""}}]
+                )
+
+    def chunks(self, outputs: Sequence[SequenceOutput]) -> Iterator[dict[str, Any]]:
+        """One chunk for each choice that has something new."""
+        groups: dict[int, list[SequenceOutput]] = {}
+        for output in outputs:
+            groups.setdefault(self._choice_of(output).index, []).append(output)
+        for index, group in groups.items():
+            text = "".join(output.text for output in group)
+            ids = [token for output in group for token in output.token_ids]
+            ended = group[-1] if group[-1].finish_reason is not None else None
+            if not (text or ended or (ids and (self._wants_logprobs or self.job.body.return_token_ids))):
+                continue  # a character that is not whole yet
+            logprobs = [one for output in group for one in output.logprobs]
+            content = {"delta": {"content": text}} if self.job.chat else {"text": text}
+            yield self._chunk([self._common(self._choices[index], ids, logprobs, ended) | content])
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """What is told after the last token, if it was asked for."""
+        if self._usage_at_end or self.job.body.include_metrics:
+            usage = {"usage": self.usage()} if self._usage_at_end else {}
+            yield self._chunk([]) | usage | self._metrics()
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.job.chat else "text_completion"
+        chunk = self._head | {"object": kind, "choices": choices}
+        if self._usage_always:
+            chunk["usage"] = self.usage()
+        elif self._usage_at_end:
+            chunk["usage"] = None
+        return chunk
+
+    # Both.
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far; a prompt counts once, however many sequences it has."""
+        prompt = sum(len(one.prompt_ids) for one in self.job.requests)
+        completion = sum(choice.last.num_completion_tokens for choice in self._choices if choice.last is not None)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _choice_of(self, output: SequenceOutput) -> Choice:
+        choice = self._choices[self._first[output.request_id] + output.index]
+        choice.last = output
+        if self.job.body.include_metrics:
+            self._statistics.saw(output)
+        return choice
+
+    def _common(
+        self, choice: Choice, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], last: SequenceOutput | None
+    ) -> dict[str, Any]:
+        """Fields of a choice that are the same for completions and chats. last: its last output, if it has ended."""
+        reason = last.finish_reason if last is not None else None
+        fields: dict[str, Any] = {
+            "index": choice.index,
+            "logprobs": self._logprobs(choice, ids, logprobs),
+            "finish_reason": None if reason is None else reason.value,
+            "stop_reason": None if last is None else self._stop_reason(last),
+        }
+        if self.job.body.return_token_ids:
+            prompt = list(self.job.requests[choice.index // self.job.n].prompt_ids)
+            fields |= {"token_ids": list(ids), "prompt_token_ids": prompt}
+        return fields
+
+    def _stop_reason(self, last: SequenceOutput) -> int | str | None:
+        """The stop string or stop token that ended it; nothing for the model's own end token, as in vLLM."""
+        stop = last.matched_stop
+        asked_for = self.job.requests[0].sampling.stop_token_ids
+        return stop if isinstance(stop, str) or stop in asked_for else None
+
+    def _logprobs(self, choice: Choice, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self._wants_logprobs or not ids:
+            return None
+        if self.job.chat:
+            return chat_logprobs(ids, logprobs, self._decode)
+        shape = completion_logprobs(ids, logprobs, self._decode, choice.offset)
+        choice.offset = shape["text_offset"][-1] + len(shape["tokens"][-1])
+        return shape
+
+    def _metrics(self) -> dict[str, Any]:
+        if not self.job.body.include_metrics:
+            return {}
+        return {"metrics": {"speculative_decoding": self._statistics.as_dict()}}

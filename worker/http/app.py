@@ -1,0 +1,202 @@
+"""The routes: each turns a body into a job, or answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from speclen.worker.http.answers import Answer
+from speclen.worker.http.chat import chat_prompt
+from speclen.worker.http.errors import ApiError, from_exception
+from speclen.worker.http.openapi import DESCRIPTION, describe, errors
+from speclen.worker.http.responses import JobResponse, error_response, json_response
+from speclen.worker.http.schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from speclen.worker.http.translate import Job, chat_job, completion_job
+from speclen.worker.requests.detokenize import make_decode
+from speclen.worker.requests.request import QueueFullError
+from speclen.worker.service.async_engine import AsyncEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What the routes answer from. model: the name that clients use. page: registry of the metrics page.
+
+    healthy: whether the worker can serve. chat_template: in place of the tokenizer's own, if given.
+    """
+
+    engine: AsyncEngine
+    model: str
+    version: str
+    page: CollectorRegistry
+    healthy: Callable[[], bool]
+    chat_template: str | None = None
+    started_at: int = 0
+
+
+def create_app(front: Front) -> FastAPI:
+    """The application, without the guard that belongs before it."""
+    # Neither of the pages that show the schema: they load scripts from elsewhere.
+    app = FastAPI(title="speclen", version=front.version, description=DESCRIPTION, docs_url=None, redoc_url=None)
+    add_generation(app, front)
+    add_tokenizing(app, front)
+    add_facts(app, front)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ApiError, on_error)
+    app.add_exception_handler(Exception, on_error)
+    describe(app)
+    return app
+
+
+def add_generation(app: FastAPI, front: Front) -> None:
+    decode = make_decode(front.engine.entrance.encoder.tokenizer, skip_special_tokens=False)
+
+    def respond(request: Request, body: Any, make_job: Callable[..., Awaitable[Job]], *options: Any) -> Response:
+        check_model(body, front)
+        caller = caller_of(request)
+
+        async def make_answer() -> Answer:
+            job = await make_job(body, front.engine, caller, *options)
+            return Answer(job, body.model or front.model, decode)
+
+        return JobResponse(body, front.engine, caller, make_answer)
+
+    @app.post("/v1/completions", responses=errors("application/json", "text/event-stream"), response_class=Response)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        return respond(request, body, completion_job)
+
+    @app.post(
+        "/v1/chat/completions", responses=errors("application/json", "text/event-stream"), response_class=Response
+    )
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        return respond(request, body, chat_job, front.chat_template)
+
+
+def add_tokenizing(app: FastAPI, front: Front) -> None:
+    engine, encoder = front.engine, front.engine.entrance.encoder
+
+    async def text_of(body: TokenizeRequest) -> str:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        if body.messages is None:
+            return body.prompt or ""
+        add_prompt = body.add_generation_prompt is not False
+        return await chat_prompt(encoder.tokenizer, body.messages, front.chat_template, add_prompt, {})
+
+    async def tokenized(body: TokenizeRequest, caller: str) -> Response:
+        check_model(body, front)
+        text = await text_of(body)
+        special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
+        tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
+        strings = encoder.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        limit = engine.max_sequence_tokens
+        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+    async def detokenized(body: DetokenizeRequest, caller: str) -> Response:
+        check_model(body, front)
+        limit = engine.engine.pair.vocab_size
+        if (token := max(body.tokens, default=0)) >= limit:
+            raise ApiError(400, f"token {token} is unknown: token ids go from 0 to {limit - 1}", "tokens")
+        return json_response({"prompt": await encoder.decode(body.tokens, caller)})
+
+    @app.post("/tokenize", responses=errors(), response_class=Response)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        return await refusing(body, tokenized(body, caller_of(request)))
+
+    @app.post("/detokenize", responses=errors(), response_class=Response)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        return await refusing(body, detokenized(body, caller_of(request)))
+
+
+def add_facts(app: FastAPI, front: Front) -> None:
+    card = {
+        "id": front.model,
+        "object": "model",
+        "created": front.started_at,
+        "owned_by": "speclen",
+        "root": front.engine.engine.pair.target_name,
+        "parent": None,
+        "max_model_len": front.engine.max_sequence_tokens,
+    }
+
+    @app.get("/v1/models", responses=errors(), response_class=Response)
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{model:path}", responses=errors(), response_class=Response)
+    async def retrieve_model(model: str) -> Response:
+        if model != front.model:
+            raise unknown_model(model, front)
+        return json_response(card)
+
+    @app.get("/health", responses=errors(empty=True), response_class=Response)
+    async def health() -> Response:
+        if not front.healthy():
+            raise ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy")
+        return Response()
+
+    @app.get("/version", responses=errors(), response_class=Response)
+    async def version() -> Response:
+        return json_response({"version": front.version})
+
+    @app.get("/metrics", responses=errors("text/plain"), response_class=Response)
+    async def metrics() -> Response:
+        return Response(generate_latest(front.page), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def caller_of(request: Request) -> str:
+    """Who calls: the address, as over gRPC without certificates."""
+    host = request.client.host if request.client is not None else ""
+    return f"ipv6:%5B{host}%5D" if ":" in host else f"ipv4:{host}"
+
+
+def check_model(body: Any, front: Front) -> None:
+    if body.model is not None and body.model != front.model:
+        raise unknown_model(body.model, front)
+
+
+def unknown_model(name: str, front: Front) -> ApiError:
+    message = f"the model {name[:200]!r} does not exist: this worker serves {front.model!r}"
+    return ApiError(404, message, "model", "model_not_found")
+
+
+async def refusing(body: Body, answer: Any) -> Response:
+    """The answer, or the error that it raised, with the field that it is about."""
+    try:
+        response: Response = await answer
+        return response
+    except (ApiError, ValueError, QueueFullError) as error:
+        return error_response(from_exception(error, type(body).model_fields))
+
+
+async def on_invalid(request: Request, error: Exception) -> Response:
+    """A body that is no JSON, or not of the right shape: the first thing that is wrong."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return error_response(
+            ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+        )
+    field = place[0] if place else None
+    text = f"{'.'.join(place) or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return error_response(ApiError(400, text, field, first["type"]))
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """A path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    response = error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    return error_response(from_exception(error))

@@ -1,0 +1,62 @@
+"""Log probabilities in the two shapes that OpenAI's API has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from speclen.worker.requests.request import TokenLogprobs
+
+Decode = Callable[[Sequence[int]], str]
+LEAST = -9999.0  # JSON has no -inf
+
+
+def completion_logprobs(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, offset: int
+) -> dict[str, Any]:
+    """Parallel lists, one entry a token. offset: characters of the output before the first of them.
+
+    As in vLLM, a token's text is what it stands for by itself, and offsets add these up.
+    """
+    tokens = [decode([token]) for token in ids]
+    offsets, at = [], offset
+    for token in tokens:
+        offsets.append(at)
+        at += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(one.logprob) for one in logprobs],
+        "top_logprobs": [by_text(text, one, decode) for text, one in zip(tokens, logprobs, strict=True)],
+        "text_offset": offsets,
+    }
+
+
+def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
+    """Tokens that are the same text, such as parts of characters, share an entry: the chosen one's, or the likeliest."""
+    entries = {token: finite(one.logprob)}
+    for other, logprob in pairs(one):
+        entries.setdefault(decode([other]), finite(logprob))
+    return entries
+
+
+def chat_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
+    return {
+        "content": [
+            entry(decode([token]), one.logprob)
+            | {"top_logprobs": [entry(decode([i]), logprob) for i, logprob in pairs(one)]}
+            for token, one in zip(ids, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": finite(logprob), "bytes": list(token.encode("utf-8", errors="replace"))}
+
+
+def pairs(one: TokenLogprobs) -> list[tuple[int, float]]:
+    return list(zip(one.top_ids, one.top_logprobs, strict=True))
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST)

@@ -1,0 +1,145 @@
+"""Runs a job while its answer goes out, and ends it when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from speclen.worker.http.answers import Answer
+from speclen.worker.http.errors import INTERNAL, ApiError, from_exception
+from speclen.worker.http.schema import Sampling
+from speclen.worker.requests.request import SequenceOutput
+from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.relay import OutputStream
+
+log = logging.getLogger(__name__)
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would gather the events
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class JobResponse(Response):
+    """The answer to a completion or a chat, whole or streamed.
+
+    A refused job is answered with a status; what goes wrong after a stream has begun is told on a `data:` line. make_answer:
+    turns the body into a job and an empty answer; what it raises is answered, too.
+    """
+
+    def __init__(
+        self, body: Sampling, engine: AsyncEngine, caller: str, make_answer: Callable[[], Awaitable[Answer]]
+    ) -> None:
+        self._body = body
+        self._engine = engine
+        self._caller = caller
+        self._make_answer = make_answer
+        self._arrived_at = time.monotonic()
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._stream(send) if self._body.stream else self._whole(scope, receive, send)
+        await unless_disconnected(receive, work)
+
+    @contextlib.asynccontextmanager
+    async def _running(self, stream: OutputStream) -> AsyncIterator[tuple[Answer, AsyncIterator[list[SequenceOutput]]]]:
+        answer = await self._make_answer()
+        async with self._engine.running(answer.job.requests, stream, self._caller, self._arrived_at) as outputs:
+            yield answer, outputs
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._engine.open(uuid.uuid4().hex) as stream:
+                async with self._running(stream) as (answer, outputs):
+                    async for group in outputs:
+                        answer.add(group)
+            response = json_response(answer.whole())
+        except Exception as error:
+            response = error_response(self._told(error))
+        await response(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        begun = False
+        try:
+            with self._engine.open(uuid.uuid4().hex) as stream:
+                async with self._running(stream) as (answer, outputs):
+                    await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                    begun = True
+                    await self._send(send, stream, answer.begin())
+                    async for group in outputs:
+                        await self._send(send, stream, answer.chunks(group))
+                await self._send(send, stream, answer.end())
+        except Exception as error:
+            told = self._told(error)
+            if not begun:
+                await send_whole(send, told)
+                return
+            await send_events(send, [told.body()])
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _send(self, send: Send, stream: OutputStream, objects: Iterable[Any]) -> None:
+        async with self._engine.reading(stream):
+            await send_events(send, objects)
+
+    def _told(self, error: Exception) -> ApiError:
+        self._engine.metrics.refuse(error)
+        told = from_exception(error, type(self._body).model_fields)
+        if told.code == INTERNAL:
+            log.error("a request over HTTP failed", exc_info=error)
+        return told
+
+
+async def send_events(send: Send, objects: Iterable[Any]) -> None:
+    """Server-sent events, all that there are in one write."""
+    body = b"".join(b"data: %b\n\n" % to_json(one) for one in objects)
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def to_json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", errors="replace")
+
+
+async def send_whole(send: Send, error: ApiError) -> None:
+    response = error_response(error)
+    await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers())
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(content), status, headers, "application/json")
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run the work; end it when the client goes away. Its body must have been read."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,148 @@
+"""Requests as OpenAI's API has them, with the fields that vLLM adds. Ranges that need the model are checked by the engine.
+
+Unknown fields are ignored, as in vLLM. Fields that are known but cannot be served are refused instead: see `UNSUPPORTED`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MAX_PROMPTS = 64  # in one request
+MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids
+MAX_MESSAGES = 4096
+MAX_COUNT = 2**31 - 1
+MAX_STOPS = 16
+
+TokenIds: TypeAlias = list[Annotated[int, Field(ge=0, le=MAX_COUNT)]]
+Prompt: TypeAlias = (
+    str
+    | TokenIds
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+Count: TypeAlias = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Positive: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+class Body(BaseModel):
+    """Types are taken strictly: "1" is no number."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="One more chunk at the end, with the usage and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")
+
+
+class Sampling(Body):
+    """What completions and chat have in common. null means the default."""
+
+    model: str | None = Field(None, description="Name from /v1/models; may be left out.")
+    stream: bool | None = Field(None, description="Answer by server-sent events.")
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="Sequences for each prompt. Default 1.")
+    max_tokens: Positive | None = Field(None, description="Tokens to generate at most.")
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Output ends before the first of these."
+    )
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = Field(None, description="Same seed, same tokens.")
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy. Default 1.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
+    presence_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ENTRIES)] | None = Field(
+        None, description="Token ids, as strings, to addends in -100 to 100."
+    )
+    # As vLLM has them.
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = Field(
+        None, description="0 or -1: all tokens. Default 0."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Default 0.")
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="Default 1.")
+    min_tokens: Count | None = Field(None, description="Nothing ends the output earlier. Default 0.")
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_ENTRIES)] | None = None
+    ignore_eos: bool | None = Field(None, description="Go on past the model's end token.")
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    return_token_ids: bool | None = Field(None, description="Add token_ids to choices, and prompt_token_ids.")
+    # Our own.
+    speculation: Annotated[int, Field(ge=0, le=64)] | Literal["auto", "off"] | None = Field(
+        None, description="Draft tokens per step for this request; auto: the learned table decides."
+    )
+    include_metrics: bool | None = Field(None, description="Add metrics.speculative_decoding to the answer.")
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key in bias or ():
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise ValueError(f"key {key[:40]!r} is no token id")
+        return bias
+
+
+class CompletionRequest(Sampling):
+    prompt: Prompt = Field(description="Text, token ids, or a list of either.")
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="Log probabilities of the tokens, and of this many of the most likely ones."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Those that the tokenizer puts before a text. Default true."
+    )
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES)] | None = None
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Positive | None = Field(None, description="In place of max_tokens.")
+    logprobs: bool | None = Field(None, description="Log probabilities of the tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="With logprobs.")
+    add_generation_prompt: bool | None = Field(None, description="Default true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the chat template.")
+
+
+class TokenizeRequest(Body):
+    """Either a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: TokenIds
+
+
+# Fields of OpenAI's API that would change the answer and are not served: the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "guided_json": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "use_beam_search": (None, False),
+}

@@ -1,0 +1,164 @@
+"""The HTTP server on the worker's event loop: sockets, TLS, start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
+from speclen.transport.address import split_address
+from speclen.transport.credentials import ServerSecurity
+from speclen.worker.config import WorkerConfig
+from speclen.worker.http.app import Front, create_app
+from speclen.worker.http.connection import UNREAD_TIMEOUT_S, BoundedConnection
+from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
+from speclen.worker.http.settings import api_key_of, read_template
+from speclen.worker.service.async_engine import AsyncEngine
+
+MAX_CONNECTIONS = 4096  # one more is answered 503
+GRACE_S = 1  # that connections have when the server stops
+FAILURE_GRACE_S = 0.3  # the same, when the worker has failed
+UNREAD_GRACE_S = 1.0  # between the end of a request that nobody reads and that of its connection
+BACKLOG = 2048
+KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep theirs, or they would meet closed ones
+
+
+@contextlib.asynccontextmanager
+async def http_front(
+    config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry, on_failure: Callable[[BaseException], None]
+) -> AsyncIterator[str]:
+    """Serve for the length of the block; the value: one line about it.
+
+    page: of /metrics. on_failure: called if it ends before the block. Raises as `check_http`.
+    """
+    front = Front(
+        engine,
+        config.served_model_name or config.target,
+        installed_version(),
+        page,
+        lambda: engine.serving,
+        read_template(config.chat_template),
+        int(time.time()),
+    )
+    bound = listen(config.http_listen)
+    server = make_server(create_app(front), config.http_security(), unread_timeout_s=config.unread_timeout_s)
+    async with serving(server, bound, on_failure):
+        scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]
+        yield f"worker serving {scheme}://{host}:{bound.getsockname()[1]}/v1"
+
+
+def installed_version() -> str:
+    try:
+        return version("speclen")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the worker."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(address: str) -> socket.socket:
+    """A socket bound to HOST:PORT. Raises OSError when it is taken, ValueError for no address."""
+    host, port = split_address("--http-listen", address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named since asyncio switches Nagle's algorithm off only then: it would hold chunks back for 40 ms.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(BACKLOG)
+        bound.setblocking(False)
+    except OSError as error:
+        bound.close()
+        raise OSError(f"cannot listen on {address}: {error.strerror}; choose another with --http-listen") from error
+    return bound
+
+
+def make_server(
+    app: ASGIApp,
+    security: ServerSecurity,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    unread_timeout_s: float = UNREAD_TIMEOUT_S,
+) -> HttpServer:
+    """A server with key and certificates as configured. Raises ValueError when they cannot be read."""
+    longest_s = unread_timeout_s + UNREAD_GRACE_S
+
+    class Connection(BoundedConnection):
+        unread_timeout_s = longest_s
+
+    config = uvicorn.Config(
+        Guard(app, api_key_of(security), body_timeout_s),
+        loop="none",
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+        ssl_certfile=security.tls_cert,
+        ssl_keyfile=security.tls_key,
+        ssl_ca_certs=None if security.tls_client_ca is None else str(security.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if security.tls_client_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"--tls-cert {security.tls_cert} and its key cannot be used: {error}") from error
+    return HttpServer(config)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    server: HttpServer, bound: socket.socket, on_failure: Callable[[BaseException], None] = lambda error: None
+) -> AsyncIterator[None]:
+    """Serve for the length of the block. on_failure: called if serving ends before."""
+    allow_many_files()
+    task = asyncio.create_task(server.serve(sockets=[bound]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    if task.done():
+        task.result()
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not server.should_exit:
+            on_failure(task.exception() or RuntimeError("it returned"))
+
+    task.add_done_callback(ended)
+    grace_s: float = GRACE_S + 1.0
+    try:
+        yield
+    except BaseException:
+        grace_s = FAILURE_GRACE_S
+        raise
+    finally:
+        server.should_exit = True
+        await asyncio.wait([task], timeout=grace_s)
+        server.force_exit = True
+        await task
+
+
+def allow_many_files() -> None:
+    """Every connection is a file, and the usual soft limit of 1,024 is less than may come."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + 1024 if hard == resource.RLIM_INFINITY else min(hard, MAX_CONNECTIONS + 1024)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,152 @@
+"""From the body of a request to requests of the engine."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from speclen.worker.http.chat import chat_prompt
+from speclen.worker.http.errors import ApiError, text_too_long, too_long
+from speclen.worker.http.schema import UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
+from speclen.worker.service.async_engine import AsyncEngine
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
+MAX_LOGPROBS = 250_000  # in one answer that is not streamed: some 25 MB of JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request on its way. requests: one for each prompt; the choices of a prompt follow one another."""
+
+    id: str
+    body: Sampling
+    requests: list[GenerationRequest]
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.body, ChatRequest)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.requests)
+
+
+async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: str) -> Job:
+    """Raises ApiError or ValueError naming the field, QueueFullError when too many texts wait to be encoded."""
+    check_supported(body)
+    prompts = await prompt_ids(body, engine, caller)
+    wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return make_job("cmpl", body, prompts, wanted, body.logprobs, engine, "prompt")
+
+
+async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template: str | None) -> Job:
+    """template: in place of the tokenizer's own. Raises as `completion_job`."""
+    check_supported(body)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+    extra = body.chat_template_kwargs or {}
+    add_prompt = body.add_generation_prompt is not False
+    text = await chat_prompt(engine.entrance.encoder.tokenizer, body.messages, template, add_prompt, extra)
+    prompts = [await encode(text, False, engine, caller, "messages")]
+    wanted = body.max_completion_tokens or body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return make_job("chatcmpl", body, prompts, wanted, logprobs, engine, "messages")
+
+
+def check_supported(body: Sampling) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            raise ApiError(400, f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+
+
+async def prompt_ids(body: CompletionRequest, engine: AsyncEngine, caller: str) -> list[list[int]]:
+    """Token ids of every prompt; text is encoded."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        prompt = [prompt]
+    special = body.add_special_tokens is not False
+    return [
+        await encode(one, special, engine, caller, "prompt") if isinstance(one, str) else list(one) for one in prompt
+    ]
+
+
+async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, caller: str, param: str) -> list[int]:
+    """Token ids. param: the field that the text is from. Raises ApiError, ValueError or QueueFullError."""
+    try:
+        return await engine.entrance.encoder.encode(text, caller, add_special_tokens=add_special_tokens)
+    except TextTooLongError as error:
+        raise text_too_long(error, engine.max_sequence_tokens, param) from error
+
+
+def make_job(
+    prefix: str,
+    body: Sampling,
+    prompts: list[list[int]],
+    max_tokens: int | None,
+    logprobs: int | None,
+    engine: AsyncEngine,
+    param: str,
+) -> Job:
+    """max_tokens None: whatever the context holds."""
+    job_id = f"{prefix}-{uuid.uuid4().hex}"
+    requests = []
+    for index, ids in enumerate(prompts):
+        room = engine.max_sequence_tokens - len(ids)
+        if room < 1 or (max_tokens or 1) > room:
+            raise too_long(len(ids), max_tokens, engine.max_sequence_tokens, param)
+        sampling = to_sampling(body, max_tokens or room, logprobs)
+        requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
+    check_size(body, requests)
+    return Job(job_id, body, requests)
+
+
+def check_size(body: Sampling, requests: list[GenerationRequest]) -> None:
+    """Raises ApiError for an answer that would be too large to be put together at once."""
+    entries = sum(one.sampling.n * one.sampling.max_tokens * (one.sampling.logprobs or 0) for one in requests)
+    if entries > MAX_LOGPROBS and not body.stream:
+        message = f"logprobs of so many tokens may be {entries} entries, at most {MAX_LOGPROBS} are allowed: use stream"
+        raise ApiError(400, message, "logprobs")
+
+
+def fixed_length(body: Sampling) -> int | None:
+    """None where the table decides."""
+    lengths: dict[Any, int | None] = {None: None, "auto": None, "off": 0}
+    return lengths[body.speculation] if body.speculation in lengths else int(body.speculation or 0)
+
+
+def to_sampling(body: Sampling, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    """null and absent mean the same: the default."""
+    given = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return SamplingParams(
+        **({"temperature": 1.0} | given),
+        top_k=max(0, body.top_k or 0),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        stop=tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias={int(token): value for token, value in (body.logit_bias or {}).items()},
+        include_special_tokens=body.skip_special_tokens is False,
+    )
+
+
+# Fields that the engine calls the same.
+SAME = (
+    "n",
+    "seed",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+)

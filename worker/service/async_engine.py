@@ -1,0 +1,185 @@
+"""The engine as an event loop uses it: the one way in for every edge of a worker, whatever it speaks.
+
+Requests wait here for their turn, outputs come gathered, draining and a failed engine are told to everybody, clients that
+do not read are noticed, and whatever is left unfinished is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from speclen.worker.engine.engine import Engine
+from speclen.worker.requests.request import (
+    DrainingError,
+    EngineFailedError,
+    GenerationRequest,
+    RequestFailedError,
+    SequenceOutput,
+    SlowReaderError,
+)
+from speclen.worker.requests.validation import check_request
+from speclen.worker.service.entrance import Entrance
+from speclen.worker.service.relay import OutputRelay, OutputStream
+from speclen.worker.service.request_metrics import RequestMetrics, RequestTimeline
+
+
+class Run:
+    """One request from its place in the queue to its end."""
+
+    def __init__(self, request: GenerationRequest, timeline: RequestTimeline) -> None:
+        self.request = request
+        self.timeline = timeline
+        self.ended = asyncio.Event()
+        self._num_unfinished = request.sampling.n
+
+    def saw(self, output: SequenceOutput, now: float) -> None:
+        """Take note of every output of the request, in order. now: by time.monotonic."""
+        self.timeline.saw([output], now)
+        self._num_unfinished -= output.finish_reason is not None
+        if not self._num_unfinished:
+            self.ended.set()
+
+
+class AsyncEngine:
+    """For one event loop. unread_timeout_s: after which a client that takes nothing loses its request."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        entrance: Entrance,
+        metrics: RequestMetrics,
+        stream_interval_s: float,
+        unread_timeout_s: float,
+    ) -> None:
+        self.engine = engine
+        self.entrance = entrance
+        self.metrics = metrics
+        self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
+        self._unread_timeout_s = unread_timeout_s
+        self._open: dict[str, OutputStream] = {}  # by id of what is being answered
+        self._refusal: Exception | None = None  # of whatever comes
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of prompt and output that a request alone on the worker may have."""
+        engine = self.engine
+        return min(engine.max_context_length, engine.scheduler.max_kv_tokens - engine.config.max_speculation_length)
+
+    @property
+    def num_open(self) -> int:
+        """Callers that wait, run, or are being answered."""
+        return len(self._open)
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken."""
+        return self._refusal is None and self.engine.failure is None
+
+    def drain(self) -> None:
+        """Take no new requests; those accepted go on to their end."""
+        self._refusal = DrainingError("the worker is draining and takes no new requests")
+
+    def fail(self, error: EngineFailedError) -> None:
+        """The engine is gone: end what runs and refuse what comes, both with the error."""
+        self._refusal = error
+        for stream in self._open.values():
+            stream.fail(error)
+
+    @contextlib.contextmanager
+    def open(self, request_id: str) -> Iterator[OutputStream]:
+        """A stream for the outputs of one caller's requests, for the length of the block, for which a drain waits.
+
+        Raises ValueError for an id that is in use, DrainingError, or the engine's failure.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if request_id in self._open:
+            raise ValueError(f"request_id {request_id!r} is already running: choose another")
+        stream = self._open[request_id] = OutputStream()
+        try:
+            yield stream
+        finally:
+            del self._open[request_id]
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self,
+        requests: Sequence[GenerationRequest],
+        stream: OutputStream,
+        caller: str,
+        arrived_at: float,
+        on_submit: Callable[[], None] = lambda: None,
+    ) -> AsyncIterator[AsyncIterator[list[SequenceOutput]]]:
+        """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
+
+        arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. The block begins as soon as all
+        have a place in the queue. Raises ValueError naming the field, QueueFullError, or the stream's failure; while
+        outputs are read, these and RequestFailedError.
+        """
+        config = self.engine.config
+        for one in requests:
+            check_request(
+                one, self.engine.pair.vocab_size, self.engine.max_context_length, config.max_speculation_length
+            )
+        runs = {one.request_id: Run(one, self.metrics.timeline(one.sampling.n, arrived_at)) for one in requests}
+        tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit)) for run in runs.values()]
+        try:
+            await asyncio.sleep(
+                0
+            )  # Each has come as far as it gets now: into the engine, into the queue, or is refused.
+            if stream.failure is not None:
+                raise stream.failure
+            yield self._outputs(stream, runs)
+        finally:
+            # Reached early when the client went away or its deadline passed.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None]) -> None:
+        """Wait for the turn, then keep it until the request has ended; what goes wrong is the stream's failure."""
+        try:
+            async with self.entrance.turnstile.turn(caller):
+                self.engine.submit(run.request, functools.partial(self._relay.put, stream))
+                try:
+                    on_submit()
+                    await run.ended.wait()
+                finally:
+                    self.engine.abort(run.request.request_id)
+        except Exception as error:
+            stream.fail(error)
+        finally:
+            run.timeline.abandon()
+
+    async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[list[SequenceOutput]]:
+        while not all(run.ended.is_set() for run in runs.values()):
+            outputs = await stream.next()
+            now = time.monotonic()
+            for output in outputs:
+                runs[output.request_id].saw(output, now)
+            errors = [output.error for output in outputs if output.error is not None]
+            yield [output for output in outputs if output.error is None]
+            if errors:
+                raise self.engine.failure or RequestFailedError(f"{errors[0]}: the request has ended, try it again")
+
+    @contextlib.asynccontextmanager
+    async def reading(self, stream: OutputStream) -> AsyncIterator[None]:
+        """For the length of one write. Raises SlowReaderError when the client does not take what was sent before.
+
+        Flow control lets through some of it, up to 4 MB with gRPC's own, before a write has to wait.
+        """
+        try:
+            async with asyncio.timeout(self._unread_timeout_s) as limit:
+                stream.on_overflow = functools.partial(limit.reschedule, 0.0)
+                yield
+        except TimeoutError:
+            self.metrics.worker.slow_readers.inc()
+            raise SlowReaderError(
+                f"nothing was read for {self._unread_timeout_s:g} s, or too many tokens waited to be: the request has ended"
+            ) from None
+        finally:
+            stream.on_overflow = None

@@ -1,0 +1,120 @@
+"""Metrics of whole requests, under vLLM's names with the prefix `speclen_`; fed on the event loop by every edge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from speclen.worker.requests.request import (
+    DrainingError,
+    EngineFailedError,
+    FinishReason,
+    QueueFullError,
+    RequestFailedError,
+    SequenceOutput,
+    SlowReaderError,
+)
+from speclen.worker.service.metrics import LATENCY_BUCKETS, WorkerMetrics
+
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+# Why a request ends with an error, in words of the page. Anything else is a fault of ours.
+REASONS: dict[type[Exception], str] = {
+    ValueError: "invalid",
+    QueueFullError: "queue_full",
+    SlowReaderError: "slow_reader",
+    DrainingError: "draining",
+    EngineFailedError: "engine_failed",
+    RequestFailedError: "request_failed",
+}
+INTERNAL = "internal"
+
+
+class RequestMetrics:
+    """Histograms and counters of requests that have ended. Times in seconds, lengths in tokens."""
+
+    def __init__(self, worker: WorkerMetrics) -> None:
+        registry = worker.registry
+        self.worker = worker
+        self.prompt_tokens = Counter("speclen_prompt_tokens", "Tokens of prompts that were fed", registry=registry)
+        self.success = Counter(
+            "speclen_request_success", "Sequences that have ended, by reason", ["finished_reason"], registry=registry
+        )
+        for reason in FinishReason:
+            self.success.labels(reason.value)  # there from the start, at zero
+        self.refused = Counter(
+            "speclen_request_refused", "Requests that ended with an error, by reason", ["reason"], registry=registry
+        )
+        for refusal in (*REASONS.values(), INTERNAL):
+            self.refused.labels(refusal)
+        self.queue_time = seconds("request_queue_time", "From arrival to a row", registry)
+        self.prefill_time = seconds("request_prefill_time", "From a row to the first token", registry)
+        self.decode_time = seconds("request_decode_time", "From the first token to the last", registry)
+        self.inference_time = seconds("request_inference_time", "From a row to the last token", registry)
+        self.num_prompt_tokens = tokens("request_prompt_tokens", "Tokens of a prompt", registry)
+        self.num_generation_tokens = tokens("request_generation_tokens", "Tokens generated for a request", registry)
+
+    def refuse(self, error: Exception) -> None:
+        """Count a request that ends with the error."""
+        reason = next((reason for kind, reason in REASONS.items() if isinstance(error, kind)), INTERNAL)
+        self.refused.labels(reason).inc()
+
+    def timeline(self, num_sequences: int, arrived_at: float | None = None) -> RequestTimeline:
+        """What is to be told of the outputs of one request. arrived_at: by time.monotonic; None: now."""
+        return RequestTimeline(self, num_sequences, time.monotonic() if arrived_at is None else arrived_at)
+
+
+class RequestTimeline:
+    """One request on its way, from which its times are known at its end."""
+
+    def __init__(self, metrics: RequestMetrics, num_sequences: int, arrived_at: float) -> None:
+        self._metrics = metrics
+        self._num_unfinished = num_sequences
+        self._num_tokens = 0
+        self._arrived_at = arrived_at
+        self._admitted_at: float | None = None
+        self._first_token_at: float | None = None
+
+    def saw(self, outputs: Iterable[SequenceOutput], now: float) -> None:
+        """Take note of every output of the request, in order. now: by time.monotonic."""
+        for output in outputs:
+            if self._first_token_at is None and output.num_completion_tokens:
+                self._first_token_at, self._admitted_at = now, output.admitted_at
+            if output.finish_reason is not None:
+                self._ended(output, now)
+
+    def abandon(self) -> None:
+        """Nobody waits for what is unfinished; nothing happens after the end."""
+        self._metrics.success.labels(FinishReason.ABORT.value).inc(self._num_unfinished)
+        self._num_unfinished = 0
+
+    def _ended(self, output: SequenceOutput, now: float) -> None:
+        assert output.finish_reason is not None
+        self._metrics.success.labels(output.finish_reason.value).inc()
+        self._num_tokens += output.num_completion_tokens
+        self._num_unfinished -= 1
+        if not self._num_unfinished:
+            self._all_ended(output.num_prompt_tokens, now)
+
+    def _all_ended(self, num_prompt_tokens: int, now: float) -> None:
+        metrics = self._metrics
+        metrics.worker.request_finished(self._arrived_at, self._first_token_at, now, self._num_tokens)
+        if self._first_token_at is None or self._admitted_at is None:
+            return
+        metrics.prompt_tokens.inc(num_prompt_tokens)
+        metrics.queue_time.observe(self._admitted_at - self._arrived_at)
+        metrics.prefill_time.observe(self._first_token_at - self._admitted_at)
+        metrics.decode_time.observe(now - self._first_token_at)
+        metrics.inference_time.observe(now - self._admitted_at)
+        metrics.num_prompt_tokens.observe(num_prompt_tokens)
+        metrics.num_generation_tokens.observe(self._num_tokens)
+
+
+def seconds(name: str, text: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=registry)
+
+
+def tokens(name: str, text: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"speclen_{name}", text, buckets=TOKEN_BUCKETS, registry=registry)
