@@ -43,6 +43,7 @@ MODELS = ("target", "draft", "device", "dtype")  # of `load`
 STARTED = time.monotonic()  # the verb is imported when it is used, so this is when the command began
 QUICK_S = 25.0  # of the 30 that --quick promises: Python has started before, and the result is stored and shown after
 FULL_BUDGET_S = 150.0
+SOURCE, QUICK_SOURCE = "speclen profile run", "speclen profile run --quick"
 BUDGET_HELP = f"Seconds of measuring at most; 0: {FULL_BUDGET_S:g}, or with --quick what is left of {QUICK_S:g}."
 
 
@@ -87,8 +88,7 @@ def run(
     plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
-        source = f"speclen profile run{' --quick' if quick else ''}"
-        document = measure(pair, plan, texts, data_dir / "profiles", fresh, source)
+        document = measure(pair, plan, texts, data_dir / "profiles", fresh, QUICK_SOURCE if quick else SOURCE)
     except ValueError as error:
         raise UserError(str(error)) from error
     keep(document, out or data_dir / "profiles" / f"{file_stem(document.context)}.json")

@@ -56,17 +56,7 @@ def up(
     run = Run(data_dir, places, secrets.token_hex(8), client)
     children = [run.controller(), *run.workers(arguments({**options, "quick_profile_s": quick_profile_s}))]
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        for child in children:
-            # The controller first, alone: what is wrong with its database is told before a worker loads anything.
-            say(f"starting the {child.name} on {child.address}")
-            child.start()
-            if child.kind == "controller":
-                child.wait_until_serving(STALL_TIMEOUT_S, say)
-                say("the controller is serving")
-        for child in children[1:]:
-            child.wait_until_serving(STALL_TIMEOUT_S, say)
-            say(f"the {child.name} is serving")
+        start_all(children, data_dir)
         if demo:
             from speclen.console.demo import run_demo
 
@@ -83,6 +73,21 @@ def up(
     finally:
         for child in reversed(children):
             child.stop(timeout_s=40.0)
+
+
+def start_all(children: list[Child], data_dir: Path) -> None:
+    """Start the controller, then the workers, and wait until all serve. Raises UserError with the words of what ended."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    for child in children:
+        # The controller first, alone: what is wrong with its database is told before a worker loads anything.
+        say(f"starting the {child.name} on {child.address}")
+        child.start()
+        if child.kind == "controller":
+            child.wait_until_serving(STALL_TIMEOUT_S, say)
+            say("the controller is serving")
+    for child in children[1:]:
+        child.wait_until_serving(STALL_TIMEOUT_S, say)
+        say(f"the {child.name} is serving")
 
 
 def check_worker_options(options: dict[str, Any]) -> None:
