@@ -48,8 +48,7 @@ def up(
     Example: speclen up --workers 2
     """
     client = client_from(settings)
-    options = {name: value for name, value in settings.items() if name in OF_WORKERS}
-    check_worker_options(options)
+    options = checked({name: value for name, value in settings.items() if name in OF_WORKERS})
     hand_on_configuration(context)
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     end_as_by_ctrl_c()
@@ -90,12 +89,13 @@ def start_all(children: list[Child], data_dir: Path) -> None:
         say(f"the {child.name} is serving")
 
 
-def check_worker_options(options: dict[str, Any]) -> None:
-    """Raises UserError for what a worker would refuse after seconds of importing torch."""
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options. Raises UserError for what a worker would refuse after seconds of importing torch."""
     try:
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
     except ValueError as error:
         raise UserError(str(error)) from error
+    return options
 
 
 def hand_on_configuration(context: typer.Context) -> None:
