@@ -149,6 +149,19 @@ def test_two_at_once_use_other_ports(tmp_path):
         places = Places.choose(running.address, "127.0.0.1:0", 2, Client(), any_port=True)
         assert running.address not in (places.controller, *places.workers)
         assert len({places.controller, *places.workers}) == 3
+        assert places.fronts == []
+
+
+def test_every_worker_has_an_http_front_one_port_further(tmp_path):
+    from speclen.cli.up import Places, Run
+
+    host, _, port = free_address().rpartition(":")
+    places = Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
+    assert places.fronts == [f"{host}:{port}", f"{host}:{int(port) + 1}"]
+    commands = [worker.arguments for worker in Run(tmp_path, places, "run", Client()).workers([])]
+    assert [command[command.index("--http-listen") + 1] for command in commands] == places.fronts
+    with socket.create_server((host, int(port) + 1)), pytest.raises(UserError, match="another with --http-listen"):
+        Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
 
 
 def test_top_of_nobody_is_json_all_the_same(tmp_path):

@@ -84,8 +84,10 @@ def test_a_dead_engine_ends_requests_with_an_error_and_the_process_within_a_seco
 def test_a_dead_engine_is_told_over_http_too(start: Any) -> None:
     http = free_address()
     worker = start("engine", "--controller", "", "--http-listen", http)
-    with httpx.Client(base_url=f"http://{http}", timeout=30) as idle:
+    place = ("127.0.0.1", int(http.rpartition(":")[2]))
+    with httpx.Client(base_url=f"http://{http}", timeout=30) as idle, socket.create_connection(place) as slow:
         assert idle.get("/health").status_code == 200
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=30)
         code, seconds = exits(worker, 5)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")

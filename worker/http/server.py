@@ -25,7 +25,7 @@ from speclen.worker.http.settings import api_key_of, read_template
 from speclen.worker.service.async_engine import AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
-GRACE_S = 1  # that connections have when the server stops
+GRACE_S = 1.0  # that connections have when the server stops
 FAILURE_GRACE_S = 0.3  # the same, when the worker has failed
 UNREAD_GRACE_S = 1.0  # between the end of a request that nobody reads and that of its connection
 BACKLOG = 2048
@@ -113,7 +113,7 @@ def make_server(
         limit_concurrency=MAX_CONNECTIONS,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=3,  # longer than ours
         ssl_certfile=security.tls_cert,
         ssl_keyfile=security.tls_key,
         ssl_ca_certs=None if security.tls_client_ca is None else str(security.tls_client_ca),
@@ -143,7 +143,7 @@ async def serving(
             on_failure(task.exception() or RuntimeError("it returned"))
 
     task.add_done_callback(ended)
-    grace_s: float = GRACE_S + 1.0
+    grace_s = GRACE_S
     try:
         yield
     except BaseException:
@@ -151,8 +151,9 @@ async def serving(
         raise
     finally:
         server.should_exit = True
-        await asyncio.wait([task], timeout=grace_s)
-        server.force_exit = True
+        if not (await asyncio.wait([task], timeout=grace_s))[0]:
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()  # ends its request; uvicorn would cancel that, and log a traceback
         await task
 
 
