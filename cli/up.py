@@ -19,6 +19,7 @@ from speclen.console.flags import arguments, flags_from
 from speclen.console.processes import Child, end_as_by_ctrl_c
 from speclen.console.whose import check_available
 from speclen.worker.config import WorkerConfig
+from speclen.worker.models.naming import check_names
 
 STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
@@ -92,6 +93,7 @@ def start_all(children: list[Child], data_dir: Path) -> None:
 def checked(options: dict[str, Any]) -> dict[str, Any]:
     """The options. Raises UserError for what a worker would refuse after seconds of importing torch."""
     try:
+        check_names(options["target"], options["draft"])
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
     except ValueError as error:
         raise UserError(str(error)) from error

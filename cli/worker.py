@@ -15,6 +15,7 @@ from speclen.transport.credentials import check_pages
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
+from speclen.worker.models.naming import check_names
 from speclen.worker.service.supervision import PartFailedError
 
 
@@ -48,6 +49,7 @@ def worker(**settings: Any) -> None:
 
 def check_surroundings(config: WorkerConfig) -> None:
     """What can be told before torch is imported, which takes seconds. Raises ValueError, OSError, UserError."""
+    check_names(config.target, config.draft)
     security = config.server_security()
     security.credentials(), security.interceptors()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)

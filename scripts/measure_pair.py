@@ -15,7 +15,8 @@ import typer
 
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult
-from speclen.worker.models.loading import BUNDLED_FOLDER, ModelPair, load_pair
+from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.models.naming import BUNDLED_FOLDER
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
 

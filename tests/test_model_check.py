@@ -15,7 +15,7 @@ from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.packed_linear import private_copy
-from speclen.worker.models.loading import ModelError
+from speclen.worker.models.naming import ModelError
 
 CPU = torch.device("cpu")
 

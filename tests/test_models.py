@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import speclen.worker.models.loading
-from speclen.worker.models.loading import BUNDLED_FOLDER, ModelError, load_pair, resolve_device, resolve_dtype
+import speclen.worker.models.naming
+from speclen.worker.models.loading import load_pair, resolve_device, resolve_dtype
+from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError
 from speclen.worker.reporting.identity import model_name
 
 
@@ -154,7 +156,7 @@ def test_names_that_lead_nowhere_say_what_to_name_instead(
     folder: Path, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "target").exists() or (folder / "target").symlink_to(folder / "llama")
-    monkeypatch.setattr(speclen.worker.models.loading, "BUNDLED_FOLDER", folder)
+    monkeypatch.setattr(speclen.worker.models.naming, "BUNDLED_FOLDER", folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     speclen.worker.models.loading._is_offline.cache_clear()
     with pytest.raises(ModelError, match=reason) as error:

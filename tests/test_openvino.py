@@ -18,7 +18,7 @@ from speclen.worker.backends.check import TOLERANCE, check_model, inspect_layers
 from speclen.worker.backends.packed_linear import private_copy
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import PreparedPair, prepare
-from speclen.worker.models.loading import ModelError
+from speclen.worker.models.naming import ModelError
 
 CPU = torch.device("cpu")
 needs_openvino = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import speclen.worker.engine.preparation
 from speclen.worker.backends.packed_linear import PackedLinear
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
-from speclen.worker.models.loading import ModelError
+from speclen.worker.models.naming import ModelError
 
 
 def test_the_callers_models_stay_as_they_are() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speclen.worker.models.loading import BUNDLED
-from speclen.worker.models.widen import Shape, coefficients, count_parameters, parse_shape, widen
+from speclen.worker.models.naming import BUNDLED, Shape, parse_shape
+from speclen.worker.models.widen import coefficients, count_parameters, widen
 
 IDS = torch.tensor([[1, 7, 300, 4, 4, 250, 31, 90, 2, 11]])
 

@@ -1,9 +1,7 @@
 """Loads a target and a draft that fit together, or says in one sentence why they do not.
 
-A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones; any
-Llama-style model may be widened by a shape behind its name, see `widen`. Only safetensors are read and no code
-of a checkpoint runs. Whether the engine can run a family exactly is checked where the engine is built; only what can
-never work is refused here.
+Only safetensors are read and no code of a checkpoint runs. Whether the engine can run a family exactly is checked where
+the engine is built; only what can never work is refused here.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,26 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from speclen.worker.models.widen import Shape, count_parameters, parse_shape, widen
+from speclen.worker.models.naming import ModelError, Shape, find_place
+from speclen.worker.models.widen import count_parameters, widen
 
-BUNDLED_FOLDER = Path(__file__).parents[1] / "bundled"
-# OPT-6.7B's depth, width and parameter count, OPT-125M's, and a target that two CPU cores serve at 100 tokens a second.
-BUNDLED: dict[str, tuple[str, Shape | None]] = {
-    "bundled:target": ("target", None),
-    "bundled:draft": ("draft", None),
-    "bundled:target-60m": ("target", Shape(hidden=768, layers=8, heads=12, ffn=2064)),
-    "bundled:draft-125m": ("draft", Shape(hidden=768, layers=12, heads=12, ffn=3440)),
-    "bundled:target-6.7b": ("target", Shape(hidden=4096, layers=32, heads=64, ffn=11008)),
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this many parameters a CPU runs float32 as fast as bfloat16: the weights stay in the cache either way.
 CPU_FLOAT32_PARAMETERS = 20_000_000
 # Text whose encodings are compared when two tokenizers have the same vocabulary: words, code, digits, other scripts.
 TOKENIZER_PROBE = "def f(x):\n    return  x + 1234.5  # naïve café, 北京 и Москва 🙂\tEND"
-
-
-class ModelError(ValueError):
-    """A model or a pair cannot be used; the message is one sentence for the person who named it."""
 
 
 @dataclass(slots=True)
@@ -178,54 +163,10 @@ class _Source:
 
 def _locate(name: str) -> _Source:
     """Find the model's files and read its configuration."""
-    if name.startswith("bundled:"):
-        base, shape = _bundled(name)
-        place = str(BUNDLED_FOLDER / base)
-        if not Path(place, "config.json").is_file():
-            raise ModelError(f"{name}: the bundled model is missing from this installation ({place})")
-    else:
-        place, shape = _split_shape(name)
-        _check_place(name, place)
+    place, shape = find_place(name)
     with _one_sentence(name, "its configuration cannot be read"):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     return _Source(name, place, shape, config)
-
-
-def _bundled(name: str) -> tuple[str, Shape | None]:
-    known, _, shape = name.partition("@")
-    if known not in BUNDLED or (shape and BUNDLED[known][1] is not None):
-        names = ", ".join(BUNDLED)
-        raise ModelError(f"{name!r} is not a bundled model; there are {names}, and bundled:target@hidden=512,layers=8")
-    base, preset = BUNDLED[known]
-    return base, _parse_shape(name, shape) if shape else preset
-
-
-def _split_shape(name: str) -> tuple[str, Shape | None]:
-    """Split `place@hidden=512,...`; an @ that is not followed by key=value belongs to the place."""
-    place, separator, shape = name.rpartition("@")
-    if separator and "=" in shape and not Path(name).exists():
-        return place, _parse_shape(name, shape)
-    return name, None
-
-
-def _parse_shape(name: str, shape: str) -> Shape:
-    try:
-        return parse_shape(shape)
-    except ValueError as error:
-        raise ModelError(f"{name}: {error}") from None
-
-
-def _check_place(name: str, place: str) -> None:
-    path = Path(place).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{name}: the directory has no config.json, so it is not a transformers model")
-        if not any(path.glob("*.safetensors")):
-            raise ModelError(f"{name}: the directory has no *.safetensors; other weight formats are not read")
-    elif path.exists():
-        raise ModelError(f"{name}: a file, not a model; name the directory that holds config.json")
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) or place.startswith("."):
-        raise ModelError(f"{name}: no such directory, and not a hub id; use a path, owner/name, or bundled:target")
 
 
 def _refuse_unsuitable(source: _Source) -> None:

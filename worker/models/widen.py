@@ -15,37 +15,13 @@ projections, so they add nothing to the residual stream but cost what a layer co
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
 
-KEYS = ("hidden", "layers", "heads", "ffn")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a model is widened to. None: as in the small model, or for heads and ffn in proportion to hidden."""
-
-    hidden: int | None = None
-    layers: int | None = None
-    heads: int | None = None
-    ffn: int | None = None
-
-
-def parse_shape(text: str) -> Shape:
-    """Shape of "hidden=512,layers=8,heads=8,ffn=1376"; every key may be left out. Raises ValueError."""
-    values: dict[str, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
-        if match is None or match[1] not in KEYS or int(match[2]) < 1:
-            raise ValueError(f"shape {part!r} is not one of {', '.join(KEYS)} with a positive number, as in hidden=512")
-        if match[1] in values:
-            raise ValueError(f"shape names {match[1]} twice")
-        values[match[1]] = int(match[2])
-    return Shape(**values)
+from speclen.worker.models.naming import Shape
 
 
 def coefficients(num_copies: int) -> list[float]:

@@ -1,0 +1,108 @@
+"""Where the name of a model leads. Knows no torch, so that a name that leads nowhere is told at once.
+
+A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones; any
+Llama-style model may be widened by a shape behind its name, see `widen`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+KEYS = ("hidden", "layers", "heads", "ffn")
+
+
+class ModelError(ValueError):
+    """A model or a pair cannot be used; the message is one sentence for the person who named it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model is widened to. None: as in the small model, or for heads and ffn in proportion to hidden."""
+
+    hidden: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    ffn: int | None = None
+
+
+def parse_shape(text: str) -> Shape:
+    """Shape of "hidden=512,layers=8,heads=8,ffn=1376"; every key may be left out. Raises ValueError."""
+    values: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+        if match is None or match[1] not in KEYS or int(match[2]) < 1:
+            raise ValueError(f"shape {part!r} is not one of {', '.join(KEYS)} with a positive number, as in hidden=512")
+        if match[1] in values:
+            raise ValueError(f"shape names {match[1]} twice")
+        values[match[1]] = int(match[2])
+    return Shape(**values)
+
+
+BUNDLED_FOLDER = Path(__file__).parents[1] / "bundled"
+# OPT-6.7B's depth, width and parameter count, OPT-125M's, and a target that two CPU cores serve at 100 tokens a second.
+BUNDLED: dict[str, tuple[str, Shape | None]] = {
+    "bundled:target": ("target", None),
+    "bundled:draft": ("draft", None),
+    "bundled:target-60m": ("target", Shape(hidden=768, layers=8, heads=12, ffn=2064)),
+    "bundled:draft-125m": ("draft", Shape(hidden=768, layers=12, heads=12, ffn=3440)),
+    "bundled:target-6.7b": ("target", Shape(hidden=4096, layers=32, heads=64, ffn=11008)),
+}
+
+
+def check_names(target: str, draft: str) -> None:
+    """Raises ModelError for a target or a draft whose name can lead nowhere; a draft may be "" or "none"."""
+    find_place(target)
+    if draft not in ("", "none"):
+        find_place(draft)
+
+
+def find_place(name: str) -> tuple[str, Shape | None]:
+    """Directory or hub id of a model, and the shape it is to be widened to. Raises ModelError."""
+    if not name.startswith("bundled:"):
+        place, shape = _split_shape(name)
+        _check_place(name, place)
+        return place, shape
+    base, shape = _bundled(name)
+    folder = BUNDLED_FOLDER / base
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name}: the bundled model is missing from this installation ({folder})")
+    return str(folder), shape
+
+
+def _bundled(name: str) -> tuple[str, Shape | None]:
+    known, _, shape = name.partition("@")
+    if known not in BUNDLED or (shape and BUNDLED[known][1] is not None):
+        names = ", ".join(BUNDLED)
+        raise ModelError(f"{name!r} is not a bundled model; there are {names}, and bundled:target@hidden=512,layers=8")
+    base, preset = BUNDLED[known]
+    return base, _parse_shape(name, shape) if shape else preset
+
+
+def _split_shape(name: str) -> tuple[str, Shape | None]:
+    """Split `place@hidden=512,...`; an @ that is not followed by key=value belongs to the place."""
+    place, separator, shape = name.rpartition("@")
+    if separator and "=" in shape and not Path(name).exists():
+        return place, _parse_shape(name, shape)
+    return name, None
+
+
+def _parse_shape(name: str, shape: str) -> Shape:
+    try:
+        return parse_shape(shape)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from None
+
+
+def _check_place(name: str, place: str) -> None:
+    path = Path(place).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{name}: the directory has no config.json, so it is not a transformers model")
+        if not any(path.glob("*.safetensors")):
+            raise ModelError(f"{name}: the directory has no *.safetensors; other weight formats are not read")
+    elif path.exists():
+        raise ModelError(f"{name}: a file, not a model; name the directory that holds config.json")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) or place.startswith("."):
+        raise ModelError(f"{name}: no such directory, and not a hub id; use a path, owner/name, or bundled:target")
