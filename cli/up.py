@@ -133,12 +133,14 @@ class Places:
             return free_port(address)
 
         def row(flag: str, first: str) -> list[str]:
-            return [free(flag, next_address(flag, first, index)) for index in range(num_workers)]
+            return [next_address(flag, first, index) for index in range(num_workers)]
 
+        # All are addresses before any is asked for.
+        workers, fronts = row("--listen", listen), row("--http-listen", http_listen) if http_listen else []
         return cls(
             free("--controller", controller),
-            row("--listen", listen),
-            row("--http-listen", http_listen) if http_listen else [],
+            [free("--listen", address) for address in workers],
+            [free("--http-listen", address) for address in fronts],
         )
 
 

@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 SHELL = [line for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in block.splitlines()]
 PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 # Installed by scripts/newcomer_check from a wheel, into an environment outside of the checkout.
-INSTALL = ["python3 -m venv .venv", ". .venv/bin/activate", "pip install ."]
+INSTALL = ["python3 -m venv .venv", ". .venv/bin/activate", "pip install '.[openvino]'"]
 SERVE = "speclen up"
 
 
@@ -35,6 +35,7 @@ class Terminal:
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "SPECLEN_UP_CONTROLLER": self.controller,
             "SPECLEN_UP_LISTEN": self.worker,
+            "SPECLEN_UP_HTTP_LISTEN": free_address(),
             "SPECLEN_UP_QUICK_PROFILE_S": "2",
             "SPECLEN_UP_MAX_BATCH_SIZE": "4",
             "SPECLEN_CLIENT_WORKER": self.worker,

@@ -100,7 +100,7 @@ def install(folder: Path, report: Report) -> Terminal:
     copy, begun = tracked_copy(folder), time.monotonic()
     for line in (
         f"pip wheel -q --no-deps --wheel-dir {folder}/dist {copy}",
-        f"pip install -q {folder}/dist/speclen-*.whl",
+        f'pip install -q "$(echo {folder}/dist/speclen-*.whl)[openvino]"',
     ):
         seen = terminal.type(line, 1500)
         if seen.code:
