@@ -1,0 +1,138 @@
+"""What changes: jumps, found by sums of surprises, and a machine's wandering speed, followed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class Cusum:
+    """Two-sided sum of (|z| - slack); what exceeds the threshold is a change."""
+
+    def __init__(self, slack: float, threshold: float) -> None:
+        self.slack, self.threshold = slack, threshold
+        self.up = self.down = 0.0
+
+    def add(self, z: float) -> float:
+        """Returns the statistic, positive for a rise, when a change is found, and starts anew; else 0."""
+        self.up = max(0.0, self.up + z - self.slack)
+        self.down = max(0.0, self.down - z - self.slack)
+        if self.up <= self.threshold and self.down <= self.threshold:
+            return 0.0
+        found = self.up if self.up > self.down else -self.down
+        self.up = self.down = 0.0
+        return found
+
+    def export_state(self) -> list[float]:
+        """The sums."""
+        return [self.up, self.down]
+
+    def restore(self, state: list[float]) -> None:
+        """Go on from exported sums."""
+        self.up, self.down = (float(value) for value in state)
+
+
+# Surprises of step times, in standard deviations: slack on a steady machine; sum at which a lone witness is believed, and
+# at which one of several counts, of whom a quarter (at least 2, at most 8) must agree.
+SLACK, ALONE, AMONG_OTHERS, MOST_REQUIRED = 0.5, 12.0, 8.0, 8
+# Added to the slack where all variance is wandering speed, whose surprises come in rows; there the sum must also stay high
+# for so many reports.
+WANDERING_SLACK, WANDERING_LASTS = 1.0, 60.0
+MOST_WITNESSES = 128
+
+
+class Change:
+    """Has something changed for everybody? Sums kept apart by witness, so that a single odd worker changes nothing."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}  # by witness: rose, fell, reports for which each has been high
+
+    def add(self, witness: str, surprises: list[float], wandering: float) -> float:
+        """Surprises of one witness, in order; wandering: share of variance that is. Returns the statistic or 0."""
+        mine = self.sums.get(witness)
+        if mine is None:
+            mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0, 0.0, 0.0])
+        threshold = ALONE if len(self.sums) < 3 else AMONG_OTHERS
+        slack, lasting = SLACK + WANDERING_SLACK * wandering, WANDERING_LASTS * wandering
+        up, down, high, low = mine
+        for z in surprises:
+            up = min(max(up + z - slack, 0.0), 2.0 * ALONE)
+            down = min(max(down - z - slack, 0.0), 2.0 * ALONE)
+            high = high + 1.0 if up > threshold else 0.0
+            low = low + 1.0 if down > threshold else 0.0
+        mine[:] = up, down, high, low
+        for side in (2, 3):
+            if mine[side] > lasting and self._agree(side, lasting):
+                found = up if side == 2 else -down
+                self.forget()
+                return found
+        return 0.0
+
+    def _agree(self, side: int, lasting: float) -> bool:
+        if len(self.sums) < 3:
+            return True
+        required = max(2, min(MOST_REQUIRED, -(-len(self.sums) // 4)))
+        return sum(sums[side] > lasting for sums in self.sums.values()) >= required
+
+    def forget(self) -> None:
+        """Start counting anew; the witnesses stay known."""
+        for sums in self.sums.values():
+            sums[:] = 0.0, 0.0, 0.0, 0.0
+
+    def export_state(self) -> list[Any]:
+        """JSON-able values from which to go on."""
+        return [[witness, *sums] for witness, sums in self.sums.items()]
+
+    def restore(self, state: list[Any]) -> None:
+        """Go on from an exported state."""
+        self.sums = {witness: [float(value) for value in sums] for witness, *sums in state}
+
+
+# Log-sd of the speed: start, and range. Small at the start: what is not known to wander does not excuse errors.
+START_SD, LEAST_SD, MOST_SD = 0.03, 0.01, 0.4
+# Relative change of the sd per group and unit of agreement between neighbouring groups' surprises.
+RATE = 0.15
+# Reports after which the speed has returned to the usual one, and over which the share of wandering is averaged.
+SPEED_REPORTS, SHARE_REPORTS = 50.0, 200.0
+
+
+class Speed:
+    """How much longer than usual all steps take at the moment, in log time: a reverting walk, followed by a filter.
+
+    It has no say in the choice, but without a name for it a slow second in which only long lengths were played would make
+    short ones look better. How far it goes is learned from whether surprises of neighbouring groups agree (followed too
+    slowly) or alternate (too eagerly); what the model does not know yet counts as surprise of the model, not of the speed.
+    """
+
+    def __init__(self) -> None:
+        self.sd, self.mean, self.variance = START_SD, 0.0, START_SD**2
+        self.share = 0.0
+        self.last = 0.0
+
+    def learn(self, surprise: float, uncertainty: float, noise: float, num_reports: int) -> None:
+        """surprise: mean log time of a group over its prediction, speed included; variance: of model and noise in it."""
+        kept = math.exp(-num_reports / SPEED_REPORTS)
+        self.mean *= kept
+        self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
+        total = self.variance + uncertainty
+        z = min(max(surprise / math.sqrt(total), -3.0), 3.0)
+        agreement = min(max(z * self.last, -1.0), 1.0)
+        self.sd = min(max(self.sd * math.exp(RATE * agreement), LEAST_SD), MOST_SD)
+        self.last = z
+        self.mean += self.variance / math.sqrt(total) * z
+        self.variance *= uncertainty / total
+        now = self.sd**2 / (self.sd**2 + noise)
+        self.share += min(1.0, num_reports / SHARE_REPORTS) * (now - self.share)
+
+    def settle(self) -> float:
+        """The speed of the moment becomes the usual one; returns what it was."""
+        usual, self.mean = self.mean, 0.0
+        return usual
+
+    def export_state(self) -> list[float]:
+        """Values from which to go on."""
+        return [self.sd, self.mean, self.variance, self.share, self.last]
+
+    def restore(self, state: list[float]) -> None:
+        """Go on from an exported state."""
+        self.sd, self.mean, self.variance, self.share, self.last = (float(value) for value in state)
