@@ -10,6 +10,7 @@ from controller.buckets import buckets_for
 from controller.context import ContextModel
 from controller.controller import Controller
 from controller.core import ContextKey, StepObservation
+from controller.estimator.estimator import Estimator
 from controller.policies import make_policy
 from controller.policies.fixed import FixedPolicy
 from controller.policies.profile import ProfilePolicy
@@ -42,6 +43,38 @@ class ControllerPlayer:
     def report(self, worker: int, steps: list[StepObservation]) -> None:
         """A group of reports arrives."""
         self.num_decisions += len(self.controller.observe(KEY, steps, f"worker-{worker}").decisions)
+
+
+class EstimatorPlayer:
+    """The new estimator as workers see it."""
+
+    def __init__(self, world: World, seed: int = 0) -> None:
+        self.estimator = Estimator("each")
+        self.estimator.add_context(KEY, world.limits)
+        if world.profile is not None:
+            self.estimator.seed_profile(KEY, world.profile)
+        self.num_probes = self.num_decisions = self.nacc = self.nlat = self.napart = 0
+
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0) -> int:
+        """A probe if there is one and the worker would use it now, else the table's length."""
+        name = f"worker-{worker}"
+        length = self.estimator.length_for(KEY, batch_size, name)
+        if with_prompts and length:
+            return length
+        probe = self.estimator.take_probe(KEY, batch_size, worker=name)
+        if probe is not None:
+            self.num_probes += 1
+            return probe.speculation_length
+        return length
+
+    def report(self, worker: int, steps: list[StepObservation]) -> None:
+        """A group of reports arrives."""
+        outcome = self.estimator.observe(KEY, steps, f"worker-{worker}")
+        self.num_decisions += len(outcome.decisions)
+        for e in outcome.drift_events:
+            self.nacc += e.factor == "acceptance"
+            self.nlat += e.factor == "latency"
+            self.napart += e.factor == "worker"
 
 
 class PolicyPlayer:

@@ -63,6 +63,16 @@ class Acceptance:
         classes, bands, positions = self.band_reached.shape
         return classes, bands, positions
 
+    @property
+    def rising(self) -> float:
+        """How far the sums that look for a rise have come, of the class that rose most."""
+        return max(detector.up for detector in self.detectors)
+
+    @property
+    def sound(self) -> bool:
+        """Whether all numbers can be represented."""
+        return bool(np.isfinite(self.tokens).all() and np.isfinite(self.dispersion).all())
+
     def extend(self, num_positions: int, num_bands: int) -> None:
         """Make room for longer lengths and larger batches; never shrinks."""
         _, bands, positions = self.shape
@@ -136,9 +146,8 @@ class Acceptance:
 
     def _detect(self, passed: FloatArray, reached: FloatArray, kinds: np.ndarray, bands: np.ndarray) -> float:
         """Two-sided sums, by class, of how far accepted tokens lie from what was expected."""
-        expected = reached * self.acceptance[kinds, bands]
-        variance = np.maximum((expected * (1.0 - self.acceptance[kinds, bands])).sum(axis=1), 1e-6)
-        surprise = (passed - expected).sum(axis=1) / np.sqrt(variance)
+        accepted, expected, variance = self.judge(passed, reached, kinds, bands)
+        surprise = (accepted - expected) / np.sqrt(np.maximum(variance, 1e-6))
         fired = 0.0
         for kind, z in zip(kinds.tolist(), surprise.tolist(), strict=True):
             found = self.detectors[kind].add(min(max(z / math.sqrt(self.dispersion[kind]), -LARGEST_Z), LARGEST_Z))
@@ -150,6 +159,20 @@ class Acceptance:
             ratio = agreeing * agreeing * (1.0 - AGREEMENT**2) - self.dispersion[kind]
             self.dispersion[kind] = min(max(self.dispersion[kind] + ratio / DISPERSION_MEMORY, 1.0), DISPERSION_MOST)
         return fired
+
+    def judge(
+        self, passed: FloatArray, reached: FloatArray, kinds: np.ndarray, bands: np.ndarray
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Accepted tokens of each part, how many were expected, and their variance if rows were independent."""
+        acceptance = self.acceptance[kinds, bands]
+        expected = reached * acceptance
+        return passed.sum(axis=1), expected.sum(axis=1), (expected * (1.0 - acceptance)).sum(axis=1)
+
+    def forget_all(self) -> None:
+        """Keep a few rows of every class: some of what was counted was not true."""
+        for kind in range(self.shape[0]):
+            self._forget(kind)
+        self._estimate()
 
     def _forget(self, kind: int) -> None:
         """Keep a few rows of what was counted before a class changed."""

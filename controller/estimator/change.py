@@ -37,6 +37,7 @@ class Cusum:
 SLACK, ALONE, AMONG_OTHERS, MOST_REQUIRED = 0.5, 12.0, 8.0, 8
 # Added to the slack where all variance is wandering speed, whose surprises come in rows; there the sum must also stay high
 # for so many reports.
+LASTS = 60.0
 WANDERING_SLACK, WANDERING_LASTS = 1.0, 60.0
 MOST_WITNESSES = 128
 
@@ -53,7 +54,7 @@ class Change:
         if mine is None:
             mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0, 0.0, 0.0])
         threshold = ALONE if len(self.sums) < 3 else AMONG_OTHERS
-        slack, lasting = SLACK + WANDERING_SLACK * wandering, WANDERING_LASTS * wandering
+        slack, lasting = SLACK + WANDERING_SLACK * wandering, LASTS + WANDERING_LASTS * wandering
         up, down, high, low = mine
         for z in surprises:
             up = min(max(up + z - slack, 0.0), 2.0 * ALONE)
@@ -94,6 +95,9 @@ START_SD, LEAST_SD, MOST_SD = 0.03, 0.01, 0.4
 RATE = 0.15
 # Reports after which the speed has returned to the usual one, and over which the share of wandering is averaged.
 SPEED_REPORTS, SHARE_REPORTS = 50.0, 200.0
+START_SHARE = 0.8
+JUMP = 3.0
+JUMP_SHARE = 0.2
 
 
 class Speed:
@@ -105,8 +109,8 @@ class Speed:
     """
 
     def __init__(self) -> None:
-        self.sd, self.mean, self.variance = START_SD, 0.0, START_SD**2
-        self.share = 0.0
+        self.sd, self.mean, self.variance = START_SD, 0.0, START_SD * START_SD
+        self.share = START_SHARE
         self.last = 0.0
 
     def learn(self, surprise: float, uncertainty: float, noise: float, num_reports: int) -> None:
@@ -114,8 +118,11 @@ class Speed:
         kept = math.exp(-num_reports / SPEED_REPORTS)
         self.mean *= kept
         self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
+        if surprise * surprise > JUMP * JUMP * (self.variance + uncertainty):
+            self.variance = min(surprise * surprise, MOST_SD**2)
+            self.sd = min(math.sqrt(self.sd**2 + JUMP_SHARE * surprise * surprise), MOST_SD)
         total = self.variance + uncertainty
-        z = min(max(surprise / math.sqrt(total), -3.0), 3.0)
+        z = surprise / math.sqrt(total)
         agreement = min(max(z * self.last, -1.0), 1.0)
         self.sd = min(max(self.sd * math.exp(RATE * agreement), LEAST_SD), MOST_SD)
         self.last = z

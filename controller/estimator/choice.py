@@ -36,7 +36,7 @@ RISING, REPEATS = 1.0, 6
 COLD_LENGTH = 2
 
 
-class Choice:
+class LengthChoice:
     """Lengths by bucket and their accounts. Arrays are [buckets]; credit is in seconds of expected loss."""
 
     STATE = ("lengths", "credit", "repeats_left", "to_follow", "zero_filled")
@@ -52,7 +52,7 @@ class Choice:
 
     def extend(self, num_buckets: int) -> None:
         """Room for more buckets."""
-        more = Choice(num_buckets, int(self.lengths.max(initial=COLD_LENGTH)))
+        more = LengthChoice(num_buckets, int(self.lengths.max(initial=COLD_LENGTH)))
         kept = min(len(self.lengths), num_buckets)
         for name in self.STATE:
             getattr(more, name)[:kept] = getattr(self, name)[:kept]
@@ -63,9 +63,8 @@ class Choice:
         if not times.known:
             return
         at = np.arange(len(self.lengths))
-        self.seconds = times.seconds()
-        self.goodput = tokens / self.seconds
-        cautious = np.log(self.goodput) - RISK * times.grid(times.variance)
+        self._estimate(tokens, times)
+        cautious = np.log(self.goodput) - self.doubt
         best = cautious.argmax(axis=1)
         if self.decided:
             needed = np.full(len(at), MARGIN)
@@ -73,12 +72,27 @@ class Choice:
             needed[resuming] += resume_s / (RESUME_HORIZON * self.seconds[resuming, 0])
             best = np.where(cautious[at, best] > cautious[at, self.lengths] + needed, best, self.lengths)
         self.lengths = best
-        self.step_s = self.seconds[at, best]
-        # Expected loss, in seconds, of playing a length once instead of the choice.
-        self.loss = self.seconds * (1.0 - self.goodput / self.goodput[at, best][:, None])
+        self._weigh()
         if not self.decided and not times.profiled_here:
             self.credit += START_STEPS * self.step_s
         self.decided = True
+
+    def assess(self, tokens: FloatArray, times: StepTimes) -> None:
+        """Bring estimates up to date and leave the lengths as they are."""
+        self._estimate(tokens, times)
+        self._weigh()
+
+    def _estimate(self, tokens: FloatArray, times: StepTimes) -> None:
+        self.seconds = times.seconds()
+        self.goodput = tokens / self.seconds
+        self.doubt = RISK * times.grid(times.variance)
+
+    def _weigh(self) -> None:
+        """What the lengths cost, and what departing from them would."""
+        at = np.arange(len(self.lengths))
+        self.step_s = self.seconds[at, self.lengths]
+        # Expected loss, in seconds, of playing a length once instead of the choice.
+        self.loss = self.seconds * (1.0 - self.goodput / self.goodput[at, self.lengths][:, None])
 
     def earn(self, buckets: np.ndarray, rising: float) -> None:
         """Earn credit for the steps of these buckets. rising: how far acceptance's detector has risen."""

@@ -54,6 +54,9 @@ COLD_REPORTS = 3
 RENEWED_SHARE, RENEWED_REPORTS = 0.02, 64
 # Reports over which the usual context length of a bucket is averaged.
 CONTEXT_REPORTS = 64.0
+TAIL = 4.0
+# Reports of a cell from which the shown interval holds their mean.
+SHOWN_REPORTS = 5
 SHORTEST_S, LONGEST_S = 1e-7, 1e5
 # Log weights stay within e^+-60; a fit takes at most so many steps, mostly one; cells that count for less are not fitted.
 LARGEST_LOG, NEWTON_STEPS, LEAST_EVIDENCE = 60.0, 12, 0.01
@@ -117,8 +120,10 @@ def most_probable(
         shares = parts / smooth[:, None]
         error = log_s - np.log(smooth)
         weight = 1.0 / (sd2 + 0.25 * error * error)
-        information = precision + (shares.T * weight) @ shares
-        step = np.linalg.solve(information, shares.T @ (weight * error) + precision @ (mean - phi))
+        moved = mean - phi
+        pull = precision * min(1.0, (TAIL + len(phi)) / (TAIL + float(moved @ precision @ moved)))
+        information = pull + (shares.T * weight) @ shares
+        step = np.linalg.solve(information, shares.T @ (weight * error) + pull @ moved)
         phi = np.clip(phi + np.clip(step, -1.0, 1.0), -LARGEST_LOG, LARGEST_LOG)
         if np.abs(step).max() < 0.02:
             break
@@ -128,7 +133,10 @@ def most_probable(
 class StepTimes:
     """Step times of workers that are alike. Cells are [bucket, length], flat where an index is called cell."""
 
-    STATE = ("mean_log", "evidence", "context", "rho0", "seen_s", "num_seen", "usual_context", "phi0", "phi", "precision0")
+    STATE = (
+        *("mean_log", "evidence", "context", "rho0", "seen_s", "num_seen", "profiled", "usual_context", "usual"),
+        *("phi0", "precision0", "phi", "covariance"),
+    )
 
     def __init__(self, buckets: tuple[Bucket, ...], max_length: int) -> None:
         self.known = False
@@ -145,8 +153,9 @@ class StepTimes:
         self.knots = knots_to(buckets[-1].batch_max * (max_length + 1.0))
         cells = len(buckets) * self.num_lengths
         # Evidence by cell: mean log time without speed, reports it counts for, their mean context; what earlier regimes
-        # left over the surface; mean and number of all reports as they came.
-        self.mean_log, self.evidence, self.context, self.rho0, self.seen_s, self.num_seen = np.zeros((6, cells))
+        # left over the surface; mean and number of all reports as they came; whether a profile measured it.
+        self.mean_log, self.evidence, self.context, self.rho0 = np.zeros((4, cells))
+        self.seen_s, self.num_seen, self.profiled = np.zeros((3, cells))
         self.usual_context = np.zeros(len(buckets))
         self.rows = np.repeat([(b.batch_min + b.batch_max) / 2.0 for b in buckets], self.num_lengths)
         self.passes = np.tile(np.arange(self.num_lengths, dtype=float), len(buckets))
@@ -182,6 +191,7 @@ class StepTimes:
         if not profile.as_prior:
             cell = self.bucket_of[batch] * self.num_lengths + length
             self.rho0[cell] = np.clip(0.5 * (log_s - np.log(rows @ np.exp(fitted))), -0.1, 0.1)
+        self.profiled[self.bucket_of[batch] * self.num_lengths + length] = 1.0
         self.usual_context[:] = context.mean()
         self._start(fitted, left + PROFILE_MOVED_SD**2 * np.eye(len(left)) + PROFILE_COMMON_SD**2)
 
@@ -368,6 +378,61 @@ class StepTimes:
     def seconds(self) -> FloatArray:
         """Mean step time of every cell at the usual speed, [buckets, lengths]."""
         return self.grid(np.exp(self.log_seconds + 0.5 * self.noise**2))
+
+    def interval(self) -> tuple[FloatArray, FloatArray]:
+        """Bounds of each cell's mean step time, 95%, that hold what was seen where enough was."""
+        seconds, spread = self.seconds().reshape(-1), np.exp(1.96 * np.sqrt(self.variance + self.speed.sd**2))
+        low, high = seconds / spread, seconds * spread
+        seen = self.num_seen >= SHOWN_REPORTS
+        return (
+            np.where(seen, np.minimum(low, self.seen_s), low),
+            np.where(seen, np.maximum(high, self.seen_s), high),
+        )
+
+    def source(self, cell: int) -> str:
+        """What a cell rests on: its own reports, a profile, both; for one that nobody measured, what the others rest on."""
+        online, profiled = bool(self.num_seen[cell]), bool(self.profiled[cell])
+        if not online and not profiled:
+            online, profiled = bool(self.num_seen.any()), bool(self.profiled.any())
+        return "both" if profiled and online else "profile" if profiled else "online" if online else "prior"
+
+    def rebuild(self, mean_log: FloatArray, evidence: FloatArray) -> None:
+        """Replace the evidence: some of it came from a worker that does not belong here."""
+        self.mean_log, self.evidence = mean_log.copy(), evidence.copy()
+        self.rho0 = 0.5 * self.rho0
+        self._fit()
+        self._combine()
+
+    @property
+    def sound(self) -> bool:
+        """Whether all numbers can be represented."""
+        return bool(np.isfinite(self.log_seconds).all() and np.isfinite(self.variance).all())
+
+    def export_state(self) -> dict[str, Any]:
+        """Everything needed to go on exactly from here, as JSON-able values."""
+        return {name: getattr(self, name).tolist() for name in self.STATE} | {
+            "known": self.known,
+            "noise": self.noise,
+            "profiled_here": self.profiled_here,
+            "quickest": self.quickest,
+            "fitted": [self.evidence_fitted, self.since_fitted],
+            "speed": self.speed.export_state(),
+            "change": self.change.export_state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from an exported state of the same cells. Raises KeyError or ValueError otherwise."""
+        for name in self.STATE:
+            values = np.array(state[name], dtype=float)
+            if values.shape != getattr(self, name).shape:
+                raise ValueError(f"state has {name} of {values.shape}, expected {getattr(self, name).shape}")
+            setattr(self, name, values)
+        self.known, self.noise = bool(state["known"]), float(state["noise"])
+        self.profiled_here, self.quickest = bool(state["profiled_here"]), [float(v) for v in state["quickest"]]
+        self.evidence_fitted, self.since_fitted = float(state["fitted"][0]), int(state["fitted"][1])
+        self.speed.restore(state["speed"])
+        self.change.restore(state["change"])
+        self._draw()
 
 
 class _Steps:
