@@ -29,7 +29,7 @@ class ControllerPlayer:
         self.num_probes = 0
         self.num_decisions = 0
 
-    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
         """A probe if there is one and the worker would use it now, else the table's length."""
         length = self.controller.length_for(KEY, batch_size)
         if with_prompts and length:
@@ -55,10 +55,13 @@ class EstimatorPlayer:
             self.estimator.seed_profile(KEY, world.profile)
         self.num_probes = self.num_decisions = self.nacc = self.nlat = self.napart = 0
 
-    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0) -> int:
-        """A probe if there is one and the worker would use it now, else the table's length."""
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
+        """A probe if there is one and the worker would use it now, else the table's length, or that for its rows."""
         name = f"worker-{worker}"
         length = self.estimator.length_for(KEY, batch_size, name)
+        if rows:
+            mix = self.estimator.mix(KEY, name)
+            length = length if mix is None else mix.length_for(rows)
         if with_prompts and length:
             return length
         probe = self.estimator.take_probe(KEY, batch_size, worker=name)
@@ -95,7 +98,7 @@ class PolicyPlayer:
             return None
         return np.array(self.policy.pull_all())[self.model.latency.bucket_of]
 
-    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
         """The policy's choice in the bucket of this batch size."""
         return self.policy.pull(int(self.model.latency.bucket_of[batch_size]))
 
@@ -106,4 +109,6 @@ class PolicyPlayer:
 
 def make_player(world: World, policy: str, seed: int = 0) -> ControllerPlayer | PolicyPlayer:
     """The player of that policy. ValueError for an unknown one."""
-    return ControllerPlayer(world, policy, seed) if policy == "adaptive" else PolicyPlayer(world, policy, seed)
+    if policy == "adaptive":
+        return EstimatorPlayer(world, seed)
+    return ControllerPlayer(world, "adaptive", seed) if policy == "previous" else PolicyPlayer(world, policy, seed)
