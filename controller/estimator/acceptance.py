@@ -10,12 +10,13 @@ follows the one before it.
 from __future__ import annotations
 
 import math
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from controller.arrays import FloatArray
-from controller.estimator.change import Cusum
+from controller.estimator.change import Change
 
 # Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
 # relative to the one before.
@@ -51,7 +52,7 @@ class Acceptance:
         self.reached, self.passed = np.zeros((2, num_positions))
         self.class_reached, self.class_passed = np.zeros((2, num_classes, num_positions))
         self.band_reached, self.band_passed = np.zeros((2, num_classes, num_bands, num_positions))
-        self.detectors = [Cusum(SLACK, THRESHOLD) for _ in range(num_classes)]
+        self.detectors = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
         self.agreeing = np.zeros(num_classes)  # fading sum of surprises
         self.dispersion = np.full(num_classes, DISPERSION_START)
         self.version = 0  # grows with every change
@@ -66,7 +67,7 @@ class Acceptance:
     @property
     def rising(self) -> float:
         """How far the sums that look for a rise have come, of the class that rose most."""
-        return max(detector.up for detector in self.detectors)
+        return max(detector.rising for detector in self.detectors)
 
     @property
     def sound(self) -> bool:
@@ -107,12 +108,19 @@ class Acceptance:
         self._estimate()
 
     def learn(
-        self, passed: FloatArray, reached: FloatArray, kinds: np.ndarray, bands: np.ndarray, weights: FloatArray
+        self,
+        passed: FloatArray,
+        reached: FloatArray,
+        kinds: np.ndarray,
+        bands: np.ndarray,
+        weights: FloatArray,
+        senders: list[str],
     ) -> float:
         """Learn from a group; returns the detector's statistic if one fired, else 0. Its sign: rose or fell.
 
         passed[n, i], reached[n, i]: rows of part n whose position i was accepted, was judged; a part is the rows of one
-        class in one report. kinds[n], bands[n]: its class, and the band of the whole batch. weights[n]: see Fairness.
+        class in one report. kinds[n], bands[n]: its class, the band of the whole batch, what
+        it counts for, and who sent it.
         """
         judged = reached[:, 0] > 0.0 if reached.shape[1] else np.zeros(len(reached), dtype=bool)
         fade = math.exp(-len(passed) / MEMORY_REPORTS)
@@ -122,7 +130,7 @@ class Acceptance:
             self._estimate()
             return 0.0
         passed, reached, kinds, bands = passed[judged], reached[judged], kinds[judged], bands[judged]
-        fired = self._detect(passed, reached, kinds, bands)
+        fired = self._detect(passed, reached, kinds, bands, list(compress(senders, judged.tolist())))
         weighted = weights[judged, None]
         passed, reached = passed * weighted, reached * weighted
         self.reached = self.reached * fade + reached.sum(axis=0)
@@ -144,13 +152,16 @@ class Acceptance:
         self._estimate()
         return fired
 
-    def _detect(self, passed: FloatArray, reached: FloatArray, kinds: np.ndarray, bands: np.ndarray) -> float:
+    def _detect(
+        self, passed: FloatArray, reached: FloatArray, kinds: np.ndarray, bands: np.ndarray, senders: list[str]
+    ) -> float:
         """Two-sided sums, by class, of how far accepted tokens lie from what was expected."""
         accepted, expected, variance = self.judge(passed, reached, kinds, bands)
         surprise = (accepted - expected) / np.sqrt(np.maximum(variance, 1e-6))
         fired = 0.0
-        for kind, z in zip(kinds.tolist(), surprise.tolist(), strict=True):
-            found = self.detectors[kind].add(min(max(z / math.sqrt(self.dispersion[kind]), -LARGEST_Z), LARGEST_Z))
+        for kind, z, sender in zip(kinds.tolist(), surprise.tolist(), senders, strict=True):
+            clipped = min(max(z / math.sqrt(self.dispersion[kind]), -LARGEST_Z), LARGEST_Z)
+            found = self.detectors[kind].add((sender,), (clipped,))
             if found:
                 fired = found
                 self._forget(kind)

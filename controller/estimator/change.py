@@ -3,70 +3,64 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 
-class Cusum:
-    """Two-sided sum of (|z| - slack); what exceeds the threshold is a change."""
-
-    def __init__(self, slack: float, threshold: float) -> None:
-        self.slack, self.threshold = slack, threshold
-        self.up = self.down = 0.0
-
-    def add(self, z: float) -> float:
-        """Returns the statistic, positive for a rise, when a change is found, and starts anew; else 0."""
-        self.up = max(0.0, self.up + z - self.slack)
-        self.down = max(0.0, self.down - z - self.slack)
-        if self.up <= self.threshold and self.down <= self.threshold:
-            return 0.0
-        found = self.up if self.up > self.down else -self.down
-        self.up = self.down = 0.0
-        return found
-
-    def export_state(self) -> list[float]:
-        """The sums."""
-        return [self.up, self.down]
-
-    def restore(self, state: list[float]) -> None:
-        """Go on from exported sums."""
-        self.up, self.down = (float(value) for value in state)
-
-
-# Surprises of step times, in standard deviations: slack on a steady machine; sum at which a lone witness is believed, and
-# at which one of several counts, of whom a quarter (at least 2, at most 8) must agree.
-SLACK, ALONE, AMONG_OTHERS, MOST_REQUIRED = 0.5, 12.0, 8.0, 8
-# Added to the slack where all variance is wandering speed, whose surprises come in rows; there the sum must also stay high
-# for so many reports.
-LASTS = 60.0
-WANDERING_SLACK, WANDERING_LASTS = 1.0, 60.0
+# Where three or more witnesses report, a quarter of them (at least 2, at most 8) must agree; each needs this part of the
+# evidence that a lone one needs.
+MOST_REQUIRED, AMONG_OTHERS = 8, 0.7
 MOST_WITNESSES = 128
+# Added to the slack where all variance is wandering speed, whose surprises come in rows; and for how many reports the
+# evidence must last, at least and there: what is over by then was a burst.
+WANDERING_SLACK, LASTS, WANDERING_LASTS = 1.0, 60.0, 60.0
 
 
 class Change:
-    """Has something changed for everybody? Sums kept apart by witness, so that a single odd worker changes nothing."""
+    """Has something changed for everybody? Two-sided sums of (|z| - slack), kept apart by witness.
 
-    def __init__(self) -> None:
+    Kept apart, so that a single odd worker changes nothing for the others.
+    """
+
+    def __init__(self, slack: float, threshold: float) -> None:
+        self.slack, self.threshold = slack, threshold
         self.sums: dict[str, list[float]] = {}  # by witness: rose, fell, reports for which each has been high
 
-    def add(self, witness: str, surprises: list[float], wandering: float) -> float:
-        """Surprises of one witness, in order; wandering: share of variance that is. Returns the statistic or 0."""
+    @property
+    def rising(self) -> float:
+        """How far the sum that looks for a rise has come, of the witness that saw most."""
+        return max((sums[0] for sums in self.sums.values()), default=0.0)
+
+    def add(self, senders: Sequence[str], surprises: Sequence[float], slack: float = 0.0, lasting: float = 0.0) -> float:
+        """Surprises in standard deviations, in order, and who reported each.
+
+        slack: added to the usual one; lasting: for how many reports the evidence must be enough. Returns the statistic,
+        positive for a rise, when a change is found, and starts anew; else 0.
+        """
+        found, start = 0.0, 0
+        for sender, members in groupby(senders):
+            end = start + sum(1 for _ in members)
+            found = self._add_one(sender, surprises[start:end], self.slack + slack, lasting) or found
+            start = end
+        return found
+
+    def _add_one(self, witness: str, surprises: Sequence[float], slack: float, lasting: float) -> float:
         mine = self.sums.get(witness)
         if mine is None:
             mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0, 0.0, 0.0])
-        threshold = ALONE if len(self.sums) < 3 else AMONG_OTHERS
-        slack, lasting = SLACK + WANDERING_SLACK * wandering, LASTS + WANDERING_LASTS * wandering
+        threshold = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS)
         up, down, high, low = mine
         for z in surprises:
-            up = min(max(up + z - slack, 0.0), 2.0 * ALONE)
-            down = min(max(down - z - slack, 0.0), 2.0 * ALONE)
+            up = min(max(up + z - slack, 0.0), 2.0 * self.threshold)
+            down = min(max(down - z - slack, 0.0), 2.0 * self.threshold)
             high = high + 1.0 if up > threshold else 0.0
             low = low + 1.0 if down > threshold else 0.0
         mine[:] = up, down, high, low
         for side in (2, 3):
             if mine[side] > lasting and self._agree(side, lasting):
-                found = up if side == 2 else -down
                 self.forget()
-                return found
+                return up if side == 2 else -down
         return 0.0
 
     def _agree(self, side: int, lasting: float) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from controller.core import (
 from controller.estimator.acceptance import Acceptance, band_of
 from controller.estimator.choice import LengthChoice
 from controller.estimator.step_time import LONGEST_S, MOST_EVIDENCE, SHORTEST_S, StepTimes
-from controller.estimator.workers import Peer, Workers
+from controller.estimator.workers import ACCEPTANCE, TIMES, Peer, Workers
 
 # Classes of requests that a report may tell apart: greedy, cool, hot. Reports that don't are all of the first.
 NUM_CLASSES = 3
@@ -52,7 +52,6 @@ class Group:
 
     def __init__(self, times: StepTimes, acceptance: Acceptance, choice: LengthChoice) -> None:
         self.times, self.acceptance, self.choice = times, acceptance, choice
-        self.own_acceptance = False  # or the one that everybody shares
         self.version = 0
         self.lengths: list[int] = []
         self.seen_acceptance = -1
@@ -60,12 +59,17 @@ class Group:
 
 
 class Context:
-    """One context: its groups of workers. Group 0 is where a new worker belongs."""
+    """One context: models of step times and of acceptance, and the groups of workers that share one of each.
+
+    A new worker shares the first ones; the first acceptance is that of the pair, for all devices.
+    """
 
     def __init__(self, key: ContextKey, limits: Limits, buckets: tuple[Bucket, ...], acceptance: Acceptance) -> None:
         self.key, self.limits, self.buckets = key, limits, buckets
-        choice = LengthChoice(len(buckets), limits.max_speculation_length)
-        self.groups = [Group(StepTimes(buckets, limits.max_speculation_length), acceptance, choice)]
+        self.times = [StepTimes(buckets, limits.max_speculation_length)]
+        self.acceptances = [acceptance]
+        self.groups: dict[tuple[int, int], Group] = {}
+        self.main = self.group((0, 0))
         self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1))
         self.bands = np.array([band_of(bucket.batch_max) for bucket in buckets])
         self.band_of_size = np.array([0, *(band_of(size) for size in range(1, limits.max_batch_size + 1))])
@@ -81,7 +85,17 @@ class Context:
     def group_of(self, worker: str) -> Group:
         """The group that a worker belongs to."""
         peer = self.workers.peers.get(worker)
-        return self.groups[0 if peer is None else peer.group]
+        return self.main if peer is None else self.group((peer.models[TIMES], peer.models[ACCEPTANCE]))
+
+    def group(self, models: tuple[int, int], like: Group | None = None) -> Group:
+        """The group with these models, a new one if need be; `like` gives its first lengths."""
+        group = self.groups.get(models)
+        if group is None:
+            choice = LengthChoice(len(self.buckets), self.limits.max_speculation_length)
+            group = self.groups[models] = Group(self.times[models[TIMES]], self.acceptances[models[ACCEPTANCE]], choice)
+            if like is not None:
+                group.version, group.lengths = like.version, list(like.lengths)
+        return group
 
     def tokens(self, group: Group) -> FloatArray:
         """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
@@ -160,11 +174,11 @@ class Estimator:
             context = self._new_context(key, limits)
             for other in reversed(self._contexts.values()):
                 same = (other.key.pair, other.key.device, other.key.dtype) == (key.pair, key.device, key.dtype)
-                if same and other.groups[0].times.known:
-                    context.groups[0].times.seed_from(other.groups[0].times, 0.3)
+                if same and other.main.times.known:
+                    context.main.times.seed_from(other.main.times, 0.3)
                     break
             self._contexts[key] = context
-            return context.redecide(context.groups[0])
+            return context.redecide(context.main)
         wider = Limits(
             max(known.limits.max_batch_size, limits.max_batch_size),
             max(known.limits.max_speculation_length, limits.max_speculation_length),
@@ -187,7 +201,7 @@ class Estimator:
     def _widen(self, old: Context, limits: Limits) -> list[Decision]:
         """Larger limits: a new context that starts from the old one's surface, keeps its cells and its version."""
         new = self._contexts[old.key] = self._new_context(old.key, limits)
-        before, group = old.groups[0], new.groups[0]
+        before, group = old.main, new.main
         group.times.seed_from(before.times, 0.1)
         group.version, group.lengths = before.version, before.lengths[: len(new.buckets) - 1]
         for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
@@ -205,7 +219,7 @@ class Estimator:
             ):
                 if not least <= getattr(cell, name) <= most:
                     raise ValueError(f"profile cell has {name} {getattr(cell, name)}, allowed: {least} to {most}")
-        group = context.groups[0]
+        group = context.main
         if profile.survival:
             group.acceptance.seed(profile.survival, profile.num_survival_rows)
         if profile.cells and group.times.evidence.sum() == 0.0:
@@ -241,7 +255,7 @@ class Estimator:
         context.reports_since_drift += len(observations)
         if outcome.drift_events:
             context.last_drift, context.reports_since_drift = outcome.drift_events[-1], 0
-        for group in context.groups:
+        for group in context.groups.values():
             if id(group) in touched or group.seen_acceptance != group.acceptance.version:
                 outcome.decisions += context.redecide(group)
         return outcome
@@ -253,7 +267,12 @@ class Estimator:
         weight = np.concatenate([np.full(_size(place), context.workers.weight(peer)) for peer, place in peers])
         self._record_tokens(context, acceptance, reports, peers)
         found = acceptance.learn(
-            reports.passed, reports.reached, reports.kinds, reports.bands[reports.report], weight[reports.report]
+            reports.passed,
+            reports.reached,
+            reports.kinds,
+            reports.bands[reports.report],
+            weight[reports.report],
+            [reports.senders[at] for at in reports.report.tolist()],
         )
         if found:
             events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
@@ -263,11 +282,10 @@ class Estimator:
             offset = np.concatenate(
                 [np.full(_size(place), 0.0 if peer is None else peer.offset) for peer, place in peers]
             )
-            senders = [worker for worker, place in reports.spans for _ in range(_size(place))]
             found = times.update(
                 *(values[teaches] for values in (reports.batch, reports.length, reports.context, reports.seconds)),
                 *(values[teaches] for values in (offset, weight)),
-                [sender for sender, keep in zip(senders, teaches.tolist(), strict=True) if keep],
+                list(compress(reports.senders, teaches.tolist())),
             )
             if found:
                 events.append(_event(context, "latency", found, "the surface of step times may move again"))
@@ -310,59 +328,55 @@ class Estimator:
         if not workers.due(num_reports):
             return []
         events = []
-        for index, group in enumerate(context.groups):
-            if (worker := workers.unlike_in_time(index, group.times.noise)) is not None:
-                events.append(self._set_apart(context, worker, own_times=True))
-            elif (worker := workers.unlike_in_acceptance(index, float(group.acceptance.dispersion[0]))) is not None:
-                events.append(self._set_apart(context, worker, own_times=False))
+        for model, times in enumerate(list(context.times)):
+            worker = workers.unlike_in_time(model, times.noise)
+            if worker is not None:
+                events.append(self._set_times_apart(context, worker))
+        for model, acceptance in enumerate(list(context.acceptances)):
+            worker = workers.unlike_in_acceptance(model, float(acceptance.dispersion.max()))
+            if worker is not None:
+                events.append(self._set_acceptance_apart(context, worker))
         return events
 
-    def _set_apart(self, context: Context, worker: str, own_times: bool) -> DriftEvent:
-        """Give a worker that is unlike its group's others to a group that it fits, or to one of its own."""
-        workers, peer = context.workers, context.workers.peers[worker]
-        old_index, old = peer.group, context.group_of(worker)
-        new_index = None
-        if own_times:
-            for index in range(len(context.groups)):
-                if index != old_index and workers.fits(worker, index, old.times.noise):
-                    new_index = index
-                    break
-        if new_index is None:
-            new_index = len(context.groups)
-            context.groups.append(self._own_group(context, old, own_times))
-        peer.group, peer.offset = new_index, 0.0
-        if own_times:
-            for index in (old_index, new_index):
-                context.groups[index].times.rebuild(*workers.evidence(index, MOST_EVIDENCE))
-        else:
-            old.acceptance.forget_all()
-            for each in workers.peers.values():
-                each.tokens = [0.0, 0.0, 0.0]
-        what = "step times" if own_times else "acceptance"
-        detail = f"{what} of worker {worker} are unlike the others': it is learned from for itself"
-        return DriftEvent(context.key, "worker", 1.0, detail)
+    def _set_times_apart(self, context: Context, worker: str) -> DriftEvent:
+        """A worker whose times are unlike: it shares those of workers that it fits, or gets its own."""
+        workers, peer, like = context.workers, context.workers.peers[worker], context.group_of(worker)
+        old = peer.models[TIMES]
+        fitting = (at for at in range(len(context.times)) if at != old and workers.fits(worker, at, like.times.noise))
+        new = next(fitting, len(context.times))
+        if new == len(context.times):
+            context.times.append(StepTimes(context.buckets, context.limits.max_speculation_length))
+            context.times[new].seed_from(like.times, UNLIKE_SD)
+        peer.models[TIMES] = new
+        for model in (old, new):
+            sharing = workers.sharing(TIMES, model)
+            if len(sharing) == 1:
+                sharing[0][1].offset = 0.0
+            context.times[model].rebuild(*workers.evidence(model, MOST_EVIDENCE))
+        context.group((new, peer.models[ACCEPTANCE]), like)
+        return _apart(context, worker, "step times")
 
-    def _own_group(self, context: Context, old: Group, own_times: bool) -> Group:
-        times, acceptance = old.times, old.acceptance
-        if own_times:
-            times = StepTimes(context.buckets, context.limits.max_speculation_length)
-            times.seed_from(old.times, UNLIKE_SD)
-        else:
-            acceptance = Acceptance(old.acceptance.shape[2], old.acceptance.shape[1], NUM_CLASSES)
-        choice = LengthChoice(len(context.buckets), context.limits.max_speculation_length)
-        group = Group(times, acceptance, choice)
-        group.own_acceptance = old.own_acceptance or not own_times
-        group.version, group.lengths = old.version, list(old.lengths)
-        return group
+    def _set_acceptance_apart(self, context: Context, worker: str) -> DriftEvent:
+        """A worker whose accepted tokens are unlike gets its own acceptance; the others' forgets what it had learned from it."""
+        peer, like = context.workers.peers[worker], context.group_of(worker)
+        classes, bands, positions = like.acceptance.shape
+        peer.models[ACCEPTANCE] = len(context.acceptances)
+        context.acceptances.append(Acceptance(positions, bands, classes))
+        like.acceptance.forget_all()
+        for each in context.workers.peers.values():
+            each.tokens = [0.0, 0.0, 0.0]
+        context.group((peer.models[TIMES], peer.models[ACCEPTANCE]), like)
+        return _apart(context, worker, "accepted tokens")
 
     def _reset(self, context: Context, group: Group) -> DriftEvent:
         """A group whose numbers have left the representable starts anew, alone."""
         longest = context.limits.max_speculation_length
-        group.times = StepTimes(context.buckets, longest)
         group.choice = LengthChoice(len(context.buckets), longest)
+        if not group.times.sound:
+            group.times.restore(StepTimes(context.buckets, longest).export_state())
         if not group.acceptance.sound:
-            fresh = Acceptance(group.acceptance.shape[2], group.acceptance.shape[1], NUM_CLASSES)
-            group.acceptance.restore(fresh.export_state())
+            classes, bands, positions = group.acceptance.shape
+            group.acceptance.restore(Acceptance(positions, bands, classes).export_state())
         return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: this context starts anew")
 
     def table(self, key: ContextKey, worker: str = "") -> Table:
@@ -394,7 +408,7 @@ class Estimator:
     def bucket_index(self, key: ContextKey, batch_size: int) -> int:
         """Which bucket a batch size belongs to. Sizes beyond the limit belong to the last."""
         context = self._contexts[key]
-        return int(context.groups[0].times.bucket_of[min(batch_size, context.limits.max_batch_size)])
+        return int(context.main.times.bucket_of[min(batch_size, context.limits.max_batch_size)])
 
     def take_probe(
         self, key: ContextKey, batch_size: int | None = None, max_length: int | None = None, worker: str = ""
@@ -427,7 +441,7 @@ class Estimator:
     def survival(self, key: ContextKey, bucket: int | None = None, kind: int = 0) -> list[float]:
         """P(draft tokens 0..i all accepted) by position; of everybody, or of a class of requests in a bucket's band."""
         context = self._contexts[key]
-        model = context.groups[0].acceptance
+        model = context.main.acceptance
         values = model.shared if bucket is None else model.acceptance[kind, context.bands[bucket]]
         return [float(value) for value in values.cumprod()[: context.limits.max_speculation_length]]
 
@@ -458,21 +472,16 @@ class Estimator:
 
     def export_state(self, key: ContextKey) -> dict[str, Any]:
         """Everything that a context needs to go on exactly, as JSON-able values; see export_pair_state for the rest."""
-        context, distinct = self._contexts[key], _distinct_times(self._contexts[key])
+        context = self._contexts[key]
         drift = context.last_drift
         return {
             "format": 2,
             "buckets": [bucket.batch_max for bucket in context.buckets],
-            "times": [times.export_state() for times in distinct],
+            "times": [times.export_state() for times in context.times],
+            "acceptances": [model.export_state() for model in context.acceptances[1:]],
             "groups": [
-                {
-                    "times": next(i for i, times in enumerate(distinct) if times is group.times),
-                    "acceptance": group.acceptance.export_state() if group.own_acceptance else None,
-                    "choice": group.choice.export_state(),
-                    "version": group.version,
-                    "lengths": list(group.lengths),
-                }
-                for group in context.groups
+                [*models, group.choice.export_state(), group.version, list(group.lengths)]
+                for models, group in context.groups.items()
             ],
             "workers": context.workers.export_state(),
             "since_compared": context.workers.since_compared,
@@ -506,33 +515,31 @@ class Estimator:
             if state is not None and state["buckets"] == [bucket.batch_max for bucket in context.buckets]:
                 self._restore(context, state)
             else:
-                context.redecide(context.groups[0])
+                context.redecide(context.main)
         except (KeyError, TypeError, IndexError, ValueError) as error:
             self._contexts[key] = self._new_context(key, limits)
-            self._contexts[key].redecide(self._contexts[key].groups[0])
+            self._contexts[key].redecide(self._contexts[key].main)
             raise ValueError(f"state of {key.target} with {key.draft} on {key.device} is not usable: {error}") from error
 
     def _restore(self, context: Context, state: dict[str, Any]) -> None:
-        longest = context.limits.max_speculation_length
-        times = [StepTimes(context.buckets, longest) for _ in state["times"]]
-        for each, values in zip(times, state["times"], strict=True):
-            each.restore(values)
-        shared, context.groups = context.groups[0].acceptance, []
+        classes, bands, positions = context.acceptances[0].shape
+        context.times = [StepTimes(context.buckets, context.limits.max_speculation_length) for _ in state["times"]]
+        context.acceptances[1:] = [Acceptance(positions, bands, classes) for _ in state["acceptances"]]
+        for times, values in zip(context.times, state["times"], strict=True):
+            times.restore(values)
+        for acceptance, values in zip(context.acceptances[1:], state["acceptances"], strict=True):
+            acceptance.restore(values)
         context.mix[:] = np.array(state["mix"])
         context.resume_s, context.num_resumes = float(state["resume"][0]), int(state["resume"][1])
-        for values in state["groups"]:
-            acceptance = shared
-            if values["acceptance"] is not None:
-                acceptance = Acceptance(shared.shape[2], shared.shape[1], NUM_CLASSES)
-                acceptance.restore(values["acceptance"])
-            group = Group(times[values["times"]], acceptance, LengthChoice(len(context.buckets), longest))
-            group.own_acceptance = values["acceptance"] is not None
-            group.choice.restore(values["choice"])
+        context.groups.clear()
+        for at_times, at_acceptance, choice, version, lengths in state["groups"]:
+            group = context.group((int(at_times), int(at_acceptance)))
+            group.choice.restore(choice)
             if group.choice.decided:
                 group.choice.assess(context.tokens(group), group.times)
-            group.version, group.lengths = int(values["version"]), [int(length) for length in values["lengths"]]
-            group.seen_acceptance = acceptance.version
-            context.groups.append(group)
+            group.version, group.lengths = int(version), [int(length) for length in lengths]
+            group.seen_acceptance = group.acceptance.version
+        context.main = context.group((0, 0))
         context.workers.restore(state["workers"])
         context.workers.since_compared = int(state["since_compared"])
         context.last_length = {worker: int(length) for worker, length in state["last_length"].items()}
@@ -555,6 +562,7 @@ class _Reports:
         self.spans = [
             (worker, slice(start, end)) for (worker, _), start, end in zip(members, ends[:-1], ends[1:], strict=True)
         ]
+        self.senders = [worker for worker, mine in members for _ in mine]
         batch, length, seconds, histograms, held, times, accepts, classes = zip(*steps, strict=True)
         self.batch, self.length = np.array(batch), np.array(length)
         if self.batch.max() > context.limits.max_batch_size:
@@ -579,7 +587,7 @@ class _Reports:
             self.report, self.kinds = np.array(where), np.array(kinds)
         else:
             self.report, self.kinds = np.arange(len(steps)), np.zeros(len(steps), dtype=np.int64)
-        self._count_runs(histograms, np.array(accepts)[self.report], context.groups[0].acceptance.shape[2])
+        self._count_runs(histograms, np.array(accepts)[self.report], context.main.acceptance.shape[2])
 
     def _count_runs(self, histograms: Sequence[tuple[int, ...]], teaches: np.ndarray, positions: int) -> None:
         length = self.length[self.report]
@@ -647,9 +655,10 @@ def _event(context: Context, factor: str, statistic: float, consequence: str) ->
     return DriftEvent(context.key, factor, statistic, f"{what} {direction} against expectation; {consequence}")
 
 
+def _apart(context: Context, worker: str, what: str) -> DriftEvent:
+    detail = f"{what} of worker {worker} are unlike the others': in this it is learned from for itself"
+    return DriftEvent(context.key, "worker", 1.0, detail)
+
+
 def _size(place: slice) -> int:
     return int(place.stop - place.start)
-
-
-def _distinct_times(context: Context) -> list[StepTimes]:
-    return list({id(group.times): group.times for group in context.groups}.values())

@@ -15,14 +15,13 @@ matrices. v is the variance of what no smooth formula sees (tile sizes, graph pa
 from __future__ import annotations
 
 import math
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from controller.arrays import FloatArray
 from controller.core import Bucket, Profile
-from controller.estimator.change import Change, Speed
+from controller.estimator.change import LASTS, WANDERING_LASTS, WANDERING_SLACK, Change, Speed
 
 # Weights of the features before anything is known, as multiples of a plain step's time, and their log-sds: constant, any
 # draft pass, draft passes, rows in draft passes, rows, held context (1024 tokens) per target and per draft pass, and the
@@ -44,6 +43,8 @@ MEMORY_REPORTS, MOST_EVIDENCE = 3000.0, 100.0
 NOISE, NOISE_LEAST, NOISE_MOST, NOISE_RATE = 0.08, 0.02, 0.3, 0.02
 # A report surprises by at most so many standard deviations: a step of twenty times its time is a slightly slow one.
 LARGEST_Z = 2.5
+# A change of step times: slack and sum of surprises, in standard deviations.
+SLACK, THRESHOLD = 0.5, 12.0
 # After a change: log-sd by which each weight may have moved, and all together.
 CHANGED_SD, CHANGED_COMMON_SD = 0.5, 0.5
 # What a profile counts for: log-sd of its cells where it was measured here and elsewhere; what all may have wrong.
@@ -142,7 +143,7 @@ class StepTimes:
         self.known = False
         self.noise = NOISE
         self.speed = Speed()
-        self.change = Change()
+        self.change = Change(SLACK, THRESHOLD)
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.profiled_here = False
         self._lay_out(buckets, max_length)
@@ -270,12 +271,8 @@ class StepTimes:
         """Look for a change: what wandering speed explains is none, what stays away is."""
         variance = self.variance[steps.cell] + self.noise**2 + self.speed.sd**2
         z = np.clip((steps.log_s - self._predicted(steps, rows)) / np.sqrt(variance), -LARGEST_Z, LARGEST_Z).tolist()
-        found, start = 0.0, 0
-        for sender, members in groupby(senders):
-            end = start + sum(1 for _ in members)
-            found = self.change.add(sender, z[start:end], self.speed.share) or found
-            start = end
-        return found
+        wandering = self.speed.share
+        return self.change.add(senders, z, WANDERING_SLACK * wandering, LASTS + WANDERING_LASTS * wandering)
 
     def _start_anew(self, statistic: float) -> None:
         """After a change: the present speed becomes the usual one, weights may move, cells keep what the surface leaves."""

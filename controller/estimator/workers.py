@@ -1,8 +1,8 @@
 """Are the workers of a context alike? Each is compared with the others in the same cells; one that differs gets its own.
 
-Nobody is believed or disbelieved: a worker whose step times differ by a constant factor has the factor taken out, and
-one whose times or acceptance differ in kind is learned from for itself alone. So what a worker reports, true or not, decides about
-its own lengths, and about others' only for the reports until it is found out, which count no more than another worker's.
+Nobody is believed or disbelieved: a worker whose step times differ by a small constant factor has the factor taken out,
+and one whose times or acceptance differ in kind is learned from for itself alone. So what a worker reports, true or not,
+decides about its own lengths, and about others' only until it is found out; till then it has no more say than they.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from controller.arrays import FloatArray
 MEMORY_REPORTS = 300.0
 # Reports of a context between two comparisons, per worker; reports of a worker before it is compared.
 ROUND_REPORTS, ENOUGH_REPORTS = 32, 24.0
-# Log time by which a worker's cells may differ from the others' beyond a constant factor, root mean square.
-UNLIKE_TIMES = 0.08
+# Log time by which a worker's cells may differ from the others': beyond a constant factor, root mean square; the factor.
+UNLIKE_TIMES, UNLIKE_FACTOR = 0.05, 0.25
 # Log ratio of accepted to expected tokens by which a worker may differ from the others, and its least significance.
 UNLIKE_ACCEPTANCE, SIGNIFICANT = 0.2, 4.0
 # Comparisons are made for so many workers of a context; in a larger fleet one worker's share is below 1%.
 MOST_WORKERS = 128
 # Weight of a worker's reports while it was not yet compared and sends more than the others: at least this.
 LEAST_WEIGHT = 0.05
+UNKNOWN = -1.0
+
+
+TIMES, ACCEPTANCE = 0, 1  # places in Peer.models
 
 
 class Peer:
@@ -33,10 +37,10 @@ class Peer:
 
     def __init__(self, num_cells: int) -> None:
         self.mean_log, self.count = np.zeros((2, num_cells))
-        self.tokens = [0.0, 0.0, 0.0]
+        self.tokens: list[float] = [0.0, 0.0, 0.0]
         self.num_reports = 0.0
         self.offset = 0.0
-        self.group = 0
+        self.models = [0, 0]  # which step times and which acceptance it shares with others
         self.compared = False
 
 
@@ -59,7 +63,7 @@ class Workers:
         """What a report counts for: as much as any, but a worker not yet compared has no more say than the others."""
         if peer is None or peer.compared or len(self.peers) < 2:
             return 1.0
-        others = [each.num_reports for each in self.peers.values() if each is not peer and each.group == peer.group]
+        others = [each.num_reports for each in self.peers.values() if each is not peer]
         fair = (sum(others) + 8.0) / max(len(others), 1)
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
 
@@ -86,62 +90,66 @@ class Workers:
         self.since_compared = 0
         return True
 
-    def unlike_in_time(self, group: int, noise: float) -> str | None:
-        """The worker of a group whose cells differ most from the others' beyond a factor, if one does; offsets on the way."""
-        members = self._members(group)
+    def unlike_in_time(self, model: int, noise: float) -> str | None:
+        """The worker whose cells differ most from the others' that share a model, if one does; factors on the way."""
+        members = self.sharing(TIMES, model)
         if len(members) < 2:
+            for _, peer in members:
+                peer.offset = 0.0
             return None
-        mean = np.stack([peer.mean_log for _, peer in members])
-        count = np.stack([peer.count for _, peer in members])
-        worst, found = UNLIKE_TIMES**2, None
+        mean, count = self._cells([peer for _, peer in members])
         total, summed = count.sum(axis=0), (count * mean).sum(axis=0)
+        worst, found = 1.0, None
         for (worker, peer), mine, n in zip(members, mean, count, strict=True):
             offset, excess = differs(mine, n, summed - n * mine, total - n, noise)
-            peer.offset += 0.5 * (offset - peer.offset)
-            peer.compared = True
-            if excess > worst:
-                worst, found = excess, worker
-        # Factors are relative to the group: their mean is 1.
-        middle = float(np.mean([peer.offset for _, peer in members]))
-        for _, peer in members:
-            peer.offset -= middle
+            peer.compared = peer.compared or excess != UNKNOWN
+            peer.offset += 0.5 * (offset * (1.0 - 1.0 / len(members)) - peer.offset)
+            score = max(excess / UNLIKE_TIMES**2, abs(offset) / UNLIKE_FACTOR)
+            if score > worst:
+                worst, found = score, worker
         return found
 
-    def unlike_in_acceptance(self, group: int, dispersion: float) -> str | None:
-        """The worker of a group whose accepted tokens differ most from what the others' would lead to expect, if one does."""
-        members = self._members(group)
+    def unlike_in_acceptance(self, model: int, dispersion: float) -> str | None:
+        """The worker whose accepted tokens differ most from what the others' lead to expect, if one does."""
+        members = self.sharing(ACCEPTANCE, model)
         if len(members) < 2:
             return None
         tokens = np.array([peer.tokens for _, peer in members])
+        # Everybody has the same say, however much it sends.
+        tokens *= np.minimum(1.0, 2.0 * tokens[:, 2].min() / np.maximum(tokens[:, 2], 1e-9))[:, None]
         others = tokens.sum(axis=0) - tokens
         ratio = (others[:, 0] + 1.0) / (others[:, 1] + 1.0)
         surprise = tokens[:, 0] - ratio * tokens[:, 1]
         z = np.abs(surprise) / np.sqrt(dispersion * (tokens[:, 2] + 1.0))
         size = np.abs(np.log((tokens[:, 0] + 1.0) / (ratio * tokens[:, 1] + 1.0)))
-        score = np.where((size > UNLIKE_ACCEPTANCE) & (z > SIGNIFICANT), z, 0.0)
+        score = np.where((size > UNLIKE_ACCEPTANCE) & (z > SIGNIFICANT), size, 0.0)
         worst = int(score.argmax())
         return members[worst][0] if score[worst] > 0.0 else None
 
-    def fits(self, worker: str, group: int, noise: float) -> bool:
-        """Whether a worker's cells agree with those of another group's workers."""
-        mine, members = self.peers[worker], self._members(group)
+    def fits(self, worker: str, model: int, noise: float) -> bool:
+        """Whether a worker's cells agree with those of the workers that share a model."""
+        mine, members = self.peers[worker], [peer for _, peer in self.sharing(TIMES, model)]
         if not members:
             return False
-        count = np.stack([peer.count for _, peer in members])
-        summed = (count * np.stack([peer.mean_log for _, peer in members])).sum(axis=0)
-        _, excess = differs(mine.mean_log, mine.count, summed, count.sum(axis=0), noise)
-        return -1.0 < excess < UNLIKE_TIMES**2
+        mean, count = self._cells(members)
+        offset, excess = differs(mine.mean_log, mine.count, (count * mean).sum(axis=0), count.sum(axis=0), noise)
+        return excess != UNKNOWN and excess < UNLIKE_TIMES**2 and abs(offset) < UNLIKE_FACTOR
 
-    def _members(self, group: int) -> list[tuple[str, Peer]]:
-        return [
-            (worker, peer)
-            for worker, peer in self.peers.items()
-            if peer.group == group and peer.num_reports >= ENOUGH_REPORTS
-        ]
+    def sharing(self, place: int, model: int) -> list[tuple[str, Peer]]:
+        """Workers with enough reports that share a model of step times or acceptance."""
+        enough = ((worker, peer) for worker, peer in self.peers.items() if peer.num_reports >= ENOUGH_REPORTS)
+        return [(worker, peer) for worker, peer in enough if peer.models[place] == model]
 
-    def evidence(self, group: int, most: float) -> tuple[FloatArray, FloatArray]:
-        """Mean log time, offsets taken out, and reports by cell of a group's workers."""
-        members = [peer for peer in self.peers.values() if peer.group == group]
+    @staticmethod
+    def _cells(members: list[Peer]) -> tuple[FloatArray, FloatArray]:
+        """Mean log times and reports, both [workers, cells]; none counts for more than twice another."""
+        reports = np.array([peer.num_reports for peer in members])
+        say = np.minimum(1.0, 2.0 * reports.min() / reports)
+        return np.stack([peer.mean_log for peer in members]), np.stack([peer.count for peer in members]) * say[:, None]
+
+    def evidence(self, model: int, most: float) -> tuple[FloatArray, FloatArray]:
+        """Mean log time, factors taken out, and reports by cell of the workers that share step times."""
+        members = [peer for peer in self.peers.values() if peer.models[TIMES] == model]
         count = sum((peer.count for peer in members), np.zeros(self.num_cells))
         summed = sum((peer.count * (peer.mean_log - peer.offset) for peer in members), np.zeros(self.num_cells))
         return summed / np.maximum(count, 1e-9), np.minimum(count, most)
@@ -158,18 +166,18 @@ class Workers:
     def export_state(self) -> dict[str, Any]:
         """JSON-able values from which to go on."""
         return {
-            worker: [p.mean_log.tolist(), p.count.tolist(), p.tokens, p.num_reports, p.offset, p.group, p.compared]
+            worker: [p.mean_log.tolist(), p.count.tolist(), p.tokens, p.num_reports, p.offset, p.models, p.compared]
             for worker, p in self.peers.items()
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from an exported state."""
-        for worker, (mean_log, count, tokens, num_reports, offset, group, compared) in state.items():
+        for worker, (mean_log, count, tokens, num_reports, offset, models, compared) in state.items():
             peer = self.peers[worker] = Peer(self.num_cells)
             peer.mean_log, peer.count = np.array(mean_log, dtype=float), np.array(count, dtype=float)
             peer.tokens = [float(value) for value in tokens]
             peer.num_reports, peer.offset = float(num_reports), float(offset)
-            peer.group, peer.compared = int(group), bool(compared)
+            peer.models, peer.compared = [int(model) for model in models], bool(compared)
 
 
 def differs(
@@ -177,14 +185,14 @@ def differs(
 ) -> tuple[float, float]:
     """Log factor of a worker over others in the same cells, and mean square by which cells differ beyond it and noise.
 
-    The latter is -1 where too few cells are shared to tell.
+    The latter is UNKNOWN where too few cells are shared to tell.
     """
     weight = count * others_count / (count + others_count + 1e-9)
     weight[weight < 0.5] = 0.0
     total, shared = float(weight.sum()), int(np.count_nonzero(weight))
     if total < ENOUGH_REPORTS / 2.0:
-        return 0.0, -1.0
+        return 0.0, UNKNOWN
     difference = np.clip(mean - others_sum / np.maximum(others_count, 1e-9), -3.0, 3.0)
     offset = float(weight @ difference) / total
     excess = float(weight @ (difference - offset) ** 2) / total
-    return offset, excess - 2.0 * noise * noise * shared / total
+    return offset, max(excess - 2.0 * noise * noise * shared / total, 0.0)
