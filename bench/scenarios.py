@@ -100,9 +100,7 @@ def _slowing_draft(factor: float, parts: int = 60) -> tuple[Phase, ...]:
 
 def _liar(name: str, title: str, kind: str, workers: int = 4, start: float = 0.0, rate: int = 1) -> Scenario:
     """Honest workers beside one that lies; only the honest ones count."""
-    return Scenario(
-        name, title, num_workers=workers, delay_steps=8, liar=kind, liar_from=start, liar_rate=rate
-    )
+    return Scenario(name, title, num_workers=workers, delay_steps=8, liar=kind, liar_from=start, liar_rate=rate)
 
 
 _THROTTLED = (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.throttled(2.0)), Phase(2 / 3))

@@ -238,7 +238,18 @@ class World:
             seconds *= np.where(neighbour_at_work(rng, num_steps), scenario.neighbour, 1.0)[:, None]
         seconds, factor, pause = self._noise(seconds)
         return Course(
-            *(batch, visits.context, seconds, tokens, tokens_now, by_class.sum(axis=1), factor, pause, regime, visits.joined),
+            *(
+                batch,
+                visits.context,
+                seconds,
+                tokens,
+                tokens_now,
+                by_class.sum(axis=1),
+                factor,
+                pause,
+                regime,
+                visits.joined,
+            ),
             *(visits.rows, by_class, self._buckets(batch)),
         )
 
@@ -312,7 +323,9 @@ class World:
                 work.append(course.tokens_now[step, length] * rate[worker][step] * counts)
                 regime.append(course.regime[step])
                 lies = worker == liar and step >= scenario.liar_from * num_steps
-                waiting[worker] += [lie(scenario.liar, report, rng) for _ in range(scenario.liar_rate)] if lies else [report]
+                waiting[worker] += (
+                    [lie(scenario.liar, report, rng) for _ in range(scenario.liar_rate)] if lies else [report]
+                )
                 while len(waiting[worker]) >= scenario.stale_steps:
                     group, waiting[worker] = (
                         waiting[worker][: scenario.stale_steps],

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from controller.arrays import FloatArray
-from controller.estimator.change import Change
+from controller.estimator.change import MOST_WITNESSES, Change
 
 # Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
 # relative to the one before.
@@ -53,7 +53,7 @@ class Acceptance:
         self.class_reached, self.class_passed = np.zeros((2, num_classes, num_positions))
         self.band_reached, self.band_passed = np.zeros((2, num_classes, num_bands, num_positions))
         self.detectors = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
-        self.agreeing = np.zeros(num_classes)  # fading sum of surprises
+        self.agreeing: dict[str, float] = {}  # by class and worker, fading sum of surprises
         self.dispersion = np.full(num_classes, DISPERSION_START)
         self.version = 0  # grows with every change
         self._estimate()
@@ -161,12 +161,14 @@ class Acceptance:
         fired = 0.0
         for kind, z, sender in zip(kinds.tolist(), surprise.tolist(), senders, strict=True):
             clipped = min(max(z / math.sqrt(self.dispersion[kind]), -LARGEST_Z), LARGEST_Z)
-            found = self.detectors[kind].add((sender,), (clipped,))
+            found = self.detectors[kind].add(sender, (clipped,))
             if found:
                 fired = found
                 self._forget(kind)
-            agreeing = AGREEMENT * self.agreeing[kind] + min(max(z, -LARGEST_Z), LARGEST_Z)
-            self.agreeing[kind] = agreeing
+            key = f"{kind} {sender}"
+            agreeing = AGREEMENT * self.agreeing.get(key, 0.0) + min(max(z, -LARGEST_Z), LARGEST_Z)
+            if key in self.agreeing or len(self.agreeing) < MOST_WITNESSES:
+                self.agreeing[key] = agreeing
             ratio = agreeing * agreeing * (1.0 - AGREEMENT**2) - self.dispersion[kind]
             self.dispersion[kind] = min(max(self.dispersion[kind] + ratio / DISPERSION_MEMORY, 1.0), DISPERSION_MOST)
         return fired
@@ -231,7 +233,7 @@ class Acceptance:
             "first": self.first,
             "shape": self.shape,
             "detectors": [detector.export_state() for detector in self.detectors],
-            "agreeing": self.agreeing.tolist(),
+            "agreeing": dict(self.agreeing),
             "dispersion": self.dispersion.tolist(),
         }
 
@@ -247,5 +249,6 @@ class Acceptance:
         self.first = float(state["first"])
         for detector, values in zip(self.detectors, state["detectors"], strict=True):
             detector.restore(values)
-        self.agreeing, self.dispersion = np.array(state["agreeing"]), np.array(state["dispersion"])
+        self.agreeing = {key: float(value) for key, value in state["agreeing"].items()}
+        self.dispersion = np.array(state["dispersion"], dtype=float)
         self._estimate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 
@@ -32,23 +31,16 @@ class Change:
         """How far the sum that looks for a rise has come, of the witness that saw most."""
         return max((sums[0] for sums in self.sums.values()), default=0.0)
 
-    def add(self, senders: Sequence[str], surprises: Sequence[float], slack: float = 0.0, lasting: float = 0.0) -> float:
-        """Surprises in standard deviations, in order, and who reported each.
+    def add(self, witness: str, surprises: Sequence[float], slack: float = 0.0, lasting: float = 0.0) -> float:
+        """Surprises of a witness in standard deviations, in order.
 
         slack: added to the usual one; lasting: for how many reports the evidence must be enough. Returns the statistic,
         positive for a rise, when a change is found, and starts anew; else 0.
         """
-        found, start = 0.0, 0
-        for sender, members in groupby(senders):
-            end = start + sum(1 for _ in members)
-            found = self._add_one(sender, surprises[start:end], self.slack + slack, lasting) or found
-            start = end
-        return found
-
-    def _add_one(self, witness: str, surprises: Sequence[float], slack: float, lasting: float) -> float:
         mine = self.sums.get(witness)
         if mine is None:
             mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0, 0.0, 0.0])
+        slack += self.slack
         threshold = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS)
         up, down, high, low = mine
         for z in surprises:
@@ -108,7 +100,9 @@ class Speed:
         self.last = 0.0
 
     def learn(self, surprise: float, uncertainty: float, noise: float, num_reports: int) -> None:
-        """surprise: mean log time of a group over its prediction, speed included; variance: of model and noise in it."""
+        """surprise: mean log time of a worker's group over its prediction, speed included; uncertainty: variance of the latter;
+        noise: variance of one report."""
+        uncertainty += noise / num_reports
         kept = math.exp(-num_reports / SPEED_REPORTS)
         self.mean *= kept
         self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
@@ -124,11 +118,6 @@ class Speed:
         self.variance *= uncertainty / total
         now = self.sd**2 / (self.sd**2 + noise)
         self.share += min(1.0, num_reports / SHARE_REPORTS) * (now - self.share)
-
-    def settle(self) -> float:
-        """The speed of the moment becomes the usual one; returns what it was."""
-        usual, self.mean = self.mean, 0.0
-        return usual
 
     def export_state(self) -> list[float]:
         """Values from which to go on."""

@@ -32,7 +32,7 @@ from controller.core import (
 )
 from controller.estimator.acceptance import Acceptance, band_of
 from controller.estimator.choice import LengthChoice
-from controller.estimator.step_time import LONGEST_S, MOST_EVIDENCE, SHORTEST_S, StepTimes
+from controller.estimator.step_time import MOST_EVIDENCE, StepTimes
 from controller.estimator.workers import ACCEPTANCE, TIMES, Peer, Workers
 
 # Classes of requests that a report may tell apart: greedy, cool, hot. Reports that don't are all of the first.
@@ -312,15 +312,18 @@ class Estimator:
     def _record_times(
         self, context: Context, times: StepTimes, reports: _Reports, peers: list[tuple[Peer | None, slice]]
     ) -> None:
-        cell = times.bucket_of[reports.batch] * times.num_lengths + reports.length
-        log_s = np.log(np.clip(reports.seconds, SHORTEST_S, LONGEST_S)) - times.speed.mean
-        limit = times.log_seconds[cell]
-        for peer, place in peers:
-            use = reports.teaches_latency[place]
-            if peer is not None and use.any():
-                # Single steps are clipped, so that pauses do not make a suspect.
-                clipped = np.clip(log_s[place] - limit[place], -1.0, 1.0) + limit[place]
-                context.workers.record_times(peer, cell[place][use], clipped[use])
+        """Keep for comparison what was just learned: clipped, so that pauses do not make a suspect."""
+        use = np.flatnonzero(reports.teaches_latency)
+        if len(times.surprise) != len(use):
+            return  # nothing was known yet
+        cell = (times.bucket_of[reports.batch] * times.num_lengths + reports.length)[use]
+        log_s = times.log_seconds[cell] + times.surprise
+        for (peer, place), (worker, _) in zip(peers, reports.spans, strict=True):
+            mine = slice(*np.searchsorted(use, (place.start, place.stop)).tolist())
+            if peer is not None and mine.stop > mine.start:
+                surprise = times.surprise[mine] + peer.offset
+                without_speed = log_s[mine] + peer.offset - times.speeds[worker].mean
+                context.workers.record_times(peer, cell[mine], without_speed, surprise)
 
     def _compare(self, context: Context, num_reports: int) -> list[DriftEvent]:
         """Compare workers when it is time; returns who was found unlike the others."""
@@ -329,14 +332,29 @@ class Estimator:
             return []
         events = []
         for model, times in enumerate(list(context.times)):
-            worker = workers.unlike_in_time(model, times.noise)
-            if worker is not None:
+            alone = workers.sharing(TIMES, model)
+            if len(alone) == 1 and len(context.times) > 1:
+                self._rejoin(context, alone[0][0])
+            while (worker := workers.unlike_in_time(model, times.noise)) is not None:
                 events.append(self._set_times_apart(context, worker))
         for model, acceptance in enumerate(list(context.acceptances)):
             worker = workers.unlike_in_acceptance(model, float(acceptance.dispersion.max()))
             if worker is not None:
                 events.append(self._set_acceptance_apart(context, worker))
         return events
+
+    def _rejoin(self, context: Context, worker: str) -> None:
+        """A worker with step times of its own that clearly agrees with others shares theirs, unless it was unlike before."""
+        peer, noise = context.workers.peers[worker], context.group_of(worker).times.noise
+        if peer.times_apart > 1:
+            return
+        for model in range(len(context.times)):
+            if model != peer.models[TIMES] and context.workers.fits(worker, model, noise):
+                like = context.group_of(worker)
+                peer.models[TIMES] = model
+                peer.level = peer.offset = peer.over(context.times[model].log_seconds)
+                context.group((model, peer.models[ACCEPTANCE]), like)
+                return
 
     def _set_times_apart(self, context: Context, worker: str) -> DriftEvent:
         """A worker whose times are unlike: it shares those of workers that it fits, or gets its own."""
@@ -348,11 +366,14 @@ class Estimator:
             context.times.append(StepTimes(context.buckets, context.limits.max_speculation_length))
             context.times[new].seed_from(like.times, UNLIKE_SD)
         peer.models[TIMES] = new
+        peer.times_apart += 1
         for model in (old, new):
             sharing = workers.sharing(TIMES, model)
-            if len(sharing) == 1:
-                sharing[0][1].offset = 0.0
+            for _, each in sharing:
+                each.offset = 0.0
             context.times[model].rebuild(*workers.evidence(model, MOST_EVIDENCE))
+            for _, each in sharing:
+                each.level = each.over(context.times[model].log_seconds)
         context.group((new, peer.models[ACCEPTANCE]), like)
         return _apart(context, worker, "step times")
 
@@ -519,7 +540,9 @@ class Estimator:
         except (KeyError, TypeError, IndexError, ValueError) as error:
             self._contexts[key] = self._new_context(key, limits)
             self._contexts[key].redecide(self._contexts[key].main)
-            raise ValueError(f"state of {key.target} with {key.draft} on {key.device} is not usable: {error}") from error
+            raise ValueError(
+                f"state of {key.target} with {key.draft} on {key.device} is not usable: {error}"
+            ) from error
 
     def _restore(self, context: Context, state: dict[str, Any]) -> None:
         classes, bands, positions = context.acceptances[0].shape

@@ -15,13 +15,15 @@ matrices. v is the variance of what no smooth formula sees (tile sizes, graph pa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from controller.arrays import FloatArray
 from controller.core import Bucket, Profile
-from controller.estimator.change import LASTS, WANDERING_LASTS, WANDERING_SLACK, Change, Speed
+from controller.estimator.change import LASTS, MOST_WITNESSES, WANDERING_LASTS, WANDERING_SLACK, Change, Speed
 
 # Weights of the features before anything is known, as multiples of a plain step's time, and their log-sds: constant, any
 # draft pass, draft passes, rows in draft passes, rows, held context (1024 tokens) per target and per draft pass, and the
@@ -47,6 +49,8 @@ LARGEST_Z = 2.5
 SLACK, THRESHOLD = 0.5, 12.0
 # After a change: log-sd by which each weight may have moved, and all together.
 CHANGED_SD, CHANGED_COMMON_SD = 0.5, 0.5
+# Of what a surface leaves over in a cell a new one starts with at most this: more may be the time of before the change.
+KEPT_LEFT_OVER = 0.1
 # What a profile counts for: log-sd of its cells where it was measured here and elsewhere; what all may have wrong.
 PROFILE_SD, FOREIGN_SD, PROFILE_MOVED_SD, PROFILE_COMMON_SD = 0.1, 0.4, 0.2, 0.2
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
@@ -142,7 +146,8 @@ class StepTimes:
     def __init__(self, buckets: tuple[Bucket, ...], max_length: int) -> None:
         self.known = False
         self.noise = NOISE
-        self.speed = Speed()
+        self.speeds: dict[str, Speed] = {}  # by worker: machines are shared and throttle each for itself
+        self.surprise: FloatArray = np.zeros(0)  # of the newest group: log times over the usual ones
         self.change = Change(SLACK, THRESHOLD)
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.profiled_here = False
@@ -191,7 +196,7 @@ class StepTimes:
         self.rho0[:] = 0.0
         if not profile.as_prior:
             cell = self.bucket_of[batch] * self.num_lengths + length
-            self.rho0[cell] = np.clip(0.5 * (log_s - np.log(rows @ np.exp(fitted))), -0.1, 0.1)
+            self.rho0[cell] = np.clip(0.5 * (log_s - np.log(rows @ np.exp(fitted))), -KEPT_LEFT_OVER, KEPT_LEFT_OVER)
         self.profiled[self.bucket_of[batch] * self.num_lengths + length] = 1.0
         self.usual_context[:] = context.mean()
         self._start(fitted, left + PROFILE_MOVED_SD**2 * np.eye(len(left)) + PROFILE_COMMON_SD**2)
@@ -207,9 +212,10 @@ class StepTimes:
         covariance[:size, size:] = covariance[size:, :size] = 0.0
         covariance[:size, :size] = other.covariance[:size, :size] + moved_sd**2 * (1.0 + np.eye(size))
         self.known, self.noise = True, other.noise
-        self.speed.restore(other.speed.export_state())
         buckets, lengths = min(len(self.buckets), len(other.buckets)), min(self.num_lengths, other.num_lengths)
-        self.grid(self.rho0)[:buckets, :lengths] = other.grid(other.left_over)[:buckets, :lengths]
+        self.grid(self.rho0)[:buckets, :lengths] = np.clip(
+            other.grid(other.left_over)[:buckets, :lengths], -KEPT_LEFT_OVER, KEPT_LEFT_OVER
+        )
         self._start(phi, covariance)
 
     def grid(self, cells: FloatArray) -> FloatArray:
@@ -234,6 +240,7 @@ class StepTimes:
         bucket = self.bucket_of[batch]
         steps = _Steps(bucket * self.num_lengths + length, np.log(np.clip(seconds, SHORTEST_S, LONGEST_S)) - offset)
         steps.context, steps.weight = context, weight
+        steps.spans = [(self._speed(sender), sender, place) for sender, place in spans_of(senders)]
         np.add.at(self.num_seen, steps.cell, 1.0)
         np.add.at(self.seen_s, steps.cell, (seconds - self.seen_s[steps.cell]) / self.num_seen[steps.cell])
         rows = None
@@ -243,11 +250,18 @@ class StepTimes:
             self.usual_context[bucket] = known + (context - known) / np.where(known > 0.0, CONTEXT_REPORTS, 1.0)
         if not self.known and not self._warm_up(batch, length, steps):
             return 0.0
-        found = self._detect(steps, rows, senders)
+        found = self._detect(steps, rows)
         if found:
-            self._start_anew(abs(found))
+            self._start_anew()
         self._learn(steps, rows)
         return found
+
+    def _speed(self, sender: str) -> Speed:
+        """Of a worker; in a very large fleet the last ones share theirs."""
+        known = self.speeds.get(sender)
+        if known is None:
+            known = self.speeds.setdefault(sender if len(self.speeds) < MOST_WITNESSES else "", Speed())
+        return known
 
     def _warm_up(self, batch: np.ndarray, length: np.ndarray, steps: _Steps) -> bool:
         """Gather the first reports until a time scale is known."""
@@ -267,43 +281,56 @@ class StepTimes:
             predicted = predicted + np.log(rows @ np.exp(self.phi)) - self.log_surface[steps.cell]
         return predicted
 
-    def _detect(self, steps: _Steps, rows: FloatArray | None, senders: list[str]) -> float:
+    def _detect(self, steps: _Steps, rows: FloatArray | None) -> float:
         """Look for a change: what wandering speed explains is none, what stays away is."""
-        variance = self.variance[steps.cell] + self.noise**2 + self.speed.sd**2
-        z = np.clip((steps.log_s - self._predicted(steps, rows)) / np.sqrt(variance), -LARGEST_Z, LARGEST_Z).tolist()
-        wandering = self.speed.share
-        return self.change.add(senders, z, WANDERING_SLACK * wandering, LASTS + WANDERING_LASTS * wandering)
+        surprise, found = steps.log_s - self._predicted(steps, rows), 0.0
+        variance = self.variance[steps.cell] + self.noise**2
+        for speed, sender, place in steps.spans:
+            z = surprise[place] / np.sqrt(variance[place] + speed.sd**2)
+            z = np.clip(z, -LARGEST_Z, LARGEST_Z).tolist()
+            share = speed.share
+            found = self.change.add(sender, z, WANDERING_SLACK * share, LASTS + WANDERING_LASTS * share) or found
+        return found
 
-    def _start_anew(self, statistic: float) -> None:
+    def _start_anew(self) -> None:
         """After a change: the present speed becomes the usual one, weights may move, cells keep what the surface leaves."""
-        self.rho0 = self.left_over
+        self.rho0 = np.clip(self.left_over, -KEPT_LEFT_OVER, KEPT_LEFT_OVER)
+        usual = float(np.median([speed.mean for speed in self.speeds.values()]))
+        for speed in self.speeds.values():
+            speed.mean -= usual
         moved = CHANGED_SD**2 * np.eye(len(self.phi)) + CHANGED_COMMON_SD**2
-        self._start(self.phi + self.speed.settle(), self.covariance + moved)
+        self._start(self.phi + usual, self.covariance + moved)
 
     def _learn(self, steps: _Steps, rows: FloatArray | None) -> None:
         """Add a group to the evidence of its cells."""
-        n, noise, speed = len(steps.cell), self.noise**2, self.speed
+        n, noise = len(steps.cell), self.noise**2
         predicted = self._predicted(steps, rows)
         cells, place = np.unique(steps.cell, return_inverse=True)
         member = (place == np.arange(len(cells))[:, None]).astype(float)
-        count, unsure = member.sum(axis=1), self.variance[cells]
-        surprise = steps.log_s - predicted - speed.mean
+        count, unsure = member.sum(axis=1), self.variance[steps.cell]
+        now, doubt = np.empty((2, n))  # speed of each step's worker before, and variance of it
+        for speed, _, span in steps.spans:
+            now[span], doubt[span] = speed.mean, speed.variance
+        surprise = steps.log_s - predicted - now
         # Where a group shows a cell three times its median is the yardstick, else the prediction with its doubt.
-        centre, width = np.zeros(len(cells)), np.sqrt(unsure + noise + speed.variance)
+        centre, width = np.zeros(n), np.sqrt(unsure + noise + doubt)
         for many in np.flatnonzero(count >= 3.0).tolist():
-            centre[many], width[many] = np.median(surprise[place == many]), self.noise
-        centre, width = centre[place], width[place]
+            here = place == many
+            centre[here], width[here] = np.median(surprise[here]), self.noise
         z = (surprise - centre) / width
         clipped = centre + np.clip(z, -LARGEST_Z, LARGEST_Z) * width
         self._learn_noise(z)
-        by_cell = 1.0 / (unsure + noise / count)
-        share = by_cell / by_cell.sum()
-        before = speed.mean
-        speed.learn(float(share @ (member @ clipped / count)), float(share @ unsure), noise, n)
-        # What the speed may have wrong all reports of the group have wrong together.
-        weight = member * (steps.weight * noise / (noise + n * speed.variance))
+        self.surprise = clipped + now
+        certain = np.empty(n)
+        for speed, _, span in steps.spans:
+            size = span.stop - span.start
+            speed.learn(float(clipped[span].mean()), float(unsure[span].mean()), noise, size)
+            now[span] = speed.mean
+            # What the speed may have wrong all reports of the worker have wrong together.
+            certain[span] = noise / (noise + size * speed.variance)
+        weight = member * (steps.weight * certain)
         total = weight.sum(axis=1)
-        news = weight @ (predicted + clipped + before - speed.mean) / total
+        news = weight @ (predicted + self.surprise - now) / total
         self.evidence *= math.exp(-n / MEMORY_REPORTS)
         more = total / (self.evidence[cells] + total)
         self.mean_log[cells] += more * (news - self.mean_log[cells])
@@ -376,9 +403,14 @@ class StepTimes:
         """Mean step time of every cell at the usual speed, [buckets, lengths]."""
         return self.grid(np.exp(self.log_seconds + 0.5 * self.noise**2))
 
+    @property
+    def wandering_sd(self) -> float:
+        """How far machines' speeds wander, in log time."""
+        return max((speed.sd for speed in self.speeds.values()), default=0.0)
+
     def interval(self) -> tuple[FloatArray, FloatArray]:
         """Bounds of each cell's mean step time, 95%, that hold what was seen where enough was."""
-        seconds, spread = self.seconds().reshape(-1), np.exp(1.96 * np.sqrt(self.variance + self.speed.sd**2))
+        seconds, spread = self.seconds().reshape(-1), np.exp(1.96 * np.sqrt(self.variance + self.wandering_sd**2))
         low, high = seconds / spread, seconds * spread
         seen = self.num_seen >= SHOWN_REPORTS
         return (
@@ -397,6 +429,8 @@ class StepTimes:
         """Replace the evidence: some of it came from a worker that does not belong here."""
         self.mean_log, self.evidence = mean_log.copy(), evidence.copy()
         self.rho0 = 0.5 * self.rho0
+        self.speeds.clear()
+        self.change.forget()
         self._fit()
         self._combine()
 
@@ -413,7 +447,7 @@ class StepTimes:
             "profiled_here": self.profiled_here,
             "quickest": self.quickest,
             "fitted": [self.evidence_fitted, self.since_fitted],
-            "speed": self.speed.export_state(),
+            "speeds": {sender: speed.export_state() for sender, speed in self.speeds.items()},
             "change": self.change.export_state(),
         }
 
@@ -427,15 +461,27 @@ class StepTimes:
         self.known, self.noise = bool(state["known"]), float(state["noise"])
         self.profiled_here, self.quickest = bool(state["profiled_here"]), [float(v) for v in state["quickest"]]
         self.evidence_fitted, self.since_fitted = float(state["fitted"][0]), int(state["fitted"][1])
-        self.speed.restore(state["speed"])
+        self.speeds = {}
+        for sender, values in state["speeds"].items():
+            self._speed(sender).restore(values)
         self.change.restore(state["change"])
         self._draw()
 
 
 class _Steps:
-    """A group of steps: cells, log seconds, context, weights, all [n]."""
+    """A group of steps: cells, log seconds, context, weights, all [n]; spans: each worker's speed, name and place."""
 
-    __slots__ = ("cell", "context", "log_s", "weight")
+    __slots__ = ("cell", "context", "log_s", "spans", "weight")
 
     def __init__(self, cell: np.ndarray, log_s: FloatArray) -> None:
         self.cell, self.log_s = cell, log_s
+
+
+def spans_of(senders: Sequence[str]) -> list[tuple[str, slice]]:
+    """Each sender with its place in a group. One that appears twice has two places."""
+    spans, start = [], 0
+    for sender, members in groupby(senders):
+        end = start + sum(1 for _ in members)
+        spans.append((sender, slice(start, end)))
+        start = end
+    return spans

@@ -39,9 +39,14 @@ class Peer:
         self.mean_log, self.count = np.zeros((2, num_cells))
         self.tokens: list[float] = [0.0, 0.0, 0.0]
         self.num_reports = 0.0
-        self.offset = 0.0
+        self.level, self.offset = 0.0, 0.0  # mean log time over the shared model's; what is taken out of it
         self.models = [0, 0]  # which step times and which acceptance it shares with others
         self.compared = False
+        self.times_apart = 0  # how often it was found unlike
+
+    def over(self, log_seconds: FloatArray) -> float:
+        """Mean log time of its reports over a model's."""
+        return float(self.count @ (self.mean_log - log_seconds)) / max(float(self.count.sum()), 1e-9)
 
 
 class Workers:
@@ -67,20 +72,19 @@ class Workers:
         fair = (sum(others) + 8.0) / max(len(others), 1)
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
 
-    def record_times(self, peer: Peer, cell: np.ndarray, log_s: FloatArray) -> None:
-        """Add log times of a worker's steps, without the speed of the moment."""
+    def record_times(self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray) -> None:
+        """Add log times of a worker's steps, without the speed of the moment, and over the shared model's usual ones."""
         fade = math.exp(-len(cell) / MEMORY_REPORTS)
         peer.count *= fade
         peer.num_reports = peer.num_reports * fade + len(cell)
+        peer.level += (float(surprise.mean()) - peer.level) * len(cell) / peer.num_reports
         np.add.at(peer.count, cell, 1.0)
         np.add.at(peer.mean_log, cell, (log_s - peer.mean_log[cell]) / peer.count[cell])
 
     def record_tokens(self, peer: Peer, accepted: float, expected: float, variance: float, num_reports: int) -> None:
         """Add accepted tokens beside what the model of its group expected."""
         fade = math.exp(-num_reports / MEMORY_REPORTS)
-        peer.tokens = [
-            old * fade + new for old, new in zip(peer.tokens, (accepted, expected, variance), strict=True)
-        ]
+        peer.tokens = [old * fade + new for old, new in zip(peer.tokens, (accepted, expected, variance), strict=True)]
 
     def due(self, num_reports: int) -> bool:
         """Whether it is time to compare."""
@@ -99,12 +103,14 @@ class Workers:
             return None
         mean, count = self._cells([peer for _, peer in members])
         total, summed = count.sum(axis=0), (count * mean).sum(axis=0)
+        level = np.array([peer.level for _, peer in members])
+        others = (level.sum() - level) / (len(level) - 1)
         worst, found = 1.0, None
-        for (worker, peer), mine, n in zip(members, mean, count, strict=True):
-            offset, excess = differs(mine, n, summed - n * mine, total - n, noise)
+        for at, (worker, peer) in enumerate(members):
+            excess = differs(mean[at], count[at], summed - count[at] * mean[at], total - count[at], noise)
             peer.compared = peer.compared or excess != UNKNOWN
-            peer.offset += 0.5 * (offset * (1.0 - 1.0 / len(members)) - peer.offset)
-            score = max(excess / UNLIKE_TIMES**2, abs(offset) / UNLIKE_FACTOR)
+            peer.offset = float(level[at] - level.mean())
+            score = max(excess / UNLIKE_TIMES**2, abs(float(level[at] - others[at])) / UNLIKE_FACTOR)
             if score > worst:
                 worst, found = score, worker
         return found
@@ -127,13 +133,17 @@ class Workers:
         return members[worst][0] if score[worst] > 0.0 else None
 
     def fits(self, worker: str, model: int, noise: float) -> bool:
-        """Whether a worker's cells agree with those of the workers that share a model."""
+        """Whether a worker's cells agree with those of the workers that share another model, clearly."""
         mine, members = self.peers[worker], [peer for _, peer in self.sharing(TIMES, model)]
         if not members:
             return False
         mean, count = self._cells(members)
-        offset, excess = differs(mine.mean_log, mine.count, (count * mean).sum(axis=0), count.sum(axis=0), noise)
-        return excess != UNKNOWN and excess < UNLIKE_TIMES**2 and abs(offset) < UNLIKE_FACTOR
+        others = count.sum(axis=0)
+        summed = (count * mean).sum(axis=0)
+        excess = differs(mine.mean_log, mine.count, summed, others, noise)
+        shared = np.minimum(mine.count, others)
+        gap = float(shared @ (mine.mean_log - summed / np.maximum(others, 1e-9))) / max(float(shared.sum()), 1e-9)
+        return excess != UNKNOWN and excess < 0.25 * UNLIKE_TIMES**2 and abs(gap) < 0.5 * UNLIKE_FACTOR
 
     def sharing(self, place: int, model: int) -> list[tuple[str, Peer]]:
         """Workers with enough reports that share a model of step times or acceptance."""
@@ -166,33 +176,53 @@ class Workers:
     def export_state(self) -> dict[str, Any]:
         """JSON-able values from which to go on."""
         return {
-            worker: [p.mean_log.tolist(), p.count.tolist(), p.tokens, p.num_reports, p.offset, p.models, p.compared]
+            worker: [
+                p.mean_log.tolist(),
+                p.count.tolist(),
+                p.tokens,
+                p.num_reports,
+                p.level,
+                p.offset,
+                p.models,
+                p.compared,
+            ]
             for worker, p in self.peers.items()
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from an exported state."""
-        for worker, (mean_log, count, tokens, num_reports, offset, models, compared) in state.items():
+        for worker, (
+            mean_log,
+            count,
+            tokens,
+            num_reports,
+            level,
+            offset,
+            models,
+            compared,
+            apart,
+        ) in state.items():
             peer = self.peers[worker] = Peer(self.num_cells)
             peer.mean_log, peer.count = np.array(mean_log, dtype=float), np.array(count, dtype=float)
             peer.tokens = [float(value) for value in tokens]
-            peer.num_reports, peer.offset = float(num_reports), float(offset)
+            peer.num_reports, peer.level, peer.offset = float(num_reports), float(level), float(offset)
             peer.models, peer.compared = [int(model) for model in models], bool(compared)
+            peer.times_apart = int(apart)
 
 
 def differs(
     mean: FloatArray, count: FloatArray, others_sum: FloatArray, others_count: FloatArray, noise: float
-) -> tuple[float, float]:
-    """Log factor of a worker over others in the same cells, and mean square by which cells differ beyond it and noise.
+) -> float:
+    """Mean square by which a worker's log times in its cells differ from others', beyond a constant factor and noise.
 
-    The latter is UNKNOWN where too few cells are shared to tell.
+    UNKNOWN where too few cells are shared to tell.
     """
     weight = count * others_count / (count + others_count + 1e-9)
     weight[weight < 0.5] = 0.0
     total, shared = float(weight.sum()), int(np.count_nonzero(weight))
     if total < ENOUGH_REPORTS / 2.0:
-        return 0.0, UNKNOWN
+        return UNKNOWN
     difference = np.clip(mean - others_sum / np.maximum(others_count, 1e-9), -3.0, 3.0)
-    offset = float(weight @ difference) / total
-    excess = float(weight @ (difference - offset) ** 2) / total
-    return offset, max(excess - 2.0 * noise * noise * shared / total, 0.0)
+    factor = float(weight @ difference) / total
+    excess = float(weight @ (difference - factor) ** 2) / total
+    return max(excess - 2.0 * noise * noise * shared / total, 0.0)
