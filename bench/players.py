@@ -78,6 +78,7 @@ class EstimatorPlayer:
             self.nacc += e.factor == "acceptance"
             self.nlat += e.factor == "latency"
             self.napart += e.factor == "worker"
+        self.ntilt = sum(t.tilted for t in self.estimator.context(KEY).times)
 
 
 class PolicyPlayer:

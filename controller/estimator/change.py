@@ -98,6 +98,7 @@ class Speed:
         self.sd, self.mean, self.variance = START_SD, 0.0, START_SD * START_SD
         self.share = START_SHARE
         self.last = 0.0
+        self.usual_length = 0.0
 
     def learn(self, surprise: float, uncertainty: float, noise: float, num_reports: int) -> None:
         """surprise: mean log time of a worker's group over its prediction, speed included; uncertainty: variance of the latter;
@@ -121,8 +122,8 @@ class Speed:
 
     def export_state(self) -> list[float]:
         """Values from which to go on."""
-        return [self.sd, self.mean, self.variance, self.share, self.last]
+        return [self.sd, self.mean, self.variance, self.share, self.last, self.usual_length]
 
     def restore(self, state: list[float]) -> None:
         """Go on from an exported state."""
-        self.sd, self.mean, self.variance, self.share, self.last = (float(value) for value in state)
+        self.sd, self.mean, self.variance, self.share, self.last, self.usual_length = (float(value) for value in state)

@@ -39,16 +39,19 @@ HELD, HELD_DRAFT, FIXED = 5, 6, len(WEIGHTS)
 SCALE_SD = 0.3
 # Log-sd of what the surface leaves over in a cell: kernels jump by a few percent between shapes.
 CELL_SD = 0.04
-# Reports after which evidence counts for 1/e, and most that a cell may hold: what drifts slowly is followed.
-MEMORY_REPORTS, MOST_EVIDENCE = 3000.0, 100.0
+# Most reports that a cell's evidence may count for. Log-sd by which times may drift per report: evidence ages by it, in its
+# cell, and so does the knowledge of a length that was not played anywhere, up to the last value.
+MOST_EVIDENCE, WALK, MOST_STALE = 100.0, 0.0015, 0.15
 # Log-sd of the noise of one step: start and range, and its relative change per report outside its quartiles.
 NOISE, NOISE_LEAST, NOISE_MOST, NOISE_RATE = 0.08, 0.02, 0.3, 0.02
 # A report surprises by at most so many standard deviations: a step of twenty times its time is a slightly slow one.
 LARGEST_Z = 2.5
 # A change of step times: slack and sum of surprises, in standard deviations.
-SLACK, THRESHOLD = 0.5, 12.0
+SLACK, THRESHOLD, TILT_THRESHOLD = 0.5, 12.0, 9.0
 # After a change: log-sd by which each weight may have moved, and all together.
 CHANGED_SD, CHANGED_COMMON_SD = 0.5, 0.5
+# Reports over which the usual length of a worker is averaged.
+TILT_REPORTS = 50.0
 # Of what a surface leaves over in a cell a new one starts with at most this: more may be the time of before the change.
 KEPT_LEFT_OVER = 0.1
 # What a profile counts for: log-sd of its cells where it was measured here and elsewhere; what all may have wrong.
@@ -116,15 +119,17 @@ def most_probable(
     """Log weights most probable given a normal prior and log times of variances sd2, and their covariance.
 
     Newton's method (Gauss and Newton's), at most 1 in any log weight at a time. A time far from the surface loses weight, as
-    if errors had Student's distribution with 4 degrees of freedom: cliffs are for the cells to know.
+    if errors had Student's distribution with 4 degrees of freedom: cliffs are for the cells to know. How far is far is
+    judged by the doubt of the prior, too.
     """
-    phi = start
+    phi, spread = start, np.linalg.inv(precision)
     for _ in range(NEWTON_STEPS):
         parts = rows * np.exp(phi)
         smooth = parts.sum(axis=1)
         shares = parts / smooth[:, None]
         error = log_s - np.log(smooth)
-        weight = 1.0 / (sd2 + 0.25 * error * error)
+        share = sd2 / (sd2 + ((shares @ spread) * shares).sum(axis=1))
+        weight = 1.0 / (sd2 + 0.25 * share * error * error)
         moved = mean - phi
         pull = precision * min(1.0, (TAIL + len(phi)) / (TAIL + float(moved @ precision @ moved)))
         information = pull + (shares.T * weight) @ shares
@@ -139,7 +144,7 @@ class StepTimes:
     """Step times of workers that are alike. Cells are [bucket, length], flat where an index is called cell."""
 
     STATE = (
-        *("mean_log", "evidence", "context", "rho0", "seen_s", "num_seen", "profiled", "usual_context", "usual"),
+        *("mean_log", "evidence", "context", "rho0", "seen_at", "length_at", "seen_s", "num_seen", "profiled", "usual_context", "usual"),
         *("phi0", "precision0", "phi", "covariance"),
     )
 
@@ -148,7 +153,10 @@ class StepTimes:
         self.noise = NOISE
         self.speeds: dict[str, Speed] = {}  # by worker: machines are shared and throttle each for itself
         self.surprise: FloatArray = np.zeros(0)  # of the newest group: log times over the usual ones
-        self.change = Change(SLACK, THRESHOLD)
+        self.change = Change(SLACK, THRESHOLD)  # of all times
+        self.tilt = Change(SLACK, TILT_THRESHOLD)  # of longer lengths' against shorter ones'
+        self.clock = 0.0  # reports so far
+        self.tilted = 0
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.profiled_here = False
         self._lay_out(buckets, max_length)
@@ -160,7 +168,8 @@ class StepTimes:
         cells = len(buckets) * self.num_lengths
         # Evidence by cell: mean log time without speed, reports it counts for, their mean context; what earlier regimes
         # left over the surface; mean and number of all reports as they came; whether a profile measured it.
-        self.mean_log, self.evidence, self.context, self.rho0 = np.zeros((4, cells))
+        self.mean_log, self.evidence, self.context, self.rho0, self.seen_at = np.zeros((5, cells))
+        self.length_at = np.zeros(self.num_lengths)  # report at which a length was last seen, as seen_at for cells
         self.seen_s, self.num_seen, self.profiled = np.zeros((3, cells))
         self.usual_context = np.zeros(len(buckets))
         self.rows = np.repeat([(b.batch_min + b.batch_max) / 2.0 for b in buckets], self.num_lengths)
@@ -331,17 +340,37 @@ class StepTimes:
         weight = member * (steps.weight * certain)
         total = weight.sum(axis=1)
         news = weight @ (predicted + self.surprise - now) / total
-        self.evidence *= math.exp(-n / MEMORY_REPORTS)
-        more = total / (self.evidence[cells] + total)
+        self.clock += n
+        known = self.aged()[cells]
+        more = total / (known + total)
         self.mean_log[cells] += more * (news - self.mean_log[cells])
         self.context[cells] += more * (weight @ steps.context / total - self.context[cells])
-        self.evidence[cells] = np.minimum(self.evidence[cells] + total, MOST_EVIDENCE)
+        self.evidence[cells] = np.minimum(known + total, MOST_EVIDENCE)
+        self.seen_at[cells] = self.length_at[cells % self.num_lengths] = self.clock
         self.since_fitted += n
         seen = float(self.evidence.sum())
         if seen > (1.0 + RENEWED_SHARE) * self.evidence_fitted or self.since_fitted >= RENEWED_REPORTS:
             self.evidence_fitted, self.since_fitted = seen, 0
             self._fit()
         self._combine()
+        self._watch_tilt(steps, (self.surprise - now) / np.sqrt(unsure + noise))
+
+    def _watch_tilt(self, steps: _Steps, surprise: FloatArray) -> None:
+        """Longer lengths against the usual ones: a change that the speed of the moment would hide."""
+        length = steps.cell % self.num_lengths
+        for speed, sender, span in steps.spans:
+            signed = surprise[span] * np.sign(length[span] - round(speed.usual_length))
+            speed.usual_length += (float(length[span].mean()) - speed.usual_length) * min(1.0, len(signed) / TILT_REPORTS)
+            found = self.tilt.add(sender, np.clip(signed[signed != 0.0], -LARGEST_Z, LARGEST_Z).tolist())
+            if found:
+                self._start_anew()
+                self.tilted += 1
+
+    def aged(self) -> FloatArray:
+        """Reports that each cell's evidence counts for, now that times may have drifted since."""
+        drift = (WALK / self.noise) ** 2 * (self.clock - self.seen_at)
+        strength: FloatArray = self.evidence / (1.0 + self.evidence * drift)
+        return strength
 
     def _learn_noise(self, z: FloatArray) -> None:
         """Half of all surprises lie within 0.674 standard deviations."""
@@ -351,14 +380,15 @@ class StepTimes:
 
     def _fit(self) -> None:
         """The surface anew, from the regime's start and the cells seen since."""
-        seen = np.flatnonzero(self.evidence > LEAST_EVIDENCE)
+        strength = self.aged()
+        seen = np.flatnonzero(strength > LEAST_EVIDENCE)
         if not len(seen):
             return
         rows = self.usual[seen]
         context = self.context[seen]
         if context.any():
             rows = of_length(self.rows[seen], self.passes[seen], context, self.knots)
-        variance = CELL_SD**2 + self.noise**2 / self.evidence[seen]
+        variance = CELL_SD**2 + self.noise**2 / strength[seen]
         log_s = self.mean_log[seen] - self.rho0[seen]
         self.phi, self.covariance = most_probable(self.phi0, self.precision0, rows, log_s, variance, self.phi)
         self._draw()
@@ -383,11 +413,13 @@ class StepTimes:
     def _combine(self) -> None:
         """Surface and cells together: log_seconds, and variance of it, of every cell at the usual speed."""
         noise, cell = self.noise**2, CELL_SD**2
-        self.trust = self.evidence * cell / (self.evidence * cell + noise)
+        strength = self.aged()
+        self.trust = strength * cell / (strength * cell + noise)
         self.left_over = self.rho0 + self.trust * (self.mean_log - self.log_taught - self.rho0)
         self.log_seconds = self.log_surface + self.left_over
         doubt = 1.0 - self.trust
-        self.own_variance = cell * doubt
+        stale = np.minimum(WALK**2 * (self.clock - self.length_at), MOST_STALE**2)
+        self.own_variance = cell * doubt + np.tile(stale, len(self.buckets))
         self.variance = doubt * doubt * self.surface_variance + self.own_variance
 
     def relative_variance(self, bucket: int, against: int) -> FloatArray:
@@ -431,6 +463,8 @@ class StepTimes:
         self.rho0 = 0.5 * self.rho0
         self.speeds.clear()
         self.change.forget()
+        self.tilt.forget()
+        self.seen_at[:] = self.clock
         self._fit()
         self._combine()
 
@@ -449,6 +483,8 @@ class StepTimes:
             "fitted": [self.evidence_fitted, self.since_fitted],
             "speeds": {sender: speed.export_state() for sender, speed in self.speeds.items()},
             "change": self.change.export_state(),
+            "tilt": self.tilt.export_state(),
+            "clock": self.clock,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -465,6 +501,8 @@ class StepTimes:
         for sender, values in state["speeds"].items():
             self._speed(sender).restore(values)
         self.change.restore(state["change"])
+        self.tilt.restore(state["tilt"])
+        self.clock = float(state["clock"])
         self._draw()
 
 
