@@ -39,15 +39,15 @@ HELD, HELD_DRAFT, FIXED = 5, 6, len(WEIGHTS)
 SCALE_SD = 0.3
 # Log-sd of what the surface leaves over in a cell: kernels jump by a few percent between shapes.
 CELL_SD = 0.04
-# Most reports that a cell's evidence may count for. Log-sd by which times may drift per report: evidence ages by it, in its
-# cell, and so does the knowledge of a length that was not played anywhere, up to the last value.
-MOST_EVIDENCE, WALK, MOST_STALE = 100.0, 0.0015, 0.15
+# Most reports that a cell's evidence may count for. Log-sd by which times may drift per report: of a cell by itself, and of a
+# length that was not played in any bucket, up to the last value.
+MOST_EVIDENCE, WALK, LENGTH_WALK, MOST_STALE = 100.0, 0.0004, 0.0015, 0.15
 # Log-sd of the noise of one step: start and range, and its relative change per report outside its quartiles.
 NOISE, NOISE_LEAST, NOISE_MOST, NOISE_RATE = 0.08, 0.02, 0.3, 0.02
 # A report surprises by at most so many standard deviations: a step of twenty times its time is a slightly slow one.
 LARGEST_Z = 2.5
 # A change of step times: slack and sum of surprises, in standard deviations.
-SLACK, THRESHOLD, TILT_THRESHOLD = 0.5, 12.0, 9.0
+SLACK, THRESHOLD, TILT_SLACK, TILT_THRESHOLD = 0.5, 12.0, 0.5, 10.0
 # After a change: log-sd by which each weight may have moved, and all together.
 CHANGED_SD, CHANGED_COMMON_SD = 0.5, 0.5
 # Reports over which the usual length of a worker is averaged.
@@ -144,7 +144,19 @@ class StepTimes:
     """Step times of workers that are alike. Cells are [bucket, length], flat where an index is called cell."""
 
     STATE = (
-        *("mean_log", "evidence", "context", "rho0", "seen_at", "length_at", "seen_s", "num_seen", "profiled", "usual_context", "usual"),
+        *(
+            "mean_log",
+            "evidence",
+            "context",
+            "rho0",
+            "seen_at",
+            "length_at",
+            "seen_s",
+            "num_seen",
+            "profiled",
+            "usual_context",
+            "usual",
+        ),
         *("phi0", "precision0", "phi", "covariance"),
     )
 
@@ -154,7 +166,7 @@ class StepTimes:
         self.speeds: dict[str, Speed] = {}  # by worker: machines are shared and throttle each for itself
         self.surprise: FloatArray = np.zeros(0)  # of the newest group: log times over the usual ones
         self.change = Change(SLACK, THRESHOLD)  # of all times
-        self.tilt = Change(SLACK, TILT_THRESHOLD)  # of longer lengths' against shorter ones'
+        self.tilt = Change(TILT_SLACK, TILT_THRESHOLD)  # of longer lengths' against shorter ones'
         self.clock = 0.0  # reports so far
         self.tilted = 0
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
@@ -360,7 +372,9 @@ class StepTimes:
         length = steps.cell % self.num_lengths
         for speed, sender, span in steps.spans:
             signed = surprise[span] * np.sign(length[span] - round(speed.usual_length))
-            speed.usual_length += (float(length[span].mean()) - speed.usual_length) * min(1.0, len(signed) / TILT_REPORTS)
+            speed.usual_length += (float(length[span].mean()) - speed.usual_length) * min(
+                1.0, len(signed) / TILT_REPORTS
+            )
             found = self.tilt.add(sender, np.clip(signed[signed != 0.0], -LARGEST_Z, LARGEST_Z).tolist())
             if found:
                 self._start_anew()
@@ -418,7 +432,7 @@ class StepTimes:
         self.left_over = self.rho0 + self.trust * (self.mean_log - self.log_taught - self.rho0)
         self.log_seconds = self.log_surface + self.left_over
         doubt = 1.0 - self.trust
-        stale = np.minimum(WALK**2 * (self.clock - self.length_at), MOST_STALE**2)
+        stale = np.minimum(LENGTH_WALK**2 * (self.clock - self.length_at), MOST_STALE**2)
         self.own_variance = cell * doubt + np.tile(stale, len(self.buckets))
         self.variance = doubt * doubt * self.surface_variance + self.own_variance
 
