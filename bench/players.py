@@ -64,7 +64,7 @@ class EstimatorPlayer:
             length = length if mix is None else mix.length_for(rows)
         if with_prompts and length:
             return length
-        probe = self.estimator.take_probe(KEY, batch_size, worker=name)
+        probe = self.estimator.take_probe(KEY, batch_size, worker_id=name)
         if probe is not None:
             self.num_probes += 1
             return probe.speculation_length
@@ -78,7 +78,6 @@ class EstimatorPlayer:
             self.nacc += e.factor == "acceptance"
             self.nlat += e.factor == "latency"
             self.napart += e.factor == "worker"
-        self.ntilt = sum(t.tilted for t in self.estimator.context(KEY).times)
 
 
 class PolicyPlayer:
@@ -108,7 +107,7 @@ class PolicyPlayer:
         self.policy.update(np.array([self.model.latency.bucket_of[step.batch_size] for step in steps]), steps)
 
 
-def make_player(world: World, policy: str, seed: int = 0) -> ControllerPlayer | PolicyPlayer:
+def make_player(world: World, policy: str, seed: int = 0) -> EstimatorPlayer | ControllerPlayer | PolicyPlayer:
     """The player of that policy. ValueError for an unknown one."""
     if policy == "adaptive":
         return EstimatorPlayer(world, seed)

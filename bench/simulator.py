@@ -377,7 +377,7 @@ def observe(course: Course, step: int, length: int, classes_told: bool = False) 
     """The report of one step at one length."""
     histogram = histogram_of(course.runs[step], length)
     taken = max(course.seconds[step, length] * course.factor[step] + course.pause[step], 1e-5)
-    by_class = ()
+    by_class: tuple[tuple[int, tuple[int, ...]], ...] = ()
     if classes_told:
         runs = course.runs_by_class[step]
         by_class = tuple((kind, histogram_of(mine, length)) for kind, mine in enumerate(runs) if mine.any())

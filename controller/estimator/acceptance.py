@@ -10,8 +10,8 @@ follows the one before it.
 from __future__ import annotations
 
 import math
-from itertools import compress
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,10 +41,35 @@ def band_of(batch_size: int) -> int:
     return (batch_size - 1).bit_length()
 
 
+class Parts(NamedTuple):
+    """The rows of one class in one report, [p] of them.
+
+    passed, reached: rows whose position was accepted, was judged, [p, positions]. kinds: class. bands: of the whole batch.
+    report: which report it belongs to. share: of the batch. workers: who sent it.
+    """
+
+    passed: FloatArray
+    reached: FloatArray
+    kinds: np.ndarray
+    bands: np.ndarray
+    report: np.ndarray
+    share: FloatArray
+    workers: Sequence[str]
+
+
+class Judged(NamedTuple):
+    """Accepted tokens of each part, how many were expected, and their variance if rows were independent, all [p]."""
+
+    accepted: FloatArray
+    expected: FloatArray
+    variance: FloatArray
+
+
 class Acceptance:
     """Acceptance by class, band and position of one pair. Position 0 is the first draft token."""
 
-    STATE = ("ratios", "reached", "passed", "class_reached", "class_passed", "band_reached", "band_passed")
+    COUNTS = ("reached", "passed", "class_reached", "class_passed", "band_reached", "band_passed")
+    STATE = (*COUNTS, "ratios", "first", "detectors", "agreeing", "dispersion")
 
     def __init__(self, num_positions: int, num_bands: int, num_classes: int = 1) -> None:
         self.first = COLD_ACCEPTANCE
@@ -56,7 +81,7 @@ class Acceptance:
         self.agreeing: dict[str, float] = {}  # by class and worker, fading sum of surprises
         self.dispersion = np.full(num_classes, DISPERSION_START)
         self.version = 0  # grows with every change
-        self._estimate()
+        self.renew()
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -81,13 +106,13 @@ class Acceptance:
         if not more and not higher:
             return
         self.ratios = np.append(self.ratios, np.full(more, COLD_RATIO))
-        for name in self.STATE[1:]:
+        for name in self.COUNTS:
             values = getattr(self, name)
             pads = [(0, 0)] * (values.ndim - 1) + [(0, more)]
             if name.startswith("band"):
                 pads[1] = (0, higher)
             setattr(self, name, np.pad(values, pads))
-        self._estimate()
+        self.renew()
 
     def seed(self, survival: tuple[float, ...], num_rows: tuple[int, ...]) -> None:
         """Take a profile's survival as the prior: its first acceptance and the ratios between positions.
@@ -105,87 +130,68 @@ class Acceptance:
             else:
                 self.ratios[at:] = min(max(acceptance / before, 0.5), 1.25)
             before, survived = acceptance, value
-        self._estimate()
+        self.renew()
 
-    def learn(
-        self,
-        passed: FloatArray,
-        reached: FloatArray,
-        kinds: np.ndarray,
-        bands: np.ndarray,
-        weights: FloatArray,
-        senders: list[str],
-    ) -> float:
-        """Learn from a group; returns the detector's statistic if one fired, else 0. Its sign: rose or fell.
+    def learn(self, parts: Parts, judged: Judged, weights: FloatArray) -> float:
+        """Learn from a group that was judged before; returns the detector's statistic if one fired, else 0.
 
-        passed[n, i], reached[n, i]: rows of part n whose position i was accepted, was judged; a part is the rows of one
-        class in one report. kinds[n], bands[n]: its class, the band of the whole batch, what
-        it counts for, and who sent it.
+        Its sign: rose or fell. weights: what each part counts for.
         """
-        judged = reached[:, 0] > 0.0 if reached.shape[1] else np.zeros(len(reached), dtype=bool)
-        fade = math.exp(-len(passed) / MEMORY_REPORTS)
-        if not judged.any():
-            self.reached *= fade
-            self.passed *= fade
-            self._estimate()
-            return 0.0
-        passed, reached, kinds, bands = passed[judged], reached[judged], kinds[judged], bands[judged]
-        fired = self._detect(passed, reached, kinds, bands, list(compress(senders, judged.tolist())))
-        weighted = weights[judged, None]
-        passed, reached = passed * weighted, reached * weighted
+        classes, bands, positions = self.shape
+        fade = math.exp(-len(weights) / MEMORY_REPORTS)
+        drafted = np.flatnonzero(judged.variance > 0.0)
+        fired = self._detect(parts, judged, drafted.tolist()) if len(drafted) else 0.0
+        passed, reached = parts.passed * weights[:, None], parts.reached * weights[:, None]
         self.reached = self.reached * fade + reached.sum(axis=0)
         self.passed = self.passed * fade + passed.sum(axis=0)
-        classes, num_bands, positions = self.shape
-        place = kinds * num_bands + bands
-        member = (place == np.arange(classes * num_bands)[:, None]).astype(float)
-        visits = member.sum(axis=1)
-        new_reached, new_passed = member @ reached, member @ passed
-        for rows, news, own in (
-            (self.band_reached, new_reached, self.class_reached),
-            (self.band_passed, new_passed, self.class_passed),
-        ):
-            flat = rows.reshape(-1, positions)
-            flat *= np.exp(-visits / BAND_MEMORY_REPORTS)[:, None]
-            flat += news
-            own *= np.exp(-visits.reshape(classes, num_bands).sum(axis=1) / CLASS_MEMORY_REPORTS)[:, None]
-            own += news.reshape(classes, num_bands, positions).sum(axis=1)
-        self._estimate()
+        if len(drafted):
+            place = (parts.kinds * bands + parts.bands)[drafted]
+            member = (place == np.arange(classes * bands)[:, None]).astype(float)
+            visits = member.sum(axis=1)
+            band_fade = np.exp(-visits / BAND_MEMORY_REPORTS)[:, None]
+            class_fade = np.exp(-visits.reshape(classes, bands).sum(axis=1) / CLASS_MEMORY_REPORTS)[:, None]
+            for counts, of_class, news in (
+                (self.band_reached, self.class_reached, member @ reached[drafted]),
+                (self.band_passed, self.class_passed, member @ passed[drafted]),
+            ):
+                flat = counts.reshape(-1, positions)
+                flat *= band_fade
+                flat += news
+                of_class *= class_fade
+                of_class += news.reshape(classes, bands, positions).sum(axis=1)
+        self.renew()
         return fired
 
-    def _detect(
-        self, passed: FloatArray, reached: FloatArray, kinds: np.ndarray, bands: np.ndarray, senders: list[str]
-    ) -> float:
-        """Two-sided sums, by class, of how far accepted tokens lie from what was expected."""
-        accepted, expected, variance = self.judge(passed, reached, kinds, bands)
-        surprise = (accepted - expected) / np.sqrt(np.maximum(variance, 1e-6))
-        fired = 0.0
-        for kind, z, sender in zip(kinds.tolist(), surprise.tolist(), senders, strict=True):
-            clipped = min(max(z / math.sqrt(self.dispersion[kind]), -LARGEST_Z), LARGEST_Z)
-            found = self.detectors[kind].add(sender, (clipped,))
+    def judge(self, parts: Parts) -> Judged:
+        """Accepted tokens of each part, how many were expected, and their variance if rows were independent."""
+        acceptance = self.acceptance[parts.kinds, parts.bands]
+        expected = parts.reached * acceptance
+        return Judged(parts.passed.sum(axis=1), expected.sum(axis=1), (expected * (1.0 - acceptance)).sum(axis=1))
+
+    def _detect(self, parts: Parts, judged: Judged, drafted: list[int]) -> float:
+        """Two-sided sums, by class, of how far accepted tokens lie from what was expected; returns what one found, or 0."""
+        surprises = (judged.accepted - judged.expected) / np.sqrt(np.maximum(judged.variance, 1e-6))
+        surprise, kinds, fired = surprises.tolist(), parts.kinds.tolist(), 0.0
+        for at in drafted:
+            kind, worker, z = kinds[at], parts.workers[at], surprise[at]
+            spread = float(self.dispersion[kind])
+            found = self.detectors[kind].add(worker, (min(max(z / math.sqrt(spread), -LARGEST_Z), LARGEST_Z),))
             if found:
                 fired = found
                 self._forget(kind)
-            key = f"{kind} {sender}"
+            key = f"{kind} {worker}"
             agreeing = AGREEMENT * self.agreeing.get(key, 0.0) + min(max(z, -LARGEST_Z), LARGEST_Z)
             if key in self.agreeing or len(self.agreeing) < MOST_WITNESSES:
                 self.agreeing[key] = agreeing
-            ratio = agreeing * agreeing * (1.0 - AGREEMENT**2) - self.dispersion[kind]
-            self.dispersion[kind] = min(max(self.dispersion[kind] + ratio / DISPERSION_MEMORY, 1.0), DISPERSION_MOST)
+            step = (agreeing * agreeing * (1.0 - AGREEMENT**2) - spread) / DISPERSION_MEMORY
+            self.dispersion[kind] = min(max(spread + step, 1.0), DISPERSION_MOST)
         return fired
-
-    def judge(
-        self, passed: FloatArray, reached: FloatArray, kinds: np.ndarray, bands: np.ndarray
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Accepted tokens of each part, how many were expected, and their variance if rows were independent."""
-        acceptance = self.acceptance[kinds, bands]
-        expected = reached * acceptance
-        return passed.sum(axis=1), expected.sum(axis=1), (expected * (1.0 - acceptance)).sum(axis=1)
 
     def forget_all(self) -> None:
         """Keep a few rows of every class: some of what was counted was not true."""
         for kind in range(self.shape[0]):
             self._forget(kind)
-        self._estimate()
+        self.renew()
 
     def _forget(self, kind: int) -> None:
         """Keep a few rows of what was counted before a class changed."""
@@ -198,9 +204,10 @@ class Acceptance:
             reached *= keep
             passed *= keep
 
-    def _estimate(self) -> None:
+    def renew(self) -> None:
         """Bring acceptance[class, band, position] and tokens[class, band, length] up to date with the counts."""
-        prior, shared = self.first, []
+        shared: list[float] = []
+        prior = self.first
         for passed, reached, ratio in zip(
             self.passed.tolist(), self.reached.tolist(), self.ratios.tolist(), strict=True
         ):
@@ -226,29 +233,3 @@ class Acceptance:
         lower = np.tril(np.broadcast_to(acceptance.cumprod()[:, None], (positions, positions)))
         gain = lower.cumsum(axis=0) / acceptance / self.tokens[kind, band, 1:, None]
         return np.append(0.0, (gain**2 * variance).sum(axis=1))
-
-    def export_state(self) -> dict[str, Any]:
-        """Everything needed to go on exactly from here, as JSON-able values."""
-        return {name: getattr(self, name).tolist() for name in self.STATE} | {
-            "first": self.first,
-            "shape": self.shape,
-            "detectors": [detector.export_state() for detector in self.detectors],
-            "agreeing": dict(self.agreeing),
-            "dispersion": self.dispersion.tolist(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from an exported state of as many classes."""
-        classes, bands, positions = (int(value) for value in state["shape"])
-        if classes != self.shape[0]:
-            raise ValueError(f"state has {classes} classes of requests, this version has {self.shape[0]}")
-        for name in self.STATE:
-            room = (bands, positions) if name.startswith("band") else (positions,)
-            lead = () if name in ("ratios", "reached", "passed") else (classes,)
-            setattr(self, name, np.array(state[name], dtype=float).reshape(*lead, *room))
-        self.first = float(state["first"])
-        for detector, values in zip(self.detectors, state["detectors"], strict=True):
-            detector.restore(values)
-        self.agreeing = {key: float(value) for key, value in state["agreeing"].items()}
-        self.dispersion = np.array(state["dispersion"], dtype=float)
-        self._estimate()

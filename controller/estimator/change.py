@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
 
 # Where three or more witnesses report, a quarter of them (at least 2, at most 8) must agree; each needs this part of the
 # evidence that a lone one needs.
 MOST_REQUIRED, AMONG_OTHERS = 8, 0.7
 MOST_WITNESSES = 128
-# Added to the slack where all variance is wandering speed, whose surprises come in rows; and for how many reports the
-# evidence must last, at least and there: what is over by then was a burst.
-WANDERING_SLACK, LASTS, WANDERING_LASTS = 1.0, 60.0, 60.0
 
 
 class Change:
@@ -21,6 +16,8 @@ class Change:
 
     Kept apart, so that a single odd worker changes nothing for the others.
     """
+
+    STATE = ("sums",)
 
     def __init__(self, slack: float, threshold: float) -> None:
         self.slack, self.threshold = slack, threshold
@@ -41,11 +38,11 @@ class Change:
         if mine is None:
             mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0, 0.0, 0.0])
         slack += self.slack
-        threshold = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS)
+        threshold, most = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS), 2.0 * self.threshold
         up, down, high, low = mine
         for z in surprises:
-            up = min(max(up + z - slack, 0.0), 2.0 * self.threshold)
-            down = min(max(down - z - slack, 0.0), 2.0 * self.threshold)
+            up = min(max(up + z - slack, 0.0), most)
+            down = min(max(down - z - slack, 0.0), most)
             high = high + 1.0 if up > threshold else 0.0
             low = low + 1.0 if down > threshold else 0.0
         mine[:] = up, down, high, low
@@ -66,43 +63,38 @@ class Change:
         for sums in self.sums.values():
             sums[:] = 0.0, 0.0, 0.0, 0.0
 
-    def export_state(self) -> list[Any]:
-        """JSON-able values from which to go on."""
-        return [[witness, *sums] for witness, sums in self.sums.items()]
-
-    def restore(self, state: list[Any]) -> None:
-        """Go on from an exported state."""
-        self.sums = {witness: [float(value) for value in sums] for witness, *sums in state}
-
 
 # Log-sd of the speed: start, and range. Small at the start: what is not known to wander does not excuse errors.
 START_SD, LEAST_SD, MOST_SD = 0.03, 0.01, 0.4
+# Share of variance that is wandering speed at the start: as on a shared machine, since where the surface itself is still
+# unsure nothing is lost by looking twice at a change.
+START_SHARE = 0.8
 # Relative change of the sd per group and unit of agreement between neighbouring groups' surprises.
 RATE = 0.15
+# A surprise of so many standard deviations is a jump of the speed: followed at once, and this part of its square is added
+# to the variance of how far the speed goes.
+JUMP, JUMP_SHARE = 3.0, 0.2
 # Reports after which the speed has returned to the usual one, and over which the share of wandering is averaged.
 SPEED_REPORTS, SHARE_REPORTS = 50.0, 200.0
-START_SHARE = 0.8
-JUMP = 3.0
-JUMP_SHARE = 0.2
 
 
 class Speed:
-    """How much longer than usual all steps take at the moment, in log time: a reverting walk, followed by a filter.
+    """How much longer than usual all steps of a worker take at the moment, in log time: a reverting walk, filtered.
 
     It has no say in the choice, but without a name for it a slow second in which only long lengths were played would make
     short ones look better. How far it goes is learned from whether surprises of neighbouring groups agree (followed too
     slowly) or alternate (too eagerly); what the model does not know yet counts as surprise of the model, not of the speed.
     """
 
+    STATE = ("sd", "mean", "variance", "share", "last", "usual_length")
+
     def __init__(self) -> None:
         self.sd, self.mean, self.variance = START_SD, 0.0, START_SD * START_SD
-        self.share = START_SHARE
-        self.last = 0.0
-        self.usual_length = 0.0
+        self.share, self.last = START_SHARE, 0.0
+        self.usual_length = 0.0  # that the worker plays, averaged
 
     def learn(self, surprise: float, uncertainty: float, noise: float, num_reports: int) -> None:
-        """surprise: mean log time of a worker's group over its prediction, speed included; uncertainty: variance of the latter;
-        noise: variance of one report."""
+        """surprise: mean log time of a group over its prediction, speed included; variances of model and of one report."""
         uncertainty += noise / num_reports
         kept = math.exp(-num_reports / SPEED_REPORTS)
         self.mean *= kept
@@ -119,11 +111,3 @@ class Speed:
         self.variance *= uncertainty / total
         now = self.sd**2 / (self.sd**2 + noise)
         self.share += min(1.0, num_reports / SHARE_REPORTS) * (now - self.share)
-
-    def export_state(self) -> list[float]:
-        """Values from which to go on."""
-        return [self.sd, self.mean, self.variance, self.share, self.last, self.usual_length]
-
-    def restore(self, state: list[float]) -> None:
-        """Go on from an exported state."""
-        self.sd, self.mean, self.variance, self.share, self.last, self.usual_length = (float(value) for value in state)

@@ -9,8 +9,6 @@ bucket. Length 0 shows nothing of acceptance, hence its larger share and an acco
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from controller.arrays import FloatArray
@@ -39,7 +37,7 @@ COLD_LENGTH = 2
 class LengthChoice:
     """Lengths by bucket and their accounts. Arrays are [buckets]; credit is in seconds of expected loss."""
 
-    STATE = ("lengths", "credit", "repeats_left", "to_follow", "zero_filled")
+    STATE = ("lengths", "credit", "repeats_left", "to_follow", "zero_filled", "decided", "probe_s")
 
     def __init__(self, num_buckets: int, max_length: int) -> None:
         self.lengths = np.full(num_buckets, min(COLD_LENGTH, max_length))
@@ -49,14 +47,6 @@ class LengthChoice:
         self.zero_filled = np.zeros(num_buckets, dtype=bool)
         self.decided = False
         self.probe_s = 0.0  # expected loss of all probes so far
-
-    def extend(self, num_buckets: int) -> None:
-        """Room for more buckets."""
-        more = LengthChoice(num_buckets, int(self.lengths.max(initial=COLD_LENGTH)))
-        kept = min(len(self.lengths), num_buckets)
-        for name in self.STATE:
-            getattr(more, name)[:kept] = getattr(self, name)[:kept]
-            setattr(self, name, getattr(more, name))
 
     def decide(self, tokens: FloatArray, times: StepTimes, resume_s: float) -> None:
         """Choose by the newest estimates. tokens: expected, per row and step, [buckets, lengths]."""
@@ -158,16 +148,3 @@ class LengthChoice:
     def _charge(self, bucket: int, cost: float) -> None:
         self.credit[bucket] -= cost
         self.probe_s += cost
-
-    def export_state(self) -> dict[str, Any]:
-        """JSON-able values from which to go on."""
-        return {name: getattr(self, name).tolist() for name in self.STATE} | {
-            "decided": self.decided,
-            "probe_s": self.probe_s,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from an exported state."""
-        for name in self.STATE:
-            setattr(self, name, np.array(state[name], dtype=getattr(self, name).dtype))
-        self.decided, self.probe_s = bool(state["decided"]), float(state["probe_s"])

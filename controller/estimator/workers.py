@@ -8,11 +8,11 @@ decides about its own lengths, and about others' only until it is found out; til
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from controller.arrays import FloatArray
+from controller.estimator.state import restored
 
 # Reports of a worker after which what is kept of it has faded to 1/e.
 MEMORY_REPORTS = 300.0
@@ -35,6 +35,8 @@ TIMES, ACCEPTANCE = 0, 1  # places in Peer.models
 class Peer:
     """What one worker reported lately. mean_log, count: by cell. tokens: accepted, expected, variance; summed, fading."""
 
+    STATE = (*("mean_log", "count", "tokens", "num_reports", "level", "offset", "models", "compared", "times_apart"),)
+
     def __init__(self, num_cells: int) -> None:
         self.mean_log, self.count = np.zeros((2, num_cells))
         self.tokens: list[float] = [0.0, 0.0, 0.0]
@@ -51,6 +53,8 @@ class Peer:
 
 class Workers:
     """The peers of one context, and how they compare."""
+
+    STATE = ("peers", "since_compared")
 
     def __init__(self, num_cells: int) -> None:
         self.num_cells = num_cells
@@ -81,10 +85,10 @@ class Workers:
         np.add.at(peer.count, cell, 1.0)
         np.add.at(peer.mean_log, cell, (log_s - peer.mean_log[cell]) / peer.count[cell])
 
-    def record_tokens(self, peer: Peer, accepted: float, expected: float, variance: float, num_reports: int) -> None:
-        """Add accepted tokens beside what the model of its group expected."""
+    def record_tokens(self, peer: Peer, tokens: list[float], num_reports: int) -> None:
+        """Add accepted tokens, what the model of its group expected, and the variance of that."""
         fade = math.exp(-num_reports / MEMORY_REPORTS)
-        peer.tokens = [old * fade + new for old, new in zip(peer.tokens, (accepted, expected, variance), strict=True)]
+        peer.tokens = [old * fade + new for old, new in zip(peer.tokens, tokens, strict=True)]
 
     def due(self, num_reports: int) -> bool:
         """Whether it is time to compare."""
@@ -164,50 +168,9 @@ class Workers:
         summed = sum((peer.count * (peer.mean_log - peer.offset) for peer in members), np.zeros(self.num_cells))
         return summed / np.maximum(count, 1e-9), np.minimum(count, most)
 
-    def extend(self, place: np.ndarray, num_cells: int) -> None:
-        """Room for more cells: place[i] is where cell i goes."""
-        self.num_cells = num_cells
-        for peer in self.peers.values():
-            for name in ("mean_log", "count"):
-                values = np.zeros(num_cells)
-                values[place] = getattr(peer, name)
-                setattr(peer, name, values)
-
-    def export_state(self) -> dict[str, Any]:
-        """JSON-able values from which to go on."""
-        return {
-            worker: [
-                p.mean_log.tolist(),
-                p.count.tolist(),
-                p.tokens,
-                p.num_reports,
-                p.level,
-                p.offset,
-                p.models,
-                p.compared,
-            ]
-            for worker, p in self.peers.items()
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from an exported state."""
-        for worker, (
-            mean_log,
-            count,
-            tokens,
-            num_reports,
-            level,
-            offset,
-            models,
-            compared,
-            apart,
-        ) in state.items():
-            peer = self.peers[worker] = Peer(self.num_cells)
-            peer.mean_log, peer.count = np.array(mean_log, dtype=float), np.array(count, dtype=float)
-            peer.tokens = [float(value) for value in tokens]
-            peer.num_reports, peer.level, peer.offset = float(num_reports), float(level), float(offset)
-            peer.models, peer.compared = [int(model) for model in models], bool(compared)
-            peer.times_apart = int(apart)
+    def renew(self) -> None:
+        """Peers after a state was restored."""
+        self.peers = {worker: restored(Peer(self.num_cells), state) for worker, state in self.peers.items()}
 
 
 def differs(
