@@ -62,6 +62,8 @@ CONTEXT_REPORTS, LENGTH_REPORTS = 64.0, 50.0
 # Reports of a cell from which the shown interval holds their mean; evidence below which a cell is not fitted.
 SHOWN_REPORTS, LEAST_EVIDENCE = 5, 0.01
 SHORTEST_S, LONGEST_S = 1e-7, 1e5
+# Of an interval, in log time: a factor of 400 says that nothing is known.
+LARGEST_SPREAD = 6.0
 
 
 class Steps(NamedTuple):
@@ -85,7 +87,18 @@ class StepTimes:
     EVIDENCE = ("mean_log", "evidence", "context", "seen_at", "rho", "seen_s", "num_seen", "profiled")
     STATE = (
         *EVIDENCE,
-        *("length_at", "usual_context", "usual", "phi0", "covariance0", "phi", "covariance", "known", "profiled_here"),
+        *(
+            "length_at",
+            "usual_context",
+            "usual",
+            "log_taught",
+            "phi0",
+            "covariance0",
+            "phi",
+            "covariance",
+            "known",
+            "profiled_here",
+        ),
         *("quickest", "noise", "clock", "fitted_evidence", "fitted_at", "speeds", "change", "tilt"),
     )
 
@@ -162,10 +175,10 @@ class StepTimes:
 
     def update(self, steps: Steps) -> float:
         """Learn from a group; returns the statistic of a change, if one was found, else 0."""
-        cell = self._cell(steps.batch, steps.length)
-        log_s = np.log(np.clip(steps.seconds, SHORTEST_S, LONGEST_S)) - steps.offset
+        cell, seconds = self._cell(steps.batch, steps.length), np.clip(steps.seconds, SHORTEST_S, LONGEST_S)
+        log_s = np.log(seconds) - steps.offset
         np.add.at(self.num_seen, cell, 1.0)
-        np.add.at(self.seen_s, cell, (steps.seconds - self.seen_s[cell]) / self.num_seen[cell])
+        np.add.at(self.seen_s, cell, (seconds - self.seen_s[cell]) / self.num_seen[cell])
         rows = None
         if steps.context.any() or not self.known:
             rows = of_length(steps.batch, steps.length, steps.context, self.knots)
@@ -309,19 +322,25 @@ class StepTimes:
         self._draw()
 
     def _draw(self) -> None:
-        """The surface over all cells, in their usual context and in that of their evidence, and how sure it is."""
-        theta = np.exp(self.phi)
+        """The surface over all cells, in their usual context and in that of their evidence."""
         if self.usual_context.any():
             held = self.rows * np.repeat(self.usual_context, self.num_lengths) / CONTEXT_UNIT
             self.usual[:, HELD], self.usual[:, HELD_DRAFT] = held, held * self.lengths
-        parts = self.usual * theta
-        smooth = parts.sum(axis=1)
-        self.log_surface = self.log_taught = np.log(smooth)
+        theta = np.exp(self.phi)
+        smooth = self.usual @ theta
         if self.context.any():
             held = self.rows * self.context / CONTEXT_UNIT - self.usual[:, HELD]
-            self.log_taught = np.log(smooth + held * (theta[HELD] + theta[HELD_DRAFT] * self.lengths))
+            smooth += held * (theta[HELD] + theta[HELD_DRAFT] * self.lengths)
+        self.log_taught = np.log(smooth)
+        self._judge()
+
+    def _judge(self) -> None:
+        """How sure the surface is."""
+        parts = self.usual * np.exp(self.phi)
+        smooth = parts.sum(axis=1)
+        self.log_surface = np.log(smooth)
         self.shares = parts / smooth[:, None]
-        self.surface_variance = np.einsum("nd,nd->n", self.shares @ self.covariance, self.shares)
+        self.surface_variance = np.maximum(np.einsum("nd,nd->n", self.shares @ self.covariance, self.shares), 0.0)
         self._combine()
 
     def _combine(self) -> None:
@@ -346,12 +365,13 @@ class StepTimes:
 
     def seconds(self) -> FloatArray:
         """Mean step time of every cell at the usual speed, [buckets, lengths]."""
-        return self.grid(np.exp(self.log_seconds + 0.5 * self.noise**2))
+        return self.grid(np.clip(np.exp(self.log_seconds + 0.5 * self.noise**2), SHORTEST_S, LONGEST_S))
 
     def interval(self) -> tuple[FloatArray, FloatArray]:
         """Bounds of each cell's mean step time, 95%, that hold what was seen where enough was."""
         wandering = max((speed.sd for speed in self.speeds.values()), default=0.0)
-        seconds, spread = self.seconds().reshape(-1), np.exp(1.96 * np.sqrt(self.variance + wandering**2))
+        spread = np.exp(np.minimum(1.96 * np.sqrt(self.variance + wandering**2), LARGEST_SPREAD))
+        seconds = self.seconds().reshape(-1)
         low, high, seen = seconds / spread, seconds * spread, self.num_seen >= SHOWN_REPORTS
         return np.where(seen, np.minimum(low, self.seen_s), low), np.where(seen, np.maximum(high, self.seen_s), high)
 
@@ -380,7 +400,7 @@ class StepTimes:
     def renew(self) -> None:
         """Derive everything else after a state was restored."""
         self.speeds = {worker: restored(Speed(), state) for worker, state in self.speeds.items()}
-        self._draw()
+        self._judge()
 
 
 def spans_of(senders: Sequence[str]) -> list[tuple[str, slice]]:
