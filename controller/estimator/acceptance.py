@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ PRIOR_ROWS, CLASS_PRIOR_ROWS, BAND_PRIOR_ROWS = 10.0, 40.0, 40.0
 # one that is idle forgets nothing meanwhile. Any memory from 300 to 1500 is as good: jumps are the detector's business.
 MEMORY_REPORTS, CLASS_MEMORY_REPORTS, BAND_MEMORY_REPORTS = 600.0, 400.0, 150.0
 # A change is a sum of (|z| - slack) above the threshold; then this share of the counts is kept, and most this many rows.
-SLACK, THRESHOLD, LARGEST_Z = 0.5, 9.0, 4.0
+SLACK, THRESHOLD, LARGEST_Z, MOST_SURPRISE = 0.5, 9.0, 4.0, 40.0
 KEPT_SHARE, KEPT_ROWS = 0.05, 20.0
 # Requests are easy or hard and stay in the batch for many steps, so neighbouring surprises agree. Their long-run variance
 # relative to independent rows' is tracked (start: recorded traffic shows 3 to 10) and taken out; memory in reports.
@@ -170,22 +171,30 @@ class Acceptance:
 
     def _detect(self, parts: Parts, judged: Judged, drafted: list[int]) -> float:
         """Two-sided sums, by class, of how far accepted tokens lie from what was expected; returns what one found, or 0."""
-        surprises = (judged.accepted - judged.expected) / np.sqrt(np.maximum(judged.variance, 1e-6))
-        surprise, kinds, fired = surprises.tolist(), parts.kinds.tolist(), 0.0
-        for at in drafted:
-            kind, worker, z = kinds[at], parts.workers[at], surprise[at]
-            spread = float(self.dispersion[kind])
-            found = self.detectors[kind].add(worker, (min(max(z / math.sqrt(spread), -LARGEST_Z), LARGEST_Z),))
+        surprise = (judged.accepted - judged.expected) / np.sqrt(np.maximum(judged.variance, 1e-6))
+        z, kinds, fired = np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE).tolist(), parts.kinds.tolist(), 0.0
+        for (kind, worker), members in groupby(drafted, key=lambda at: (kinds[at], parts.workers[at])):
+            mine = [z[at] for at in members]
+            found = self.detectors[kind].add(worker, self._without_agreement(kind, worker, mine))
             if found:
                 fired = found
                 self._forget(kind)
-            key = f"{kind} {worker}"
-            agreeing = AGREEMENT * self.agreeing.get(key, 0.0) + min(max(z, -LARGEST_Z), LARGEST_Z)
-            if key in self.agreeing or len(self.agreeing) < MOST_WITNESSES:
-                self.agreeing[key] = agreeing
-            step = (agreeing * agreeing * (1.0 - AGREEMENT**2) - spread) / DISPERSION_MEMORY
-            self.dispersion[kind] = min(max(spread + step, 1.0), DISPERSION_MOST)
         return fired
+
+    def _without_agreement(self, kind: int, worker: str, surprises: list[float]) -> list[float]:
+        """A worker's surprises in standard deviations; how much neighbouring ones agree is followed on the way."""
+        key, spread, out = f"{kind} {worker}", float(self.dispersion[kind]), []
+        agreeing = self.agreeing.get(key, 0.0)
+        scale = 1.0 / math.sqrt(spread)
+        for z in surprises:
+            each = z * scale
+            out.append(LARGEST_Z if each > LARGEST_Z else -LARGEST_Z if each < -LARGEST_Z else each)
+            agreeing = AGREEMENT * agreeing + (LARGEST_Z if z > LARGEST_Z else -LARGEST_Z if z < -LARGEST_Z else z)
+            spread += (agreeing * agreeing * (1.0 - AGREEMENT**2) - spread) / DISPERSION_MEMORY
+        if key in self.agreeing or len(self.agreeing) < MOST_WITNESSES:
+            self.agreeing[key] = agreeing
+        self.dispersion[kind] = min(max(spread, 1.0), DISPERSION_MOST)
+        return out
 
     def forget_all(self) -> None:
         """Keep a few rows of every class: some of what was counted was not true."""

@@ -40,9 +40,11 @@ class Change:
         slack += self.slack
         threshold, most = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS), 2.0 * self.threshold
         up, down, high, low = mine
-        for z in surprises:
-            up = min(max(up + z - slack, 0.0), most)
-            down = min(max(down - z - slack, 0.0), most)
+        for z in surprises:  # comparisons, since this is done for every report
+            up += z - slack
+            down -= z + slack
+            up = 0.0 if up < 0.0 else most if up > most else up
+            down = 0.0 if down < 0.0 else most if down > most else down
             high = high + 1.0 if up > threshold else 0.0
             low = low + 1.0 if down > threshold else 0.0
         mine[:] = up, down, high, low

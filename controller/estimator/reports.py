@@ -9,7 +9,7 @@ import numpy as np
 
 from controller.arrays import FloatArray
 from controller.core import Limits, StepObservation
-from controller.estimator.acceptance import Parts, band_of
+from controller.estimator.acceptance import Parts
 from controller.estimator.step_time import spans_of
 
 
@@ -51,7 +51,7 @@ class Reports:
         # at_least[:, i]: rows with i or more accepted. Position i is judged in rows with i - 1 or more, up to the length.
         at_least = table[:, ::-1].cumsum(axis=1)[:, ::-1]
         inside = (np.arange(positions) < length[:, None]) & self.accepts[where, None]
-        bands = np.array([band_of(size) for size in self.batch[where].tolist()])
+        bands = np.ceil(np.log2(self.batch[where])).astype(np.int64)
         workers = [self.workers[at] for at in where.tolist()]
         rows = at_least[:, 0] / self.batch[where]
         return Parts(at_least[:, 1:-1] * inside, at_least[:, :-2] * inside, kinds, bands, where, rows, workers)

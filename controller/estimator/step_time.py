@@ -257,12 +257,10 @@ class StepTimes:
 
         Where a group shows a cell three times their median is the yardstick, else the prediction with its doubt.
         """
-        centre: FloatArray | float = 0.0
-        if count.max() >= 3:
-            centre = np.zeros(len(surprise))
-            for many in np.flatnonzero(count >= 3).tolist():
-                here = place == many
-                centre[here], width[here] = np.median(surprise[here]), self.noise
+        centre = np.zeros(len(surprise))
+        for many in np.flatnonzero(count >= 3).tolist():
+            here = np.flatnonzero(place == many)
+            centre[here], width[here] = sorted(surprise[here].tolist())[len(here) // 2], self.noise
         z = (surprise - centre) / width
         # Half of all surprises lie within 0.674 standard deviations.
         outside = int(np.count_nonzero(np.abs(z) > 0.674))
