@@ -78,6 +78,9 @@ RATE = 0.15
 JUMP, JUMP_SHARE = 3.0, 0.2
 # Reports after which the speed has returned to the usual one, and over which the share of wandering is averaged.
 SPEED_REPORTS, SHARE_REPORTS = 50.0, 200.0
+# A speed that stays away is none: its mean over so many reports is compared with so many of its standard deviations, and
+# this at least.
+AWAY_REPORTS, AWAY_SDS, LEAST_AWAY = 300.0, 2.0, 0.15
 
 
 class Speed:
@@ -88,11 +91,12 @@ class Speed:
     slowly) or alternate (too eagerly); what the model does not know yet counts as surprise of the model, not of the speed.
     """
 
-    STATE = ("sd", "mean", "variance", "share", "last", "usual_length")
+    STATE = ("sd", "mean", "variance", "share", "last", "away", "usual_length")
 
     def __init__(self) -> None:
         self.sd, self.mean, self.variance = START_SD, 0.0, START_SD * START_SD
         self.share, self.last = START_SHARE, 0.0
+        self.away = 0.0  # the mean, averaged
         self.usual_length = 0.0  # that the worker plays, averaged
 
     def learn(self, surprise: float, uncertainty: float, noise: float, num_reports: int) -> None:
@@ -113,3 +117,9 @@ class Speed:
         self.variance *= uncertainty / total
         now = self.sd**2 / (self.sd**2 + noise)
         self.share += min(1.0, num_reports / SHARE_REPORTS) * (now - self.share)
+        self.away += min(1.0, num_reports / AWAY_REPORTS) * (self.mean - self.away)
+
+    @property
+    def stays_away(self) -> bool:
+        """Whether it is not a moment's speed any more, but an error of what is believed."""
+        return abs(self.away) > max(LEAST_AWAY, AWAY_SDS * self.sd * math.sqrt(SPEED_REPORTS / AWAY_REPORTS))

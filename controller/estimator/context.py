@@ -166,7 +166,8 @@ class Context:
         for worker, span in steps.spans:
             peer = self.workers.peer(worker)
             if peer is not None:
-                self.workers.record_times(peer, cell[span], log_s[span] - times.speed_of(worker).mean, surprise[span])
+                speed = times.speed_of(worker).mean
+                self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed)
 
     def compare(self, num_reports: int) -> list[DriftEvent]:
         """Compare workers when it is time; returns who was found unlike the others."""

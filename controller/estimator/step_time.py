@@ -215,6 +215,8 @@ class StepTimes:
             z = np.clip(surprise[span] / np.sqrt(variance[span] + speed.sd**2), -LARGEST_Z, LARGEST_Z)
             slack, lasting = WANDERING_SLACK * speed.share, LASTS + WANDERING_LASTS * speed.share
             found = self.change.add(worker, z.tolist(), slack, lasting) or found
+            if speed.stays_away and len(self.speeds) < 3:
+                found = found or math.copysign(self.change.threshold, speed.away)
         return found
 
     def _start_anew(self) -> None:
@@ -222,7 +224,7 @@ class StepTimes:
         self.rho = np.clip(self.left_over, -KEPT_LEFT_OVER, KEPT_LEFT_OVER)
         usual = float(np.median([speed.mean for speed in self.speeds.values()]))
         for speed in self.speeds.values():
-            speed.mean -= usual
+            speed.mean, speed.away = speed.mean - usual, 0.0
         moved = CHANGED_SD**2 * np.eye(len(self.phi)) + CHANGED_COMMON_SD**2
         self._start(self.phi + usual, self.covariance + moved)
 
@@ -382,8 +384,10 @@ class StepTimes:
 
     def rebuild(self, mean_log: FloatArray, evidence: FloatArray) -> None:
         """Replace the evidence: some of it came from a worker that does not belong here."""
+        self.rho[:] = 0.0
+        moved = CHANGED_SD**2 * np.eye(len(self.phi)) + CHANGED_COMMON_SD**2
+        self._start(self.phi0, self.covariance0 + moved)
         self.mean_log, self.evidence = mean_log, evidence
-        self.rho *= 0.5
         self.seen_at[:] = self.clock
         self.speeds.clear()
         self.change.forget()

@@ -33,12 +33,12 @@ TIMES, ACCEPTANCE = 0, 1  # places in Peer.models
 
 
 class Peer:
-    """What one worker reported lately. mean_log, count: by cell. tokens: accepted, expected, variance; summed, fading."""
+    """What one worker reported lately. mean_log, as_seen, count: by cell, without the speed of the moment and with it. tokens: accepted, expected, variance; summed, fading."""
 
-    STATE = (*("mean_log", "count", "tokens", "num_reports", "level", "offset", "models", "compared", "times_apart"),)
+    STATE = (*("mean_log", "as_seen", "count", "tokens", "num_reports", "level", "offset", "models", "compared", "times_apart"),)
 
     def __init__(self, num_cells: int) -> None:
-        self.mean_log, self.count = np.zeros((2, num_cells))
+        self.mean_log, self.as_seen, self.count = np.zeros((3, num_cells))
         self.tokens: list[float] = [0.0, 0.0, 0.0]
         self.num_reports = 0.0
         self.level, self.offset = 0.0, 0.0  # mean log time over the shared model's; what is taken out of it
@@ -48,7 +48,7 @@ class Peer:
 
     def over(self, log_seconds: FloatArray) -> float:
         """Mean log time of its reports over a model's."""
-        return float(self.count @ (self.mean_log - log_seconds)) / max(float(self.count.sum()), 1e-9)
+        return float(self.count @ (self.as_seen - log_seconds)) / max(float(self.count.sum()), 1e-9)
 
 
 class Workers:
@@ -76,14 +76,15 @@ class Workers:
         fair = (sum(others) + 8.0) / max(len(others), 1)
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
 
-    def record_times(self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray) -> None:
-        """Add log times of a worker's steps, without the speed of the moment, and over the shared model's usual ones."""
+    def record_times(self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: float) -> None:
+        """Add log times of a worker's steps. surprise: over the shared model's usual ones. speed: of the moment."""
         fade = math.exp(-len(cell) / MEMORY_REPORTS)
         peer.count *= fade
         peer.num_reports = peer.num_reports * fade + len(cell)
         peer.level += (float(surprise.mean()) - peer.level) * len(cell) / peer.num_reports
         np.add.at(peer.count, cell, 1.0)
-        np.add.at(peer.mean_log, cell, (log_s - peer.mean_log[cell]) / peer.count[cell])
+        np.add.at(peer.mean_log, cell, (log_s - speed - peer.mean_log[cell]) / peer.count[cell])
+        np.add.at(peer.as_seen, cell, (log_s - peer.as_seen[cell]) / peer.count[cell])
 
     def record_tokens(self, peer: Peer, tokens: list[float], num_reports: int) -> None:
         """Add accepted tokens, what the model of its group expected, and the variance of that."""
@@ -165,7 +166,7 @@ class Workers:
         """Mean log time, factors taken out, and reports by cell of the workers that share step times."""
         members = [peer for peer in self.peers.values() if peer.models[TIMES] == model]
         count = sum((peer.count for peer in members), np.zeros(self.num_cells))
-        summed = sum((peer.count * (peer.mean_log - peer.offset) for peer in members), np.zeros(self.num_cells))
+        summed = sum((peer.count * (peer.as_seen - peer.offset) for peer in members), np.zeros(self.num_cells))
         return summed / np.maximum(count, 1e-9), np.minimum(count, most)
 
     def renew(self) -> None:
