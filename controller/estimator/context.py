@@ -10,13 +10,11 @@ from controller.arrays import FloatArray
 from controller.core import Bucket, ContextKey, Decision, DriftEvent, Limits, StepObservation
 from controller.estimator.acceptance import Acceptance, Parts, band_of
 from controller.estimator.choice import LengthChoice
-from controller.estimator.step_time import MOST_EVIDENCE, Steps, StepTimes
+from controller.estimator.step_time import MOST_EVIDENCE, UNLIKE_SD, Steps, StepTimes
 from controller.estimator.workers import ACCEPTANCE, TIMES, Workers
 
 # Reports of a band of load over which its usual mix of classes is averaged.
 MIX_REPORTS = 100.0
-# Log-sd by which a worker that is found unlike may differ in every weight from those it was taken for.
-UNLIKE_SD = 0.4
 # Resumptions over which their cost is averaged, and the most that one may count, in usual steps.
 RESUMES_REMEMBERED, LARGEST_RESUME_STEPS = 20, 5.0
 # Drift is named as the reason of a decision for so many reports. Workers whose newest length is remembered.

@@ -50,7 +50,9 @@ SLACK, THRESHOLD, TILT_SLACK, TILT_THRESHOLD = 0.5, 12.0, 0.5, 10.0
 # what is over by then was a burst.
 LASTS, WANDERING_LASTS, WANDERING_SLACK = 60.0, 60.0, 1.0
 # After a change: log-sd by which each weight may have moved, and all together.
-CHANGED_SD, CHANGED_COMMON_SD = 0.5, 0.5
+CHANGED_SD, CHANGED_COMMON_SD = 0.7, 0.5
+# Where workers turned out to be unlike: the same for what was believed of both.
+UNLIKE_SD = 1.0
 # What a profile counts for: log-sd of its cells where it was measured here and elsewhere; what all may have wrong.
 PROFILE_SD, FOREIGN_SD, PROFILE_MOVED_SD, PROFILE_COMMON_SD = 0.1, 0.4, 0.2, 0.2
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
@@ -385,8 +387,7 @@ class StepTimes:
     def rebuild(self, mean_log: FloatArray, evidence: FloatArray) -> None:
         """Replace the evidence: some of it came from a worker that does not belong here."""
         self.rho[:] = 0.0
-        moved = CHANGED_SD**2 * np.eye(len(self.phi)) + CHANGED_COMMON_SD**2
-        self._start(self.phi0, self.covariance0 + moved)
+        self._start(self.phi0, self.covariance0 + UNLIKE_SD**2 * (1.0 + np.eye(len(self.phi))))
         self.mean_log, self.evidence = mean_log, evidence
         self.seen_at[:] = self.clock
         self.speeds.clear()
