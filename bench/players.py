@@ -49,7 +49,7 @@ class EstimatorPlayer:
     """The new estimator as workers see it."""
 
     def __init__(self, world: World, seed: int = 0) -> None:
-        self.estimator = Estimator("each")
+        self.estimator = Estimator(world.scenario.buckets)
         self.estimator.add_context(KEY, world.limits)
         if world.profile is not None:
             self.estimator.seed_profile(KEY, world.profile)

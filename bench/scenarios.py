@@ -158,7 +158,6 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("context", "context length grows", context_growth=True),
         Scenario("closed", "closed loop, acceptance halves and returns", phases=_drop(0.5), closed_loop=True),
         Scenario("coarse", "8 workers that report 50 steps at once", num_workers=8, stale_steps=50),
-        Scenario("doubling", "stationary, buckets 1, 2, 3-4, 5-8, ...", buckets="doubling"),
         Scenario("stepped", "stepped latencies, as of padded graphs", padded_to=16, profile="none"),
         Scenario("tenants", "two tenants alternate every 200 steps", phases=_alternating(0.55, 200)),
         Scenario("slow-drift", "draft slows down continuously, up to 2.5 times", phases=_slowing_draft(2.5)),

@@ -23,7 +23,7 @@ from controller.estimator.change import MOST_WITNESSES, Change
 # relative to the one before.
 COLD_ACCEPTANCE, COLD_RATIO = 0.7, 0.98
 # Rows that the level above counts for: profile or previous position in the shared counts, those in a class, that in a band.
-PRIOR_ROWS, CLASS_PRIOR_ROWS, BAND_PRIOR_ROWS = 10.0, 40.0, 40.0
+PRIOR_ROWS, CLASS_PRIOR_ROWS, BAND_PRIOR_ROWS = 40.0, 40.0, 40.0
 # Reports after which counts have faded to 1/e. Of a class and of a band only reports with such rows that drafted count, so
 # one that is idle forgets nothing meanwhile. Any memory from 300 to 1500 is as good: jumps are the detector's business.
 MEMORY_REPORTS, CLASS_MEMORY_REPORTS, BAND_MEMORY_REPORTS = 600.0, 400.0, 150.0

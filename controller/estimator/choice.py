@@ -16,14 +16,15 @@ from controller.estimator.step_time import StepTimes
 
 # Relative gain in goodput that a change of length must promise: against flapping between near-ties.
 MARGIN = 0.002
-# Part of the variance of log time by which an unsure length counts as slower. 0.5 is the mean of a lognormal time.
-RISK = 0.5
+# Part of the variance of log time by which an unsure length counts as slower. 0.5 would be the mean of a lognormal time; more,
+# since a first use of a shape costs and what is known improves by itself.
+RISK = 1.0
 # Steps over which leaving length 0 must pay for what the draft's catching up costs.
 RESUME_HORIZON = 100.0
 # Share of a bucket's time that probes may cost where drafting is on, and off; the most that can be saved up, in steps, and
 # what is there at the start without a profile of this very device.
 SHARE, SHARE_AT_ZERO = 0.001, 0.003
-CAP_STEPS, CAP_STEPS_AT_ZERO, START_STEPS = 1.0, 4.0, 0.5
+CAP_STEPS, CAP_STEPS_AT_ZERO, START_STEPS = 1.0, 4.0, 0.0
 # Standard deviations of optimism by which a probe is picked, and the least it is charged, in steps: a guess is a guess.
 OPTIMISM, LEAST_CHARGE = 1.5, 0.02
 # A probe at length 0 takes a second step unless the step time is known this well, relative to length 0 (log-sd).

@@ -35,7 +35,20 @@ TIMES, ACCEPTANCE = 0, 1  # places in Peer.models
 class Peer:
     """What one worker reported lately. mean_log, as_seen, count: by cell, without the speed of the moment and with it. tokens: accepted, expected, variance; summed, fading."""
 
-    STATE = (*("mean_log", "as_seen", "count", "tokens", "num_reports", "level", "offset", "models", "compared", "times_apart"),)
+    STATE = (
+        *(
+            "mean_log",
+            "as_seen",
+            "count",
+            "tokens",
+            "num_reports",
+            "level",
+            "offset",
+            "models",
+            "compared",
+            "times_apart",
+        ),
+    )
 
     def __init__(self, num_cells: int) -> None:
         self.mean_log, self.as_seen, self.count = np.zeros((3, num_cells))
