@@ -140,7 +140,9 @@ def test_one_worker_with_wild_times_ends_nothing():
     again.restore(PAIR, LIMITS, state, json.loads(json.dumps(estimator.export_pair_state(PAIR.pair))))
     again.observe(PAIR, group(rng), "honest")
     seconds = estimator.context(PAIR).group_of("honest").choice.seconds
-    assert seconds[3, 2] == pytest.approx(step_s(4, 2), rel=0.1)
+    ratio = np.log(seconds / [[step_s(batch, length) for length in range(7)] for batch in range(1, 17)])
+    assert np.median(np.abs(ratio)) < 0.05
+    assert np.abs(ratio).max() < 0.4  # the few cells that the other taught before it was set apart
 
 
 def test_what_leaves_the_representable_starts_anew_with_an_event():

@@ -16,8 +16,8 @@ from controller.estimator.step_time import StepTimes
 
 # Relative gain in goodput that a change of length must promise: against flapping between near-ties.
 MARGIN = 0.002
-# Part of the variance of log time by which an unsure length counts as slower. 0.5 would be the mean of a lognormal time; more,
-# since a first use of a shape costs and what is known improves by itself.
+# Part of the variance of log time by which an unsure length counts as slower: 0.5 would be the mean of a lognormal time.
+# More, since the first use of a shape costs, and a length that is not played stays unsure.
 RISK = 1.0
 # Steps over which leaving length 0 must pay for what the draft's catching up costs.
 RESUME_HORIZON = 100.0

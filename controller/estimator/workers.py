@@ -33,7 +33,10 @@ TIMES, ACCEPTANCE = 0, 1  # places in Peer.models
 
 
 class Peer:
-    """What one worker reported lately. mean_log, as_seen, count: by cell, without the speed of the moment and with it. tokens: accepted, expected, variance; summed, fading."""
+    """What one worker reported lately, fading.
+
+    mean_log, as_seen, count: by cell, without the speed of the moment and with it. tokens: accepted, expected, variance.
+    """
 
     STATE = (
         *(
