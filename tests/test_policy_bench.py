@@ -24,7 +24,7 @@ class Clairvoyant:
         course = world.courses[0]
         self.table = dict(zip(course.batch.tolist(), course.best().tolist(), strict=True))
 
-    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
         return self.table[batch_size]
 
     def report(self, worker, steps) -> None:

@@ -13,6 +13,9 @@ from speclen.controller.estimator.estimation import Estimator
 from speclen.controller.estimator.policies import make_policy
 from speclen.controller.estimator.policies.fixed import FixedPolicy
 from speclen.controller.estimator.policies.profile import ProfilePolicy
+from speclen.controller.successor.estimator import Estimator as Successor
+
+SUCCESSOR = "successor"  # the policy name of the estimator to come
 
 KEY = ContextKey("simulated target", "simulated draft", "simulated device", "float32")
 
@@ -28,7 +31,7 @@ class ControllerPlayer:
         self.num_probes = 0
         self.num_decisions = 0
 
-    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
         """A probe if there is one and the worker would use it now, else the table's length."""
         length = self.controller.length_for(KEY, batch_size)
         if with_prompts and length:
@@ -42,6 +45,37 @@ class ControllerPlayer:
     def report(self, worker: int, steps: list[StepObservation]) -> None:
         """A group of reports arrives."""
         self.num_decisions += len(self.controller.observe(KEY, steps, f"worker-{worker}").decisions)
+
+
+class SuccessorPlayer:
+    """The estimator to come, as workers would see it."""
+
+    def __init__(self, world: World, seed: int = 0) -> None:
+        self.estimator = Successor(world.scenario.buckets)
+        self.estimator.add_context(KEY, world.limits)
+        if world.profile is not None:
+            self.estimator.seed_profile(KEY, world.profile)
+        self.num_probes = self.num_decisions = 0
+
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
+        """A probe if there is one and the worker would use it now, else the table's length, or that for its rows."""
+        name = f"worker-{worker}"
+        length = self.estimator.length_for(KEY, batch_size, name)
+        if rows:
+            mix = self.estimator.mix(KEY, name)
+            length = length if mix is None else mix.length_for(rows)
+        if with_prompts and length:
+            return length
+        probe = self.estimator.take_probe(KEY, batch_size, worker_id=name)
+        if probe is not None:
+            self.num_probes += 1
+            return probe.speculation_length
+        return length
+
+    def report(self, worker: int, steps: list[StepObservation]) -> None:
+        """A group of reports arrives."""
+        outcome = self.estimator.observe(KEY, steps, f"worker-{worker}")
+        self.num_decisions += len(outcome.decisions)
 
 
 class PolicyPlayer:
@@ -62,7 +96,7 @@ class PolicyPlayer:
             return None
         return np.array(self.policy.pull_all())[self.model.latency.bucket_of]
 
-    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
         """The policy's choice in the bucket of this batch size."""
         return self.policy.pull(int(self.model.latency.bucket_of[batch_size]))
 
@@ -71,6 +105,8 @@ class PolicyPlayer:
         self.policy.update(np.array([self.model.latency.bucket_of[step.batch_size] for step in steps]), steps)
 
 
-def make_player(world: World, policy: str, seed: int = 0) -> ControllerPlayer | PolicyPlayer:
+def make_player(world: World, policy: str, seed: int = 0) -> SuccessorPlayer | ControllerPlayer | PolicyPlayer:
     """The player of that policy. ValueError for an unknown one."""
+    if policy == SUCCESSOR:
+        return SuccessorPlayer(world, seed)
     return ControllerPlayer(world, policy, seed) if policy == "adaptive" else PolicyPlayer(world, policy, seed)

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from speclen.bench.simulation.ablation import SWITCHED_OFF, without
 from speclen.bench.simulation.closed_loop import ClosedLoop
-from speclen.bench.simulation.players import PolicyPlayer, make_player
+from speclen.bench.simulation.players import SUCCESSOR, PolicyPlayer, make_player
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
 from speclen.console.errors import UserError
@@ -42,6 +43,7 @@ class Job:
     seed: int
     policies: tuple[str, ...]
     num_steps: int
+    without: str = ""  # piece of the estimator that is switched off; see bench/simulation/ablation.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,12 @@ class Outcome:
 
 def play(job: Job) -> list[Outcome]:
     """Run one job in this process."""
+    with without(job.without):
+        outcomes = _play(job)
+    return [replace(each, policy=f"without {job.without}") for each in outcomes] if job.without else outcomes
+
+
+def _play(job: Job) -> list[Outcome]:
     scenario = SCENARIOS[job.scenario]
     if scenario.closed_loop:
         loop = ClosedLoop(scenario, job.seed, duration_s=240.0 * job.num_steps / 12_000)
@@ -165,6 +173,9 @@ def policy(
     first_seed: int = typer.Option(0, min=0, help="First seed; the shipped settings were tuned on 100 and above."),
     steps: int = typer.Option(12_000, min=300, max=1_000_000, help="Steps per run."),
     processes: int = typer.Option(0, min=0, max=256, help="Processes; 0 for one per core."),
+    ablate: bool = typer.Option(
+        False, "--ablate", help="Play successor whole, then with one piece at a time switched off."
+    ),
     json_output: bool = typer.Option(False, "--json", help="Print JSON on stdout."),
     plot: Path | None = typer.Option(None, help="Write a picture to this .png or .svg file (needs the extra 'plot')."),
 ) -> None:
@@ -177,11 +188,17 @@ def policy(
     _check(chosen, names, plot)
     wanted = range(first_seed, first_seed + seeds)
     jobs = [Job(where, seed, tuple(names), steps) for where in chosen for seed in wanted]
+    if ablate:
+        pieces = ("", *SWITCHED_OFF)
+        jobs = [Job(where, seed, (SUCCESSOR,), steps, piece) for where in chosen for seed in wanted for piece in pieces]
     start = time.monotonic()
     console = Console(stderr=True)
     todo = run_all(jobs, processes or os.cpu_count() or 1)
     outcomes = [each for some in track(todo, "Simulating", total=len(jobs), console=console) for each in some]
     summaries = summarise(outcomes)
+    if ablate and not json_output:
+        _print_worth(summaries)
+        return
     if plot is not None:
         from speclen.bench.simulation.policy_plot import draw
 
@@ -194,13 +211,34 @@ def policy(
         _print(summaries)
 
 
+def _print_worth(summaries: list[Summary]) -> None:
+    """By piece: what the median and the worst seed lose without it where it is worth most, and where it does most harm."""
+    whole = {each.scenario: each for each in summaries if each.policy == SUCCESSOR}
+    table = Table("piece", "median loses at most", "worst seed loses at most", "gains most without it")
+    for piece in SWITCHED_OFF:
+        rows = [each for each in summaries if each.policy == f"without {piece}"]
+        sign = {each.scenario: -1.0 if SCENARIOS[each.scenario].closed_loop else 1.0 for each in rows}
+        median = {each.scenario: sign[each.scenario] * (whole[each.scenario].median - each.median) for each in rows}
+        worst = {each.scenario: sign[each.scenario] * (whole[each.scenario].worst - each.worst) for each in rows}
+        cells = [max(median, key=median.__getitem__), max(worst, key=worst.__getitem__)]
+        least = min(median, key=median.__getitem__)
+        table.add_row(
+            piece,
+            f"{median[cells[0]]:.2f} ({cells[0]})",
+            f"{worst[cells[1]]:.2f} ({cells[1]})",
+            f"{-median[least]:.2f} ({least})",
+        )
+    Console(width=150).print(table)
+
+
 def _check(chosen: list[str], names: list[str], plot: Path | None) -> None:
     for where in chosen:
         if where not in SCENARIOS:
             raise UserError(f"scenario {where!r} is unknown: use one of {', '.join(SCENARIOS)}")
     for name in names:
-        if not is_policy(name):
-            raise UserError(f"policy {name!r} is unknown: use one of {', '.join(POLICIES)}, or fixed:K with a number K")
+        if name != SUCCESSOR and not is_policy(name):
+            known = ", ".join([*POLICIES, SUCCESSOR])
+            raise UserError(f"policy {name!r} is unknown: use one of {known}, or fixed:K with a number K")
     if plot is not None:
         if plot.suffix not in (".png", ".svg"):
             raise UserError(f"cannot draw {plot}: use a name that ends in .png or .svg")

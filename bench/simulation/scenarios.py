@@ -18,6 +18,10 @@ def _same_requests(requests: Requests) -> Requests:
     return requests
 
 
+def _other_device(machine: Machine) -> Machine:
+    return machine.slower(1.7).slower_draft(2.5)
+
+
 @dataclass(frozen=True)
 class Phase:
     """From this share of the run on, the world differs so from the one at the start."""
@@ -50,7 +54,7 @@ class Scenario:
     steady_batch: int = 0  # batch size that hardly moves; 0: follow the queue
     hard_with_load: bool = False  # hard requests come when it is busy
     num_workers: int = 1
-    stale_steps: int = 4  # steps of a worker that are reported together: 100 ms at 40 steps a second
+    stale_steps: int = 8  # steps of a worker that are reported together, as the service does
     delay_steps: int = 0  # steps of the whole fleet that pass before such a group arrives
     context_growth: bool = False
     closed_loop: bool = False
@@ -61,6 +65,14 @@ class Scenario:
     mean_new_tokens: float = 96.0
     # Some steps say nothing about time: those that feed a prompt, the first after length 0, the first of their shape.
     engine_flags: bool = False
+    padded_to: int = 0  # see Machine
+    stalls: bool = False  # every 600 steps or so, half of some 15 steps in a row wait for 50 to 200 ms
+    profile_acceptance: float = 1.0  # the profile's acceptance is that of requests changed by this factor
+    classes_told: bool = False  # reports tell the two classes of requests apart, and a worker knows who is in its batch
+    machines: tuple[Callable[[Machine], Machine], ...] = ()  # of each worker, where they are not alike
+    liar: str = ""  # what the last worker reports instead of the truth; see bench/simulation/liars.py
+    liar_from: float = 0.0  # share of the run after which it does
+    liar_rate: int = 1  # times that it reports every step
 
 
 def _drop(factor: float) -> tuple[Phase, ...]:
@@ -69,6 +81,26 @@ def _drop(factor: float) -> tuple[Phase, ...]:
 
 def _slow_draft(factor: float) -> tuple[Phase, ...]:
     return (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.slower_draft(factor)), Phase(2 / 3))
+
+
+def _alternating(factor: float, steps: int) -> tuple[Phase, ...]:
+    """Two tenants that take turns, so many steps each, in a run of 12,000."""
+    tenants = (_same_requests, lambda requests: requests.scaled(factor))
+    return tuple(Phase(start / 12_000, requests=tenants[start // steps % 2]) for start in range(0, 12_000, steps))
+
+
+def _slowing_draft(factor: float, parts: int = 60) -> tuple[Phase, ...]:
+    """A draft that takes longer and longer, up to factor times as long."""
+
+    def phase(part: int) -> Phase:
+        return Phase(part / parts, machine=lambda machine: machine.slower_draft(factor ** (part / (parts - 1))))
+
+    return tuple(phase(part) for part in range(parts))
+
+
+def _liar(name: str, title: str, kind: str, workers: int = 4, start: float = 0.0, rate: int = 1) -> Scenario:
+    """Honest workers beside one that lies; only the honest ones count."""
+    return Scenario(name, title, num_workers=workers, delay_steps=8, liar=kind, liar_from=start, liar_rate=rate)
 
 
 _THROTTLED = (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.throttled(2.0)), Phase(2 / 3))
@@ -87,8 +119,6 @@ def _first_minute(name: str, title: str, profile: str) -> Scenario:
         slow_share=0.005,
         neighbour=1.4,
         bump=0.06,
-        stale_steps=8,
-        buckets="doubling",
         device="cpu",
         run_share=1 / 12,
         phase_steps=100,
@@ -129,6 +159,40 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("closed", "closed loop, acceptance halves and returns", phases=_drop(0.5), closed_loop=True),
         Scenario("coarse", "8 workers that report 50 steps at once", num_workers=8, stale_steps=50),
         Scenario("doubling", "stationary, buckets 1, 2, 3-4, 5-8, ...", buckets="doubling"),
+        Scenario("stepped", "stepped latencies, as of padded graphs", padded_to=16, profile="none"),
+        Scenario("tenants", "two tenants alternate every 200 steps", phases=_alternating(0.55, 200)),
+        Scenario("slow-drift", "draft slows down continuously, up to 2.5 times", phases=_slowing_draft(2.5)),
+        Scenario("stalls", "stalls of 50-200 ms that come in clusters", stalls=True, slow_share=0.0),
+        Scenario("wrong-acceptance", "profile measured with other requests", profile_acceptance=0.45),
+        Scenario(
+            "neighbour-change",
+            "a neighbour, and a draft that becomes three times as slow, and back",
+            phases=_slow_draft(3.0),
+            noise=0.1,
+            neighbour=1.5,
+        ),
+        Scenario("classes", "greedy and hot requests, told apart", classes_told=True, phases=_drop(0.6)),
+        Scenario(
+            *("unlike-2", "two workers, one 1.7 times slower with a slower draft"),
+            num_workers=2,
+            machines=(_same_machine, _other_device),
+        ),
+        Scenario(
+            *("unlike-2-of-4", "the same, two of four"),
+            num_workers=4,
+            machines=(_same_machine, _same_machine, _other_device, _other_device),
+        ),
+        Scenario(
+            *("unlike-1-of-4", "the same, one of four"),
+            num_workers=4,
+            machines=(_same_machine, _same_machine, _same_machine, _other_device),
+        ),
+        _liar("liar-times", "one of four lies about step times from the start", "times"),
+        _liar("liar-turns", "the same from the middle on, with wild times", "wild", start=0.5),
+        _liar("liar-all", "one of four claims that all is accepted, 16 times as often", "all", rate=16),
+        _liar("liar-none", "one of four claims that nothing is accepted, 16 times as often", "nothing", rate=16),
+        _liar("liar-of-2", "one of two claims that nothing is accepted, 16 times as often", "nothing", 2, rate=16),
+        _liar("liar-of-3", "one of three lies about step times, 16 times as often", "times", 3, rate=16),
         _first_minute("first-minute", "a CPU's first 1000 steps", "own"),
         replace(
             _first_minute("first-minute-noisy", "the same, cells of the profile 12% off", "own"), profile_noise=0.12

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from speclen.bench.simulation.liars import lie
 from speclen.bench.simulation.scenarios import Scenario, hard_share_at
 from speclen.bench.simulation.traffic import Traffic, traffic
 from speclen.bench.simulation.world import NUM_CLASSES, Machine, random_cpu, random_machine, random_requests
@@ -28,13 +29,16 @@ OTHER_BUMP = 0.03  # of the device that a foreign profile was measured on
 FIRST_USE_FACTOR = 1.25  # of a step whose shape the engine meets for the first time
 # Mean lengths of a neighbour's bursts and of the quiet between them, in steps: what a shared core shows.
 NEIGHBOUR_STEPS, NEIGHBOUR_AWAY_STEPS = 50.0, 100.0
+# Clusters of stalls: seconds, steps of a cluster and between two, share of its steps that stall; and of all steps.
+STALL_S, STALL_STEPS, STALL_APART, STALLING = (0.05, 0.2), 15, 600, 0.5
+STALL_SHARE = STALLING * STALL_STEPS / STALL_APART
 
 
 class Player(Protocol):
     """A policy in the simulator."""
 
-    def pull(self, batch_size: int, with_prompts: bool = False) -> int:
-        """Length for the next step. with_prompts: whether it feeds prompts along."""
+    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
+        """Length for a worker's next step. with_prompts: whether it feeds prompts along. rows: by class, where told."""
         ...
 
     def report(self, worker: int, steps: list[StepObservation]) -> None:
@@ -61,6 +65,8 @@ class Course:
     pause: FloatArray
     regime: np.ndarray
     joined: np.ndarray  # whether a request has just come, whose prompt is fed along
+    rows: np.ndarray  # by class of request, [steps, classes]
+    runs_by_class: np.ndarray  # as runs, [steps, classes, lengths]
     bucket: np.ndarray | None = None  # bucket of each step, where a bucket holds several batch sizes
 
     def best(self) -> np.ndarray:
@@ -147,7 +153,9 @@ class World:
         self.requests = random_requests(self.rng, MAX_LENGTH)
         self.profile = self._profile()
         steps = int(num_steps * scenario.run_share) // scenario.num_workers
-        self.courses = [self._course(steps) for _ in range(scenario.num_workers)]
+        changes = scenario.machines or (lambda machine: machine,) * scenario.num_workers
+        self.machines = [change(self.machine) for change in changes]
+        self.courses = [self._course(steps, machine) for machine in self.machines]
 
     def _draw_machine(self, bump: float) -> Machine:
         draw = random_cpu if self.scenario.device == "cpu" else random_machine
@@ -161,6 +169,7 @@ class World:
             values |= {"cliff_at": self.rng.uniform(30.0, 110.0), "cliff_factor": self.rng.uniform(1.2, 1.5)}
         if scenario.context_growth:
             values |= {"kv_s": machine.verify_s * 0.03, "kv_draft_s": machine.verify_s * 0.001}
+        values["padded_to"] = scenario.padded_to
         return Machine(**values)
 
     def _profile(self) -> Profile | None:
@@ -188,7 +197,8 @@ class World:
             if batch <= scenario.max_batch
             for length in range(MAX_LENGTH + 1)
         )
-        survival = np.diff(self.requests.tokens(self.requests.hard_share))
+        profiled = self.requests.scaled(scenario.profile_acceptance)
+        survival = np.diff(profiled.tokens(profiled.hard_share))
         counts = self.rng.binomial(4000, survival) / 4000.0
         return Profile(
             *(cells, tuple(np.minimum.accumulate(counts).tolist()), (4000,) * MAX_LENGTH),
@@ -196,7 +206,7 @@ class World:
             source="simulated",
         )
 
-    def _course(self, num_steps: int) -> Course:
+    def _course(self, num_steps: int, machine: Machine) -> Course:
         scenario, rng = self.scenario, self.rng
         visits = traffic(scenario, self.requests, num_steps, rng)
         starts = [int(phase.start * num_steps) for phase in scenario.phases] + [num_steps]
@@ -205,15 +215,16 @@ class World:
         shares = self._hard_shares(visits)
         seconds = np.empty((num_steps, MAX_LENGTH + 1))
         tokens, tokens_now = np.empty_like(seconds), np.empty_like(seconds)
-        runs = np.empty((num_steps, MAX_LENGTH + 1), dtype=np.int64)
+        by_class = np.empty((num_steps, NUM_CLASSES, MAX_LENGTH + 1), dtype=np.int64)
         for index, phase in enumerate(scenario.phases):
             here = slice(starts[index], starts[index + 1])
             requests = phase.requests(self.requests)
-            seconds[here] = self._seconds(phase.machine(self.machine), batch[here], visits.context[here])
+            seconds[here] = self._seconds(phase.machine(machine), batch[here], visits.context[here])
             tokens[here] = requests.tokens(shares[here])
             tokens_now[here] = requests.tokens(visits.rows[here, 1] / batch[here])
             chances = requests.run_probabilities()
-            runs[here] = sum(rng.multinomial(visits.rows[here, kind], chances[kind]) for kind in range(NUM_CLASSES))
+            for kind in range(NUM_CLASSES):
+                by_class[here, kind] = rng.multinomial(visits.rows[here, kind], chances[kind])
         if scenario.wander:
             walk = np.cumsum(rng.standard_normal((num_steps, 2)) * scenario.wander / np.sqrt(1000.0), axis=0)
             drafting = np.exp(walk[:, 1:] * (np.arange(MAX_LENGTH + 1) > 0) + walk[:, :1])
@@ -222,8 +233,19 @@ class World:
             seconds *= np.where(neighbour_at_work(rng, num_steps), scenario.neighbour, 1.0)[:, None]
         seconds, factor, pause = self._noise(seconds)
         return Course(
-            *(batch, visits.context, seconds, tokens, tokens_now, runs, factor, pause, regime, visits.joined),
-            self._buckets(batch),
+            *(
+                batch,
+                visits.context,
+                seconds,
+                tokens,
+                tokens_now,
+                by_class.sum(axis=1),
+                factor,
+                pause,
+                regime,
+                visits.joined,
+            ),
+            *(visits.rows, by_class, self._buckets(batch)),
         )
 
     def _buckets(self, batch: np.ndarray) -> np.ndarray | None:
@@ -262,6 +284,10 @@ class World:
         paused = rng.random(count) < scenario.pause_share
         pause = np.where(paused, rng.uniform(*PAUSE_S, size=count), 0.0)
         mean_pause = scenario.pause_share * float(np.mean(PAUSE_S))
+        if scenario.stalls:
+            stalled = stalls(rng, count)
+            pause = np.where(stalled, rng.uniform(*STALL_S, size=count), 0.0)
+            mean_pause = STALL_SHARE * float(np.mean(STALL_S))
         return seconds * mean_factor + mean_pause, factor / mean_factor, pause - mean_pause * factor / mean_factor
 
     def play(self, player: Player) -> Run:
@@ -269,26 +295,38 @@ class World:
 
         A worker reports stale_steps of its steps at a time, and the group arrives delay_steps of the fleet later.
         """
+        scenario = self.scenario
         waiting: list[list[StepObservation]] = [[] for _ in self.courses]
         rate = [course.best_rate() for course in self.courses]
-        engines = [Engine(self.machine) for _ in self.courses]
+        engines = [Engine(machine) for machine in self.machines]
         under_way: deque[tuple[int, int, list[StepObservation]]] = deque()
         lengths, seconds, work, regime = [], [], [], []
-        for step in range(len(self.courses[0].batch)):
+        liar, rng = (len(self.courses) - 1 if scenario.liar else -1), np.random.default_rng(0)
+        num_steps = len(self.courses[0].batch)
+        for step in range(num_steps):
             for worker, course in enumerate(self.courses):
-                joined = self.scenario.engine_flags and bool(course.joined[step])
-                length = player.pull(int(course.batch[step]), joined)
+                joined = scenario.engine_flags and bool(course.joined[step])
+                rows = tuple(course.rows[step].tolist()) if scenario.classes_told else ()
+                length = player.pull(int(course.batch[step]), joined, worker, rows)
                 lengths.append(length)
-                report, mean_s, extra_s = observe(course, step, length), course.seconds[step, length], 0.0
-                if self.scenario.engine_flags:
+                report = observe(course, step, length, scenario.classes_told)
+                mean_s, extra_s = course.seconds[step, length], 0.0
+                if scenario.engine_flags:
                     report, extra_s = engines[worker].flagged(report, joined, mean_s)
-                seconds.append(mean_s + extra_s)
-                work.append(course.tokens_now[step, length] * rate[worker][step])
+                counts = float(worker != liar)
+                seconds.append((mean_s + extra_s) * counts)
+                work.append(course.tokens_now[step, length] * rate[worker][step] * counts)
                 regime.append(course.regime[step])
-                waiting[worker].append(report)
-                if len(waiting[worker]) >= self.scenario.stale_steps:
-                    under_way.append((len(lengths) + self.scenario.delay_steps, worker, waiting[worker]))
-                    waiting[worker] = []
+                lies = worker == liar and step >= scenario.liar_from * num_steps
+                waiting[worker] += (
+                    [lie(scenario.liar, report, rng) for _ in range(scenario.liar_rate)] if lies else [report]
+                )
+                while len(waiting[worker]) >= scenario.stale_steps:
+                    group, waiting[worker] = (
+                        waiting[worker][: scenario.stale_steps],
+                        waiting[worker][scenario.stale_steps :],
+                    )
+                    under_way.append((len(lengths) + scenario.delay_steps, worker, group))
                 while under_way and under_way[0][0] <= len(lengths):
                     _, sender, steps = under_way.popleft()
                     player.report(sender, steps)
@@ -309,6 +347,15 @@ class World:
         return Run(lengths.reshape(-1), seconds.reshape(-1), work.reshape(-1), regime.reshape(-1))
 
 
+def stalls(rng: np.random.Generator, num_steps: int) -> np.ndarray:
+    """Whether a step stalls: half of those in clusters of 15, which begin 600 steps apart on average."""
+    inside = np.zeros(num_steps, dtype=bool)
+    for start in np.flatnonzero(rng.random(num_steps) < 1.0 / STALL_APART):
+        inside[start : start + STALL_STEPS] = True
+    stalled: np.ndarray = inside & (rng.random(num_steps) < STALLING)
+    return stalled
+
+
 def neighbour_at_work(rng: np.random.Generator, num_steps: int) -> np.ndarray:
     """Whether a neighbour uses the device too, by step: for 50 steps on average, after 100 without it."""
     active = rng.random() < NEIGHBOUR_STEPS / (NEIGHBOUR_STEPS + NEIGHBOUR_AWAY_STEPS)
@@ -321,9 +368,19 @@ def neighbour_at_work(rng: np.random.Generator, num_steps: int) -> np.ndarray:
     return np.concatenate(stays)[:num_steps]
 
 
-def observe(course: Course, step: int, length: int) -> StepObservation:
+def observe(course: Course, step: int, length: int, classes_told: bool = False) -> StepObservation:
     """The report of one step at one length."""
-    runs = course.runs[step]
-    histogram = (*runs[:length].tolist(), int(runs[length:].sum()))
+    histogram = histogram_of(course.runs[step], length)
     taken = max(course.seconds[step, length] * course.factor[step] + course.pause[step], 1e-5)
-    return StepObservation(int(course.batch[step]), length, float(taken), histogram, float(course.context[step]))
+    by_class: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    if classes_told:
+        runs = course.runs_by_class[step]
+        by_class = tuple((kind, histogram_of(mine, length)) for kind, mine in enumerate(runs) if mine.any())
+    return StepObservation(
+        *(int(course.batch[step]), length, float(taken), histogram, float(course.context[step])), by_class=by_class
+    )
+
+
+def histogram_of(runs: np.ndarray, length: int) -> tuple[int, ...]:
+    """Rows by accepted run at a length, from rows by the run that they would accept at the largest."""
+    return (*runs[:length].tolist(), int(runs[length:].sum()))

@@ -33,12 +33,15 @@ class Machine:
     row_s: float = 0.0  # of the verifying pass per row, however few of its tokens are verified
     kv_s: float = 0.0  # per 1024 held tokens of the batch
     kv_draft_s: float = 0.0
+    padded_to: int = 0  # verified tokens are rounded up to multiples of it, as recorded graphs are; 0: they are not
 
     def seconds(self, context: float | FloatArray = 0.0) -> FloatArray:
         """Usual step time [batch + 1, lengths] (row 0 unused), or [n, batch + 1, lengths] for n context lengths."""
         batch = np.arange(self.bumps.shape[0], dtype=float)[:, None]
         length = np.arange(self.bumps.shape[1], dtype=float)
         tokens = batch * (length + 1.0)
+        if self.padded_to:
+            tokens = np.ceil(tokens / self.padded_to) * self.padded_to
         verify = self.verify_s + self.slope_s * np.maximum(tokens - self.knee, 0.0)
         verify = np.where(tokens >= self.cliff_at, verify * self.cliff_factor, verify) + self.row_s * batch
         held = np.asarray(context)[..., None, None] * batch / 1024.0
@@ -49,6 +52,11 @@ class Machine:
     def slower_draft(self, factor: float) -> Machine:
         """The same device with a draft that takes longer."""
         return replace(self, draft_s=self.draft_s * factor, draft_row_s=self.draft_row_s * factor)
+
+    def slower(self, factor: float) -> Machine:
+        """Another device that takes this many times as long for everything."""
+        names = ("overhead_s", "draft_s", "draft_row_s", "verify_s", "slope_s", "row_s", "kv_s", "kv_draft_s")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     def throttled(self, factor: float) -> Machine:
         """The same device with arithmetic that many times slower: the flat part and the slope, not the overhead."""

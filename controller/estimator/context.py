@@ -228,7 +228,7 @@ class StepColumns:
     __slots__ = ("batch", "context", "histograms", "length", "seconds", "teaches_acceptance", "teaches_latency")
 
     def __init__(self, observations: Sequence[StepObservation]) -> None:
-        batch, length, seconds, self.histograms, context, teaches_latency, teaches_acceptance = zip(
+        batch, length, seconds, self.histograms, context, teaches_latency, teaches_acceptance, _ = zip(
             *observations, strict=True
         )
         self.batch, self.length = np.array(batch), np.array(length)

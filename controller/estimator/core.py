@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     accepted_histogram[j]: rows whose accepted run was exactly j, j = 0..speculation_length, summing to batch_size.
     teaches_latency, teaches_acceptance: False where a flag of the report forbids it (a catch-up step says nothing
     about latency, for example).
+    by_class: (class of request, its histogram) for the classes in the batch, adding up to accepted_histogram; empty where
+    the worker does not tell them apart.
     """
 
     batch_size: int
@@ -65,6 +71,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     mean_context_length: float = 0.0
     teaches_latency: bool = True
     teaches_acceptance: bool = True
+    by_class: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,25 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Mix:
+    """The few numbers by which a worker finds the best length for the classes of requests in its batch.
+
+    bucket_ends: largest batch size of each bucket. step_s[bucket, length]: whole step, longer where hardly known.
+    tokens[class, bucket, length]: expected per row and step, bonus included.
+    """
+
+    bucket_ends: tuple[int, ...]
+    step_s: np.ndarray
+    tokens: np.ndarray
+
+    def length_for(self, rows: Sequence[int]) -> int:
+        """The length with the most expected tokens per second for so many rows of each class. Worth keeping by `rows`."""
+        bucket = min(bisect_left(self.bucket_ends, sum(rows)), len(self.bucket_ends) - 1)
+        tokens = np.asarray(rows, dtype=float) @ self.tokens[: len(rows), bucket]
+        return int((tokens / self.step_s[bucket]).argmax())
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """An exploratory length for one step of one worker."""
 
@@ -178,10 +204,14 @@ class ObserveOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LearnedRow:
-    """One row of the learned table: what is believed and on how much evidence."""
+    """One row of the learned table: what is believed and on how much evidence.
+
+    num_steps: reports that told about this cell's time. observed_step_s: mean of what they said; None without any.
+    """
 
     bucket: Bucket
     estimate: LengthEstimate
     num_steps: int
     source: str  # "profile", "online" or "both"
     is_best: bool
+    observed_step_s: float | None = None

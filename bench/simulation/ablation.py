@@ -1,0 +1,48 @@
+"""What each piece of the estimator is worth: it is played with one piece switched off at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from unittest.mock import patch
+
+from speclen.controller.successor import acceptance, change, choice, step_time, surface, workers
+
+NEVER = 1e12  # of a threshold, and a prior that nothing moves
+SWITCHED_OFF: dict[str, tuple[tuple[ModuleType, str, float], ...]] = {
+    "cells on top of the surface": ((step_time, "CELL_SD", 1e-4),),
+    "cells that outlive a change": ((step_time, "KEPT_LEFT_OVER", 0.0),),
+    "ageing of lengths that are not played": ((step_time, "LENGTH_WALK", 0.0),),
+    "ageing of cells": ((step_time, "WALK", 0.0),),
+    "slopes that resemble their neighbours": ((surface, "SLOPE_RESEMBLANCE", 0.0),),
+    "a doubted prior lets go": ((surface, "PRIOR_TAIL", NEVER),),
+    "clipped surprises": ((step_time, "LARGEST_Z", 1e3),),
+    "change of step times": ((step_time, "THRESHOLD", NEVER),),
+    "tilt of longer lengths": ((step_time, "TILT_THRESHOLD", NEVER),),
+    "wandering speed": ((change, "START_SD", 1e-6), (change, "LEAST_SD", 1e-6), (change, "MOST_SD", 1e-6)),
+    "jumps of the speed": ((change, "JUMP", NEVER),),
+    "changes must last": ((step_time, "LASTS", 0.0), (step_time, "WANDERING_LASTS", 0.0)),
+    "change of acceptance": ((acceptance, "THRESHOLD", NEVER),),
+    "agreement of neighbouring steps": ((acceptance, "DISPERSION_START", 1.0), (acceptance, "DISPERSION_MOST", 1.0)),
+    "bands of load": ((acceptance, "BAND_PRIOR_ROWS", NEVER),),
+    "classes of requests": ((acceptance, "CLASS_PRIOR_ROWS", NEVER), (acceptance, "BAND_PRIOR_ROWS", NEVER)),
+    "a doubtful time counts as longer": ((choice, "RISK", 0.0),),
+    "margin of a change": ((choice, "MARGIN", 0.0),),
+    "probes where drafting is on": ((choice, "SHARE", 0.0), (choice, "START_STEPS", 0.0)),
+    "probes at length 0": ((choice, "SHARE_AT_ZERO", 0.0), (choice, "CAP_STEPS_AT_ZERO", 0.0)),
+    "second step of a probe at 0": ((choice, "KNOWN_SD", NEVER),),
+    "repeats of a probe at 0": ((choice, "REPEATS", 0.0),),
+    "workers compared by step times": ((workers, "UNLIKE_TIMES", NEVER), (workers, "UNLIKE_FACTOR", NEVER)),
+    "workers compared by acceptance": ((workers, "UNLIKE_ACCEPTANCE", NEVER),),
+    "no more say for who sends more": ((workers, "LEAST_WEIGHT", 1.0),),
+}
+
+
+@contextmanager
+def without(piece: str) -> Iterator[None]:
+    """Play without a piece; "" for nothing off."""
+    with ExitStack() as stack:
+        for module, name, value in SWITCHED_OFF[piece] if piece else ():
+            stack.enter_context(patch.object(module, name, value))
+        yield

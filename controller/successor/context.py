@@ -1,0 +1,231 @@
+"""One context: models of step times and of acceptance, and the groups of workers that share one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.core import Bucket, ContextKey, Decision, DriftEvent, Limits, StepObservation
+from speclen.controller.successor.acceptance import Acceptance, Parts, band_of
+from speclen.controller.successor.choice import LengthChoice
+from speclen.controller.successor.step_time import MOST_EVIDENCE, UNLIKE_SD, Steps, StepTimes
+from speclen.controller.successor.workers import ACCEPTANCE, TIMES, Workers
+
+# Reports of a band of load over which its usual mix of classes is averaged.
+MIX_REPORTS = 100.0
+# Resumptions over which their cost is averaged, and the most that one may count, in usual steps.
+RESUMES_REMEMBERED, LARGEST_RESUME_STEPS = 20, 5.0
+# Drift is named as the reason of a decision for so many reports. Workers whose newest length is remembered.
+DRIFT_NAMED_REPORTS, WORKERS_REMEMBERED = 1000, 128
+
+
+class Group:
+    """Workers that are alike: what is believed about them, and what they play."""
+
+    STATE = ("choice", "version", "lengths")
+
+    def __init__(self, times: StepTimes, acceptance: Acceptance, choice: LengthChoice) -> None:
+        self.times, self.acceptance, self.choice = times, acceptance, choice
+        self.version, self.seen_acceptance = 0, -1
+        self.lengths: list[int] = []
+        self.last_decision: dict[int, Decision] = {}
+
+
+class Context:
+    """A new worker shares the first models; the first acceptance is that of the pair, for all devices."""
+
+    STATE = (
+        "workers",
+        "mix",
+        "last_length",
+        "resume_s",
+        "num_resumes",
+        "reports_since_drift",
+        "next_probe_id",
+        "recent",
+    )
+
+    def __init__(self, key: ContextKey, limits: Limits, buckets: tuple[Bucket, ...], acceptance: Acceptance) -> None:
+        self.key, self.limits, self.buckets = key, limits, buckets
+        self.times = [self.new_times()]
+        self.acceptances = [acceptance]
+        self.groups: dict[tuple[int, int], Group] = {}
+        self.main = self.group((0, 0))
+        self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1))
+        self.bands = np.array([band_of(bucket.batch_max) for bucket in buckets])
+        self.mix = np.zeros((self.bands.max() + 1, acceptance.shape[0]))  # usual share of classes by band
+        self.mix[:, 0] = 1.0
+        self.last_length: dict[str, int] = {}
+        self.resume_s, self.num_resumes = 0.0, 0
+        self.last_drift: DriftEvent | None = None
+        self.reports_since_drift, self.next_probe_id = 0, 1
+        self.recent: list[int] = []  # buckets of the newest reports
+
+    def new_times(self) -> StepTimes:
+        """Step times that know nothing."""
+        return StepTimes(self.buckets, self.limits.max_speculation_length)
+
+    def new_acceptance(self) -> Acceptance:
+        """An acceptance that knows nothing."""
+        classes, bands, positions = self.acceptances[0].shape
+        return Acceptance(positions, bands, classes)
+
+    def group_of(self, worker: str) -> Group:
+        """The group that a worker belongs to."""
+        peer = self.workers.peers.get(worker)
+        return self.main if peer is None else self.group((peer.models[TIMES], peer.models[ACCEPTANCE]))
+
+    def group(self, models: tuple[int, int], like: Group | None = None) -> Group:
+        """The group with these models, a new one if need be; `like` gives its first lengths."""
+        group = self.groups.get(models)
+        if group is None:
+            choice = LengthChoice(len(self.buckets), self.limits.max_speculation_length)
+            group = self.groups[models] = Group(self.times[models[TIMES]], self.acceptances[models[ACCEPTANCE]], choice)
+            if like is not None:
+                group.version, group.lengths = like.version, list(like.lengths)
+        return group
+
+    def tokens(self, group: Group) -> FloatArray:
+        """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
+        known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
+        mixed: FloatArray = np.einsum("kc,ckl->kl", self.mix, known)[self.bands]
+        return mixed
+
+    def redecide(self, group: Group, cause: str = "") -> list[Decision]:
+        """Choose anew by the newest estimates; returns what changed, and why."""
+        group.seen_acceptance = group.acceptance.version
+        group.choice.decide(self.tokens(group), group.times, self.resume_s)
+        chosen: list[int] = group.choice.lengths.tolist()
+        if chosen == group.lengths:
+            return []
+        before, group.lengths = group.lengths + [None] * (len(chosen) - len(group.lengths)), chosen
+        group.version += 1
+        changed = [
+            self._explained(group, bucket, old, new, cause)
+            for bucket, old, new in zip(self.buckets, before, chosen, strict=True)
+            if old != new
+        ]
+        group.last_decision |= {decision.bucket.index: decision for decision in changed}
+        return changed
+
+    def _explained(self, group: Group, bucket: Bucket, old: int | None, new: int, cause: str) -> Decision:
+        if not group.times.known:
+            reason = "nothing is known yet: a cautious length until the first steps were measured"
+            return Decision(self.key, bucket, group.version, old, new, None, None, reason)
+        per_token = 1e3 / group.choice.goodput[bucket.index]
+        now, then = float(per_token[new]), None if old is None else float(per_token[old])
+        if then is None:
+            reason = f"first choice: length {new} at {now:.4g} ms per token"
+        else:
+            gain = 100.0 * (then / now - 1.0)
+            reason = f"length {new} promises {now:.4g} ms per token, length {old} {then:.4g} ({gain:+.1f}% goodput)"
+        drift = self.last_drift
+        if not cause and drift is not None and self.reports_since_drift < DRIFT_NAMED_REPORTS:
+            verb = "rose" if drift.statistic > 0 else "fell"
+            cause = f"{drift.factor} {verb} {self.reports_since_drift} reports ago"
+        return Decision(self.key, bucket, group.version, old, new, then, now, f"{reason}; {cause}" if cause else reason)
+
+    def learn_mix(self, parts: Parts) -> None:
+        """Follow which classes of requests are usual at each load."""
+        if not parts.kinds.any() and (self.mix[:, 0] == 1.0).all():
+            return
+        rows = np.zeros(self.mix.shape)
+        np.add.at(rows, (parts.bands, parts.kinds), parts.share)
+        seen = rows.sum(axis=1, keepdims=True)
+        self.mix += (1.0 - np.exp(-seen / MIX_REPORTS)) * (rows / np.maximum(seen, 1e-9) - self.mix)
+
+    def learn_resuming(self, steps: Sequence[StepObservation], worker: str) -> None:
+        """Track what the first step with draft tokens after length 0 takes longer: the draft catches up in it.
+
+        Workers flag such a step, so that it teaches no latency. Other flags may fall on it, hence the bounds.
+        """
+        group, previous = self.group_of(worker), self.last_length.pop(worker, -1)
+        for step in steps:
+            if previous == 0 < step.speculation_length and not step.teaches_latency and group.choice.decided:
+                usual = float(group.choice.seconds[group.times.bucket_of[step.batch_size], step.speculation_length])
+                extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
+                self.num_resumes += 1
+                self.resume_s += (extra - self.resume_s) / min(self.num_resumes, RESUMES_REMEMBERED)
+            previous = step.speculation_length
+        self.last_length[worker] = previous
+        if len(self.last_length) > WORKERS_REMEMBERED:
+            del self.last_length[next(iter(self.last_length))]
+
+    def record(self, group: Group, steps: Steps) -> None:
+        """Keep for comparison what step times have just learned: clipped, so that pauses do not make a suspect."""
+        times = group.times
+        if len(times.surprise) != len(steps.batch):
+            return  # nothing was known yet
+        cell = times.bucket_of[steps.batch] * times.num_lengths + steps.length
+        surprise = times.surprise + steps.offset
+        log_s = times.log_seconds[cell] + surprise
+        for worker, span in steps.spans:
+            peer = self.workers.peer(worker)
+            if peer is not None:
+                speed = times.speed_of(worker).mean
+                self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed)
+
+    def compare(self, num_reports: int) -> list[DriftEvent]:
+        """Compare workers when it is time; returns who was found unlike the others."""
+        workers, events = self.workers, []
+        if not workers.due(num_reports):
+            return []
+        for model in range(len(self.times)):
+            alone = workers.sharing(TIMES, model)
+            if len(alone) == 1 and len(self.times) > 1:
+                self._rejoin(alone[0][0])
+            while (worker := workers.unlike_in_time(model, self.times[model].noise)) is not None:
+                events.append(self._set_times_apart(worker))
+        for model in range(len(self.acceptances)):
+            dispersion = float(self.acceptances[model].dispersion.max())
+            if (worker := workers.unlike_in_acceptance(model, dispersion)) is not None:
+                events.append(self._set_acceptance_apart(worker))
+        return events
+
+    def _rejoin(self, worker: str) -> None:
+        """A worker with step times of its own that clearly agrees with others shares theirs, if it was apart but once."""
+        peer, like = self.workers.peers[worker], self.group_of(worker)
+        for model in range(len(self.times)) if peer.times_apart <= 1 else ():
+            if model != peer.models[TIMES] and self.workers.fits(worker, model, like.times.noise):
+                peer.models[TIMES] = model
+                peer.level = peer.offset = peer.over(self.times[model].log_seconds)
+                self.group((model, peer.models[ACCEPTANCE]), like)
+                return
+
+    def _set_times_apart(self, worker: str) -> DriftEvent:
+        """A worker whose times are unlike: it shares those of workers that it fits, or gets its own."""
+        workers, peer, like = self.workers, self.workers.peers[worker], self.group_of(worker)
+        old = peer.models[TIMES]
+        fitting = (at for at in range(len(self.times)) if at != old and workers.fits(worker, at, like.times.noise))
+        new = next(fitting, len(self.times))
+        if new == len(self.times):
+            self.times.append(self.new_times())
+            self.times[new].seed_from(like.times, UNLIKE_SD)
+        peer.models[TIMES] = new
+        peer.times_apart += 1
+        for model in (old, new):
+            sharing = [each for _, each in workers.sharing(TIMES, model)]
+            for each in sharing:
+                each.offset = 0.0
+            self.times[model].rebuild(*workers.evidence(model, MOST_EVIDENCE))
+            for each in sharing:
+                each.level = each.over(self.times[model].log_seconds)
+        self.group((new, peer.models[ACCEPTANCE]), like)
+        return self._apart(worker, "step times")
+
+    def _set_acceptance_apart(self, worker: str) -> DriftEvent:
+        """A worker whose accepted tokens are unlike gets its own; the others' forget what was learned from it."""
+        peer, like = self.workers.peers[worker], self.group_of(worker)
+        peer.models[ACCEPTANCE] = len(self.acceptances)
+        self.acceptances.append(self.new_acceptance())
+        like.acceptance.forget_all()
+        for each in self.workers.peers.values():
+            each.tokens = [0.0, 0.0, 0.0]
+        self.group((peer.models[TIMES], peer.models[ACCEPTANCE]), like)
+        return self._apart(worker, "accepted tokens")
+
+    def _apart(self, worker: str, what: str) -> DriftEvent:
+        detail = f"{what} of worker {worker} are unlike the others': in this it is learned from for itself"
+        return DriftEvent(self.key, "worker", 1.0, detail)
