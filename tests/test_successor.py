@@ -44,8 +44,6 @@ def taught(groups: int = 40, **how) -> Estimator:
     return estimator
 
 
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_any_weights_give_a_surface_that_is_positive_and_grows(seed):
     rng = np.random.default_rng(seed)
