@@ -20,7 +20,7 @@ from speclen.worker.backends.llama import rewrite
 from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
 from speclen.worker.backends.passes import PassModel
 from speclen.worker.engine.config import BACKENDS, EngineConfig
-from speclen.worker.models.loading import ModelPair
+from speclen.worker.models.loading import ModelPair, quiet_transformers
 from speclen.worker.models.naming import ModelError
 
 log = logging.getLogger(__name__)
@@ -110,16 +110,17 @@ def _last_line(error: Exception) -> str:
 
 def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelPair) -> PassModel:
     length = context + config.max_speculation_length
-    model = openvino.load(
-        one.model,
-        one.layers,
-        config.max_batch_size,
-        length,
-        context,
-        pair.dtype,
-        torch.get_num_threads(),
-        config.max_cached_tokens,
-    )
+    with quiet_transformers():
+        model = openvino.load(
+            one.model,
+            one.layers,
+            config.max_batch_size,
+            length,
+            context,
+            pair.dtype,
+            torch.get_num_threads(),
+            config.max_cached_tokens,
+        )
     if config.check_models:
         check_model(model, one.model, one.name)
     return model

@@ -267,10 +267,8 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 @contextmanager
 def _one_sentence(name: str, what: str) -> Iterator[None]:
     """Turn whatever transformers, the hub or the file system raise into one ModelError, quietly."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     try:
-        with _without_progress_bars():
+        with quiet_transformers(), _without_progress_bars():
             yield
     except ModelError:
         raise
@@ -278,6 +276,15 @@ def _one_sentence(name: str, what: str) -> Iterator[None]:
         raise ModelError(f"{name}: {what}: out of memory; use a smaller model or --dtype bfloat16") from None
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, HFValidationError) as error:
         raise ModelError(f"{name}: {what}: {_reason(error)}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the warnings of transformers, which are about what nobody asked for, such as a missing loss."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
     finally:
         transformers_logging.set_verbosity(verbosity)
 
