@@ -26,13 +26,13 @@ COLD_ACCEPTANCE, COLD_RATIO = 0.7, 0.98
 PRIOR_ROWS, CLASS_PRIOR_ROWS, BAND_PRIOR_ROWS = 40.0, 40.0, 40.0
 # Reports after which counts have faded to 1/e. Of a class and of a band only reports with such rows that drafted count, so
 # one that is idle forgets nothing meanwhile. Any memory from 300 to 1500 is as good: jumps are the detector's business.
-MEMORY_REPORTS, CLASS_MEMORY_REPORTS, BAND_MEMORY_REPORTS = 600.0, 400.0, 150.0
+MEMORY_REPORTS, CLASS_MEMORY_REPORTS, BAND_MEMORY_REPORTS = 600.0, 200.0, 60.0
 # A change is a sum of (|z| - slack) above the threshold; then this share of the counts is kept, and most this many rows.
 SLACK, THRESHOLD, LARGEST_Z, MOST_SURPRISE = 0.5, 9.0, 4.0, 40.0
 KEPT_SHARE, KEPT_ROWS = 0.05, 20.0
 # Requests are easy or hard and stay in the batch for many steps, so neighbouring surprises agree. Their long-run variance
 # relative to independent rows' is tracked (start: recorded traffic shows 3 to 10) and taken out; memory in reports.
-DISPERSION_START, DISPERSION_MOST, DISPERSION_MEMORY = 3.0, 12.0, 400.0
+DISPERSION_START, DISPERSION_MOST, DISPERSION_MEMORY = 3.0, 4.0, 400.0
 # Surprises are summed over about 1 / (1 - this) reports to see their long-run variance.
 AGREEMENT = 0.9
 
