@@ -27,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 MAX_LENGTH, MAX_BATCH = 5, 8
 STEPS: list[dict[str, Any]] = []
+NAMES: dict[str, str] = {}
 
 
 class RecordingScheduler(Scheduler):
@@ -103,7 +104,18 @@ def record(weights: Path, method: str) -> None:
     STEPS.clear()
     engine.generate(prompts, settings, use_tqdm=False)
     for step in STEPS[:120]:
-        print(json.dumps({"run": method} | step, separators=(",", ":")), flush=True)
+        print(json.dumps({"run": method} | with_short_names(step), separators=(",", ":")), flush=True)
+
+
+def with_short_names(step: dict[str, Any]) -> dict[str, Any]:
+    """The step with r0, r1, … for requests, as they appear."""
+    names = {name: NAMES.setdefault(name, f"r{len(NAMES)}") for name in step["tokens"]}
+    lists = {key: [names[name] for name in step[key]] for key in ("new", "resumed", "in_prompt")}
+    by_name = {
+        key: {names[name]: value for name, value in step[key].items()}
+        for key in ("tokens", "drafts", "requests", "sampled")
+    }
+    return step | lists | by_name
 
 
 if __name__ == "__main__":
