@@ -45,6 +45,7 @@ ALLOWED = {
         "worker.backends",
         "worker.engine",
         "worker.requests",
+        "worker.sampling",
         "worker.profiling",
         "worker.reporting",
     },
