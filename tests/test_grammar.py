@@ -25,7 +25,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Sam
 from speclen.worker.sampling.grammar import Grammar, StepGrammars
 from speclen.worker.sampling.noise import make_key
 from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
-from speclen.worker.service import grammar_trial, grammars
+from speclen.worker.structured import source, trial
 
 VOCAB = 5
 END = 4
@@ -226,12 +226,12 @@ def prepared() -> Any:
     """Prepares a grammar for the tiny models, without a process of its own."""
     pytest.importorskip("llguidance")
     tokenizer = tiny_models.tokenizer()
-    matching = grammar_trial.make_tokenizer(tokenizer.backend_tokenizer.to_str(), None, [tiny_models.EOS_ID])
+    matching = trial.make_tokenizer(tokenizer.backend_tokenizer.to_str(), None, [tiny_models.EOS_ID])
 
     def prepare(kind: str, text: Any, whitespace: str | None = "") -> Grammar:
         text = text if isinstance(text, str) else json.dumps(text)
-        source = grammars.source(StructuredOutput(kind, text, whitespace))
-        matcher = grammar_trial.make_matcher(matching, source)
+        written = source.source(StructuredOutput(kind, text, whitespace))
+        matcher = trial.make_matcher(matching, written)
         assert not matcher.is_error(), matcher.get_error()
         return Grammar(matcher, tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
 
