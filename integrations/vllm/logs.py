@@ -21,7 +21,6 @@ def set_up_logs() -> None:
         processors=[structlog.processors.format_exc_info, as_line],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=lambda *_: logging.getLogger(LOGGER),
-        cache_logger_on_first_use=True,
     )
 
 
