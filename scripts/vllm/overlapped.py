@@ -45,6 +45,7 @@ def overlapping_scheduler(weights: Path) -> Any:
         max_num_batched_tokens=96,
         max_model_len=256,
         enforce_eager=True,
+        enable_prefix_caching=False,
     )
     core = engine.llm_engine.engine_core.engine_core
     core.vllm_config.scheduler_config.async_scheduling = True
