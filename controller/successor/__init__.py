@@ -1,4 +1,4 @@
-"""The estimator to come, which the service does not use yet. No I/O, no clock, no gRPC.
+"""The estimator. No I/O, no clock, no gRPC.
 
 It learns acceptance and step times from reports and decides lengths.
 
@@ -14,5 +14,5 @@ It learns acceptance and step times from reports and decides lengths.
 
 Read in this order: acceptance.py (tokens of a step), step_time.py (its seconds), change.py (jumps, wandering speed),
 choice.py (which length, which probe), workers.py (who is alike), estimator.py (contexts and all of it together).
-docs/successor.md says why it is made so and what it is worth.
+docs/policy.md says why it is made so and what it is worth.
 """

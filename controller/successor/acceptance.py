@@ -33,6 +33,8 @@ KEPT_SHARE, KEPT_ROWS = 0.05, 20.0
 # Requests are easy or hard and stay in the batch for many steps, so neighbouring surprises agree. Their long-run variance
 # relative to independent rows' is tracked (start: recorded traffic shows 3 to 10) and taken out; memory in reports.
 DISPERSION_START, DISPERSION_MOST, DISPERSION_MEMORY = 3.0, 4.0, 400.0
+# Rows beyond this were never counted.
+MOST_COUNT = 1e15
 # Surprises are summed over about 1 / (1 - this) reports to see their long-run variance.
 AGREEMENT = 0.9
 
@@ -97,8 +99,13 @@ class Acceptance:
 
     @property
     def sound(self) -> bool:
-        """Whether all numbers can be represented."""
-        return bool(np.isfinite(self.tokens).all() and np.isfinite(self.dispersion).all())
+        """Whether counts are counts and shares are shares; NaN is neither."""
+        counts = (getattr(self, name) for name in self.COUNTS)
+        return (
+            all(each.size == 0 or (each.min() >= 0.0 and each.max() < MOST_COUNT) for each in counts)
+            and bool((self.tokens >= 1.0).all() and (self.tokens <= self.tokens.shape[2] + 1e-6).all())
+            and bool(np.isfinite(self.dispersion).all())
+        )
 
     def extend(self, num_positions: int, num_bands: int) -> None:
         """Make room for longer lengths and larger batches; never shrinks."""
@@ -232,6 +239,12 @@ class Acceptance:
         np.cumsum(self.acceptance.cumprod(axis=2), axis=2, out=self.tokens[:, :, 1:])
         self.tokens[:, :, 1:] += 1.0
         self.version += 1
+
+    def of_band(self) -> FloatArray:
+        """Acceptance of all requests together, [bands, positions]."""
+        passed, reached = self.band_passed.sum(axis=0), self.band_reached.sum(axis=0)
+        together: FloatArray = (passed + BAND_PRIOR_ROWS * self.shared) / (reached + BAND_PRIOR_ROWS)
+        return together
 
     def log_tokens_variance(self, kind: int, band: int) -> FloatArray:
         """Variance of log tokens at every length, by the delta method."""

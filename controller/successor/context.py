@@ -8,6 +8,7 @@ import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import Bucket, ContextKey, Decision, DriftEvent, Limits, StepObservation
+from speclen.controller.estimator.policies.policy import Policy
 from speclen.controller.successor.acceptance import Acceptance, Parts, band_of
 from speclen.controller.successor.choice import LengthChoice
 from speclen.controller.successor.step_time import MOST_EVIDENCE, UNLIKE_SD, Steps, StepTimes
@@ -34,7 +35,10 @@ class Group:
 
 
 class Context:
-    """A new worker shares the first models; the first acceptance is that of the pair, for all devices."""
+    """A new worker shares the first models; the first acceptance is that of the pair, for all devices.
+
+    policy: chooses instead of the estimates, where another one was asked for.
+    """
 
     STATE = (
         "workers",
@@ -47,8 +51,15 @@ class Context:
         "recent",
     )
 
-    def __init__(self, key: ContextKey, limits: Limits, buckets: tuple[Bucket, ...], acceptance: Acceptance) -> None:
-        self.key, self.limits, self.buckets = key, limits, buckets
+    def __init__(
+        self,
+        key: ContextKey,
+        limits: Limits,
+        buckets: tuple[Bucket, ...],
+        acceptance: Acceptance,
+        policy: Policy | None = None,
+    ) -> None:
+        self.key, self.limits, self.buckets, self.policy = key, limits, buckets, policy
         self.times = [self.new_times()]
         self.acceptances = [acceptance]
         self.groups: dict[tuple[int, int], Group] = {}
@@ -97,7 +108,7 @@ class Context:
         """Choose anew by the newest estimates; returns what changed, and why."""
         group.seen_acceptance = group.acceptance.version
         group.choice.decide(self.tokens(group), group.times, self.resume_s)
-        chosen: list[int] = group.choice.lengths.tolist()
+        chosen: list[int] = group.choice.lengths.tolist() if self.policy is None else self.policy.pull_all()
         if chosen == group.lengths:
             return []
         before, group.lengths = group.lengths + [None] * (len(chosen) - len(group.lengths)), chosen
