@@ -23,7 +23,6 @@ from speclen.controller.estimator.core import (
     ObserveOutcome,
     Probe,
     Profile,
-    StepObservation,
     Table,
 )
 from speclen.controller.estimator.prediction import PredictionError
@@ -160,7 +159,7 @@ class LearningService:
         observations = [step for worker in workers for step in worker.group.observations]
         senders = [worker.worker_id for worker in workers for _ in worker.group.observations]
         try:
-            self._compare(workers[-1], observations[-1])
+            self._compare(workers)
             outcome = self.estimator.observe(context.key, observations, senders)
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", workers=sorted(set(senders)))
@@ -221,12 +220,14 @@ class LearningService:
         self.totals.num_repeated += window.num_repeated - repeated
         return list(compress(reports, new))
 
-    def _compare(self, worker: Worker, step: StepObservation) -> None:
-        key = worker.context.key
+    def _compare(self, workers: Sequence[Worker]) -> None:
+        """Note what each worker's table had promised for its steps."""
+        key = workers[0].context.key
         prediction = self.prediction.get(key)
         if prediction is None:
             prediction = self.prediction[key] = PredictionError()
-        prediction.add(self.table(worker), step)
+        for worker in workers:
+            prediction.add(self.table(worker), worker.group.observations)
 
     def _note(self, context: RegisteredContext, outcome: ObserveOutcome) -> None:
         if outcome.decisions or outcome.drift_events:
