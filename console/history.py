@@ -13,7 +13,7 @@ from speclen.console.errors import UserError
 from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.wire.flags import named_flags
 from speclen.store.connection import Connection
 from speclen.store.profiles import StoredProfile, stored_profiles

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 KEY = ContextKey("target", "draft", "device", "float32")
 LIMITS = Limits(32, 8)

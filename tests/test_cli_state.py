@@ -12,7 +12,7 @@ from speclen.cli.export import export_state
 from speclen.cli.import_state import import_state
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.database import Store
 from speclen.store.records import Commit, StateRow, StoredState
 

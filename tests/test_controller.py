@@ -6,8 +6,8 @@ import math
 import pytest
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.policies import POLICIES
-from speclen.controller.successor.estimator import Estimator
 from tests.steps_of import KEY, LIMITS, Steps, controller_for, profile_of, serve, step_time
 
 

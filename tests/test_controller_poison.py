@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.connection import connect_reader, connect_writer
 from speclen.v1 import control_pb2 as pb
 

@@ -11,7 +11,7 @@ from speclen.cli.explain import explain as explain_verb
 from speclen.cli.replay import replay as replay_verb
 from speclen.controller.analysis.explain import Change, explain, in_words
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.connection import connect_reader
 from speclen.v1 import control_pb2 as pb
 from tests.steps_of import KEY, Steps, controller_for, profile_of, serve

@@ -6,8 +6,8 @@ import pytest
 from speclen.bench.simulation.players import make_player
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
+from speclen.controller.estimator.choice import CAP_STEPS_AT_ZERO, MARGIN, REPEATS, RESUME_HORIZON, SHARE_AT_ZERO
 from speclen.controller.estimator.core import StepObservation
-from speclen.controller.successor.choice import CAP_STEPS_AT_ZERO, MARGIN, REPEATS, RESUME_HORIZON, SHARE_AT_ZERO
 from tests.steps_of import KEY, Steps, controller_for, serve
 from tests.test_learning import AWAITED
 

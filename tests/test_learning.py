@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from speclen.controller.estimator.acceptance import band_of
 from speclen.controller.estimator.core import Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.successor.acceptance import band_of
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from tests.steps_of import KEY, LIMITS, Steps, profile_of, step_time
 
 # Published for a real pair; the geometric law through its first entry is far off at the end.

@@ -7,11 +7,11 @@ import numpy as np
 from speclen.bench.simulation.simulator import World
 from speclen.controller.estimator.buckets import buckets_for
 from speclen.controller.estimator.core import ContextKey, StepObservation
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.policies import ADAPTIVE, make_policy
 from speclen.controller.estimator.policies.fixed import FixedPolicy
 from speclen.controller.estimator.policies.policy import Space
 from speclen.controller.estimator.policies.profile import ProfilePolicy
-from speclen.controller.successor.estimator import Estimator
 
 KEY = ContextKey("simulated target", "simulated draft", "simulated device", "float32")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, StepObservation
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 NOISE = 0.05  # log-normal deviation of the step times that the adaptive policy sees and that pass
 KEY = ContextKey("target", "draft", "profile", "any")

@@ -16,10 +16,10 @@ from speclen.bench.simulation.liars import lie
 from speclen.bench.simulation.scenarios import Scenario, hard_share_at
 from speclen.bench.simulation.traffic import Traffic, traffic
 from speclen.bench.simulation.world import NUM_CLASSES, Machine, random_cpu, random_machine, random_requests
+from speclen.controller.estimator.acceptance import band_of
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.buckets import EACH, buckets_for
 from speclen.controller.estimator.core import Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.successor.acceptance import band_of
 
 MAX_LENGTH = 8
 PROFILED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from speclen.controller.estimator.core import Bucket, ContextKey, LearnedRow
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 
 @dataclass(frozen=True, slots=True)

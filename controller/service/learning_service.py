@@ -25,11 +25,11 @@ from speclen.controller.estimator.core import (
     Profile,
     Table,
 )
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.prediction import PredictionError
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import RegisteredContext, Registration, Registry, Worker
-from speclen.controller.successor.estimator import Estimator
 from speclen.controller.wire.ingest import Group, Origin, read_reports
 from speclen.controller.wire.validation import InvalidMessageError
 from speclen.v1 import control_pb2 as pb

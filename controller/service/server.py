@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from speclen.controller.config import ControllerConfig
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.service.journal import Journal, JournalSettings
 from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News
@@ -28,7 +29,6 @@ from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.snapshots import Snapshots
 from speclen.controller.service.streams import StreamSettings
 from speclen.controller.service.supervision import LOOK_INTERVAL_S, EndedError, Supervisor
-from speclen.controller.successor.estimator import Estimator
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState

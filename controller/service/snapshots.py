@@ -10,11 +10,11 @@ from typing import Any
 
 import structlog
 
+from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.core import ContextKey, Limits, ObserveOutcome, Profile
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.service.registry import RegisteredContext, Registry, Worker
 from speclen.controller.service.sequence import SeqWindow
-from speclen.controller.successor.acceptance import Acceptance
-from speclen.controller.successor.estimator import Estimator
 from speclen.store.records import (
     AcceptanceRow,
     ContextRow,

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import Acceptance, band_of
 from speclen.controller.estimator.buckets import FINE, buckets_for
+from speclen.controller.estimator.context import Context, Group
 from speclen.controller.estimator.core import (
     Choice,
     ContextKey,
@@ -29,11 +31,9 @@ from speclen.controller.estimator.core import (
 )
 from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
 from speclen.controller.estimator.policies.policy import Space
-from speclen.controller.successor.acceptance import Acceptance, band_of
-from speclen.controller.successor.context import Context, Group
-from speclen.controller.successor.reports import Reports
-from speclen.controller.successor.state import exported, restored
-from speclen.controller.successor.step_time import Steps, spans_of
+from speclen.controller.estimator.reports import Reports
+from speclen.controller.estimator.state import exported, restored
+from speclen.controller.estimator.step_time import Steps, spans_of
 
 # Classes of requests that a report may tell apart: greedy, cool, hot. Reports that don't are all of the first.
 NUM_CLASSES = 3

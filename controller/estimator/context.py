@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import Acceptance, Parts, band_of
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.choice import LengthChoice
 from speclen.controller.estimator.core import Bucket, ContextKey, Decision, DriftEvent, Limits, StepObservation
 from speclen.controller.estimator.policies.policy import Policy
-from speclen.controller.successor.acceptance import Acceptance, Parts, band_of
-from speclen.controller.successor.choice import LengthChoice
-from speclen.controller.successor.step_time import MOST_EVIDENCE, UNLIKE_SD, Steps, StepTimes
-from speclen.controller.successor.workers import ACCEPTANCE, TIMES, Workers
+from speclen.controller.estimator.step_time import MOST_EVIDENCE, UNLIKE_SD, Steps, StepTimes
+from speclen.controller.estimator.workers import ACCEPTANCE, TIMES, Workers
 
 # Reports of a band of load over which its usual mix of classes is averaged.
 MIX_REPORTS = 100.0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.successor.change import MOST_WITNESSES, Change
+from speclen.controller.estimator.change import MOST_WITNESSES, Change
 
 # Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
 # relative to the one before.

@@ -8,11 +8,11 @@ import pytest
 from speclen.bench.simulation.players import KEY, EstimatorPlayer
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
+from speclen.controller.estimator import surface
 from speclen.controller.estimator.buckets import buckets_for
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.successor import surface
-from speclen.controller.successor.estimator import Estimator
-from speclen.controller.successor.step_time import StepTimes
+from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.step_time import StepTimes
 
 LIMITS = Limits(16, 6)
 PAIR = ContextKey("target", "draft", "device", "float32")

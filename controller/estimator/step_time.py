@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.change import MOST_WITNESSES, Change, Speed
 from speclen.controller.estimator.core import Bucket, Profile
-from speclen.controller.successor.change import MOST_WITNESSES, Change, Speed
-from speclen.controller.successor.state import restored
-from speclen.controller.successor.surface import (
+from speclen.controller.estimator.state import restored
+from speclen.controller.estimator.surface import (
     CONTEXT_UNIT,
     HELD,
     HELD_DRAFT,
