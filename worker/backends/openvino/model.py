@@ -123,7 +123,7 @@ class OpenVinoModel:
 
 
 class _Input:
-    """An input of the compiled model, in a tensor that it reads at every pass. Takes care of not touching what stays as it is.
+    """An input of the compiled model, in a tensor that it reads at every pass. What stays as it is is not filled again.
 
     Arrays are known by identity, so whoever fills it must not change them afterwards.
     """
