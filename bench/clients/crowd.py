@@ -54,7 +54,7 @@ async def streams(crowd: Crowd, number: int = NUM_STREAMS) -> tuple[bool, str]:
         writer.close()
         status = answer.split(b" ", 2)[1].decode()
         ended = b'"finish_reason":"length"' in answer and b"data: [DONE]" in answer
-        busy = status == "429" and b"Retry-After" in answer
+        busy = status == "429" and b"retry-after:" in answer.lower()
         return "served" if ended else "busy" if busy else f"status {status}, {len(answer)} bytes"
 
     started = time.monotonic()
