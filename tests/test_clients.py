@@ -25,7 +25,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpWorker]:
     file: Path = tmp_path_factory.mktemp("keys") / "key"
     file.write_text(KEY)
     pair = load_pair(MODEL, "bundled:draft", "cpu")
-    with http_worker(pair=pair, model=MODEL, max_batch_size=16, security=ServerSecurity(token_file=file)) as worker:
+    with http_worker(
+        pair=pair, model=MODEL, max_batch_size=16, max_waiting=32, security=ServerSecurity(token_file=file)
+    ) as worker:
         yield worker
 
 
@@ -42,8 +44,8 @@ def test_with_a_crowd(worker: HttpWorker) -> None:
     allow_many_files()
     crowd = Crowd(worker.http, KEY)
     for passed, told in (
-        asyncio.run(streams(crowd, 300)),
-        asyncio.run(disconnects(crowd, 300)),
+        asyncio.run(streams(crowd, 100)),
+        asyncio.run(disconnects(crowd, 200)),
         asyncio.run(streams(crowd, 100)),
     ):
         assert passed, told
