@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -126,7 +127,7 @@ def run_openai(place: Place) -> list[Finding]:
 def run_crowd(place: Place) -> list[Finding]:
     crowd = Crowd(place.url.removeprefix("http://"), KEY)
     # In this order: the disconnects must not have left anything that keeps others out.
-    whats: dict[str, Callable[[Crowd], Awaitable[tuple[bool, str]]]] = {
+    whats: dict[str, Callable[[Crowd], Coroutine[Any, Any, tuple[bool, str]]]] = {
         f"{NUM_STREAMS:,} streams at once on 16 rows": streams,
         f"{NUM_DISCONNECTS:,} clients that go away": disconnects,
         f"{NUM_STREAMS:,} streams again": streams,
@@ -134,7 +135,7 @@ def run_crowd(place: Place) -> list[Finding]:
     findings = []
     for what, act in whats.items():
         started = time.monotonic()
-        passed, remark = asyncio.run(act(crowd))  # type: ignore[arg-type]
+        passed, remark = asyncio.run(act(crowd))
         findings.append(Finding("plain sockets", what, passed, remark, elapsed(started)))
     return findings
 

@@ -70,7 +70,7 @@ def parsed_answer(client: openai.OpenAI, model: str) -> None:
             messages=MESSAGES,
             max_tokens=64,
             temperature=temperature,
-            response_format={"type": "json_schema", "json_schema": schema},  # type: ignore[typeddict-item]
+            extra_body={"response_format": {"type": "json_schema", "json_schema": schema}},
         )
         assert answer.choices[0].finish_reason == "stop"
         Verdict.model_validate_json(answer.choices[0].message.content or "")
