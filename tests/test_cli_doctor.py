@@ -14,9 +14,9 @@ from speclen.cli import doctor as module
 from speclen.cli.app import app
 from speclen.cli.doctor import examine
 from speclen.console.errors import UserError
-from speclen.store import migrations
 from speclen.store.connection import connect_writer, sqlite3
 from speclen.store.database import Store
+from speclen.store.schema import migrations
 from speclen.store.schema.migrations import migrate
 from speclen.store.schema.steps import STEPS
 
