@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import structlog
@@ -23,6 +23,7 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
 from speclen.worker.reporting.advice import why
+from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
 
 log = structlog.get_logger()
@@ -35,6 +36,8 @@ FLAGS = {
     StepFlag.MIXED_LENGTHS: pb.STEP_FLAG_MIXED_LENGTHS,
     StepFlag.CHANGED_LENGTH: pb.STEP_FLAG_CHANGED_LENGTH,
 }
+
+CLASSES = (pb.REQUEST_CLASS_GREEDY, pb.REQUEST_CLASS_COOL, pb.REQUEST_CLASS_HOT)
 
 # Keepalive alone does not notice a stopped peer for more than a minute; with the ping timeout it takes seconds.
 CHANNEL_OPTIONS = [
@@ -149,6 +152,10 @@ def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepRepo
         decision_version=choice.decision_version,
         flags=[FLAGS[flag] for flag in result.flags],
         probe_id=choice.probe_id,
+        class_histograms=[
+            pb.ClassHistogram(request_class=CLASSES[kind], accepted_histogram=runs)
+            for kind, runs in result.class_histograms
+        ],
     )
 
 
@@ -184,14 +191,17 @@ class ControlClient:
 
     # The engine's side: called once a step, from the engine's thread.
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         table = self.table
+        length = table.length_for(batch_size, rows_by_class)
         # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait.
-        if (self._incoming or self._probes) and not (with_prompts and table.lengths[batch_size]):
+        if (self._incoming or self._probes) and not (with_prompts and length):
             probe = self._take_probe(batch_size)
             if probe is not None:
                 return LengthChoice(probe.speculation_length, table.decision_version, probe.probe_id)
-        return LengthChoice(table.lengths[batch_size], table.decision_version)
+        return LengthChoice(min(length, self.card.max_speculation_length), table.decision_version)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.buffer.append(choice, result)
@@ -347,6 +357,7 @@ class ControlClient:
                 self.card.max_speculation_length,
                 message.decision_version,
                 "controller",
+                LengthMix.from_message(message.mix) if message.HasField("mix") else None,
             )
         except ValueError as error:
             log.error("table of the controller not used", reason=str(error))
@@ -357,4 +368,4 @@ class ControlClient:
 
     def _with_source(self, source: str) -> LengthTable:
         table = self.table
-        return LengthTable(table.lengths, table.decision_version, source, table.buckets)
+        return replace(table, source=source)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from speclen.worker.reporting.length_mix import LengthMix
+
 DEFAULT_LENGTH = 2  # what a worker speculates when nobody has told it anything: rarely best, rarely far off
 
 
@@ -25,17 +27,31 @@ class BucketLength:
 class LengthTable:
     """lengths[b] is the speculation length at batch size b; entry 0 is unused.
 
-    source: "controller", "last table", "profile", "policy" or "default", for people. buckets: the same, as ranges.
+    source: "controller", "last table", "profile", "policy" or "default", for people. buckets: the same, as ranges. mix:
+    where requests of several classes were seen, what finds the length for those in a step.
     """
 
     lengths: tuple[int, ...]
     decision_version: int
     source: str
     buckets: tuple[BucketLength, ...]
+    mix: LengthMix | None = None
+
+    def length_for(self, batch_size: int, rows_by_class: tuple[int, ...]) -> int:
+        """The length for a step with so many rows, and so many of each class where that is known."""
+        if self.mix is None or not rows_by_class:
+            return self.lengths[batch_size]
+        return self.mix.length_for(rows_by_class)
 
     @classmethod
     def from_buckets(
-        cls, buckets: Iterable[BucketLength], max_batch_size: int, max_length: int, version: int, source: str
+        cls,
+        buckets: Iterable[BucketLength],
+        max_batch_size: int,
+        max_length: int,
+        version: int,
+        source: str,
+        mix: LengthMix | None = None,
     ) -> LengthTable:
         """A table for batch sizes 1..max_batch_size. Lengths are cut to max_length.
 
@@ -50,7 +66,7 @@ class LengthTable:
                 known[batch_size] = True
         if not all(known[1:]):
             raise ValueError(f"the length table says nothing about batch size {known.index(False, 1)}")
-        return cls(tuple(lengths), version, source, ranges)
+        return cls(tuple(lengths), version, source, ranges, mix)
 
     @classmethod
     def constant(cls, length: int, max_batch_size: int, source: str) -> LengthTable:
