@@ -70,7 +70,7 @@ def test_histograms_by_class_that_are_not_plausible_are_refused(histograms, word
 )
 def test_a_mix_that_is_none_is_refused(spoiled):
     fields = {"bucket_ends": [1, 2], "num_lengths": 4, "step_s": [0.1] * 8, "tokens": [1.0] * 24} | spoiled
-    with pytest.raises(ValueError, match="mix|reshape"):
+    with pytest.raises(ValueError, match=r"mix|reshape"):
         LengthMix.from_message(pb.LengthMix(**fields))
 
 
