@@ -66,7 +66,9 @@ class RandomLengths:
     def __post_init__(self) -> None:
         self.generator = random.Random(self.seed)
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice(self.generator.choice([0, 0, *range(self.longest + 1)]), decision_version=7)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

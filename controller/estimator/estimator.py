@@ -392,7 +392,8 @@ class Estimator:
 
 
 def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
-    classes, bands, positions = np.shape(state["band_reached"])
+    kept = state["band_reached"]
+    classes, bands, positions = kept["shape"] if isinstance(kept, dict) else np.shape(kept)
     model: Acceptance = restored(Acceptance(positions, bands, classes), state)
     model.renew()
     if classes != NUM_CLASSES or not model.sound:

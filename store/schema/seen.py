@@ -17,11 +17,11 @@ NEW_COLUMNS = (
 )
 
 LEARNED_TABLE_2 = LEARNED_TABLE.replace(
-    """  c.num_steps,
+    """ AS updated_at
 """,
-    """  c.num_steps,
-  1000 * c.observed_step_s AS observed_step_ms,  -- mean of these steps; NULL without any
-  c.num_reports_since,  -- reports of the context since the newest of them
+    """ AS updated_at,
+  1000 * c.observed_step_s AS observed_step_ms,  -- mean of the num_steps steps; NULL without any
+  c.num_reports_since  -- reports of the context since the newest of them
 """,
 )
 
@@ -40,7 +40,6 @@ WITH best AS (
     c.context_id, c.batch_min, c.batch_max, c.speculation_length, c.num_steps,
     1000 * c.step_s / c.expected_tokens AS ms,
     1000 * plain.step_s / plain.expected_tokens AS plain_ms,
-    coalesce(plain.num_reports_since < {LATELY}, 0) AS seen,
     row_number() OVER (PARTITION BY c.context_id ORDER BY c.batch_min)
       - row_number() OVER (PARTITION BY c.context_id, c.speculation_length ORDER BY c.batch_min) AS stretch
   FROM latency_cells AS c
@@ -52,7 +51,6 @@ WITH best AS (
     context_id, min(batch_min) AS batch_min, max(batch_max) AS batch_max, speculation_length,
     sum(ms * (num_steps + 1)) / sum(num_steps + 1) AS ms,  -- as often as played
     sum(plain_ms * (num_steps + 1)) / sum(ms * (num_steps + 1)) AS speedup,
-    max(seen) AS seen,
     sum(num_steps) AS num_steps
   FROM best GROUP BY context_id, speculation_length, stretch
 )
@@ -64,7 +62,6 @@ SELECT
   c.speculation_length AS length,
   round(c.ms, 2) AS ms_per_token,
   round(c.speedup, 2) AS speedup,  -- over length 0
-  c.seen AS speedup_was_seen,  -- 0: length 0 was not played lately at these batch sizes
   c.num_steps
 FROM c JOIN contexts AS x USING (context_id)
 ORDER BY c.context_id, c.batch_min"""
