@@ -69,7 +69,7 @@ class HttpWorker:
         pair = self.engine.pair
         rows, context = self.engine.max_batch_size, self.engine.max_context_length
         entrance = Entrance(pair.tokenizer, context, rows, self.max_waiting)
-        metrics = WorkerMetrics(self.engine, self.control, num_at_entrance=lambda: entrance.num_waiting)
+        metrics = WorkerMetrics(self.engine, self.control, {"metrics": 0}, num_at_entrance=lambda: entrance.num_waiting)
         unread_s = self.unread_timeout_s
         engine = self.async_engine = AsyncEngine(self.engine, entrance, RequestMetrics(metrics), 0.005, unread_s)
         page = page_of(metrics.registry, self.model)
