@@ -42,6 +42,7 @@ ALLOWED = {
         "v1",
         "transport",
         "worker.config",
+        "worker.drafting",
         "worker.models",
         "worker.backends",
         "worker.engine",

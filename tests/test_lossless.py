@@ -160,9 +160,9 @@ def check_copies(chooser: RandomLengths) -> None:
         num_accepted += sum(run.num_rows * run.num_accepted for run in copying.runs)
     drafted = [result for result in chooser.results if result.copying and result.speculation_length]
     accepted = sum(at * count for result in drafted for at, count in enumerate(result.accepted_histogram))
-    assert num_proposed > 150
-    assert num_accepted > 20, "copies that are always rejected would prove nothing"
-    assert accepted > 20, "nor would drafts beside them"
+    assert num_proposed > 80
+    assert num_accepted > 8, "copies that are always rejected would prove nothing"
+    assert accepted > 8, "nor would drafts beside them"
 
 
 def check_reports(chooser: RandomLengths, flags_of_backend: set[StepFlag]) -> None:

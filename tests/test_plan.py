@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speclen.worker.drafting.plan import Plan, parse_plan
+from speclen.worker.drafting.plan import Plan, PlannedBucket, parse_plan, parse_plans
 
 PLANS = {
     "plain": Plan(),
@@ -63,3 +63,26 @@ def test_limits_leave_what_a_worker_can_run() -> None:
     assert plan.within(4, 0) == Plan(4)  # no copying
     assert plan.max_tokens == 21
     assert Plan(5, 3, 16).max_tokens == 16
+
+
+def test_a_plan_for_every_batch_size() -> None:
+    assert parse_plans("draft 2", 8) == [PlannedBucket(1, 8, Plan(2))]
+    found = parse_plans("1: draft 5; 2-4: copy>=2 up to 8, else draft 3; 5-: plain", 8)
+    assert found == [PlannedBucket(1, 1, Plan(5)), PlannedBucket(2, 4, Plan(3, 2, 8)), PlannedBucket(5, 8, Plan())]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("1-4: draft 5", "batch size 5"),
+        ("2-: draft 5", "batch size 1"),
+        ("1-4: draft 5; 4-: plain", "batch size 4"),
+        ("1-4: draft 5; 6-: plain", "batch size 5"),
+        ("few: draft 5", "'few'"),
+        ("1-: draft", "'draft'"),
+    ],
+)
+def test_a_table_of_plans_with_gaps_is_refused(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match="plan") as error:
+        parse_plans(text, 8)
+    assert named in str(error.value)

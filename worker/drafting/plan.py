@@ -9,6 +9,7 @@ MAX_MATCH = 16  # tokens; longer matches count as this long
 MAX_COPIED = 64  # tokens of one proposal, at most
 MAX_DRAFTED = 64
 
+_SIZES = re.compile(r"\s*(?P<low>\d{1,4})\s*(?P<dash>-\s*(?P<high>\d{1,4})?)?\s*")
 _COPY = r"copy\s*(?:>=|≥)\s*(?P<match>\d{1,3})\s+up\s+to\s+(?P<most>\d{1,3})"
 _PLAN = re.compile(rf"\s*(?:(?P<plain>plain)|{_COPY}(?:\s*,\s*(?P<how>else|and)\s+draft\s+(?P<more>\d{{1,3}}))?"
                    r"|draft\s+(?P<drafted>\d{1,3}))\s*")  # fmt: skip
@@ -73,6 +74,39 @@ class Plan:
 
 
 PLAIN = Plan()
+COPYING = Plan(0, 3, 8)  # what a worker does that has no draft model
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBucket:
+    """A plan for batch sizes batch_min..batch_max."""
+
+    batch_min: int
+    batch_max: int
+    plan: Plan
+
+
+def parse_plans(text: str, max_batch_size: int) -> list[PlannedBucket]:
+    """One plan for all batch sizes, or several: `1-4: copy>=2 up to 8, else draft 5; 5-: draft 1`.
+
+    Raises ValueError naming what cannot be read, or the batch size without a plan.
+    """
+    if ":" not in text:
+        return [PlannedBucket(1, max_batch_size, parse_plan(text))]
+    buckets, low = [], 1
+    for part in text.split(";"):
+        sizes, _, words = part.partition(":")
+        found = _SIZES.fullmatch(sizes)
+        if found is None:
+            raise ValueError(f"the batch sizes {sizes.strip()!r} of a plan are unknown: write 1-4: or 5-: before it")
+        if int(found["low"]) != low:
+            raise ValueError(f"no plan, or more than one, for batch size {min(low, int(found['low']))}")
+        high = int(found["high"] or (max_batch_size if found["dash"] else low))
+        buckets.append(PlannedBucket(low, high, parse_plan(words)))
+        low = high + 1
+    if low <= max_batch_size:
+        raise ValueError(f"no plan for batch size {low}; the worker has up to {max_batch_size} rows")
+    return buckets
 
 
 def parse_plan(text: str) -> Plan:
