@@ -18,6 +18,7 @@ class StepFlag(enum.Enum):
     CATCH_UP = "catch_up"
     MIXED_LENGTHS = "mixed_lengths"
     COPIED = "copied"
+    CHANGED_LENGTH = "changed_length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def plan_lengths(
     num_copied = [0] * len(rows) if copies is None else copies.num_copied
     for row, copied in zip(rows, num_copied, strict=True):
         own = row.fixed_length if row.fixed_length is not None else chosen_length
-        if copied and not (copies is not None and copies.plan.draft_after_copy and row.sampling.edits is None):
+        if copied and not (copies is not None and copies.plan.draft_after_copy and not row.sampling.looks_back):
             own = 0
         length = min(own, max_context_length - len(row.tokens) - copied) if row.may_draft else 0
         lengths.append(length)

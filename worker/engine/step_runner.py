@@ -226,7 +226,7 @@ class StepRunner:
         self, sampling: BatchSampling, rows: Sequence[SequenceState], num_copied: torch.Tensor | None = None
     ) -> TokenRule:
         if sampling.is_plain_greedy:
-            return self._greedy
+            return GreedyRule(sampling.grammars()) if sampling.has_grammars else self._greedy
         positions = torch.tensor([row.num_output_tokens for row in rows], device=self._device)
         return SamplingRule(sampling, positions, self._generator, num_copied)
 

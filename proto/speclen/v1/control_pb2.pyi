@@ -40,6 +40,8 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
     match. See StepReport.copying.
     """
+    STEP_FLAG_CHANGED_LENGTH: _StepFlag.ValueType  # 40
+    """The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 
 class StepFlag(_StepFlag, metaclass=_StepFlagEnumTypeWrapper):
     """Why a step must not teach."""
@@ -59,6 +61,8 @@ STEP_FLAG_COPIED: StepFlag.ValueType  # 30
 """The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
 match. See StepReport.copying.
 """
+STEP_FLAG_CHANGED_LENGTH: StepFlag.ValueType  # 40
+"""The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final
