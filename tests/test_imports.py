@@ -36,6 +36,7 @@ ALLOWED = {
         "worker.requests",
         "worker.service.async_engine",
         "worker.service.relay",
+        "worker.service.tracing",
     },
     "worker.service": {
         "v1",

@@ -38,6 +38,7 @@ from speclen.worker.service.metrics import WorkerMetrics
 from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer
 from speclen.worker.service.supervision import PartFailedError, Supervisor
+from speclen.worker.service.tracing import open_tracing
 
 log = structlog.get_logger()
 
@@ -133,6 +134,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
             await wait_until_idle(async_engine, config.drain_timeout_s, supervisor.check)
             await flush_reports(control)
     await wait_until_stopped(running)
+    await async_engine.close()
 
 
 def make_entrance(
@@ -147,11 +149,13 @@ def make_entrance(
     entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     requests = RequestMetrics(metrics)
-    page = page_of(metrics.registry, config.served_model_name or config.target)
+    model = config.served_model_name or config.target
+    page = page_of(metrics.registry, model)
     if config.metrics_listen:
         metrics.serve(config.metrics_listen, security, page)
         supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
-    return AsyncEngine(engine, entrance, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
+    tracing = open_tracing(model, control.card.worker_id) if config.traces else None
+    return AsyncEngine(engine, entrance, requests, STREAM_INTERVAL_S, config.unread_timeout_s, tracing), page
 
 
 @contextlib.asynccontextmanager

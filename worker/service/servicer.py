@@ -30,6 +30,7 @@ from speclen.worker.requests.validation import prompt_too_long
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id
 from speclen.worker.service.relay import OutputStream
+from speclen.worker.service.tracing import Origin
 
 log = structlog.get_logger()
 
@@ -93,7 +94,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         write = functools.partial(self._write, stream, context)
         sequences = [SequenceMessages(request_id, index) for index in range(generation.sampling.n)]
-        running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time)
+        running = self._async_engine.running(
+            [generation], stream, caller, arrived_at, tell_queue_time, origin_of(context)
+        )
         async with running as all_outputs:
             async for outputs in all_outputs:
                 for index, group in group_by_index(outputs).items():
@@ -192,3 +195,8 @@ def caller_of(context: Context) -> str:
     peer = context.peer()
     kind, _, _ = peer.partition(":")
     return peer.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer
+
+
+def origin_of(context: Context) -> Origin:
+    """Where the call comes from, for traces: its metadata that is text."""
+    return Origin(lambda: {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)})
