@@ -70,7 +70,7 @@ class HttpWorker:
     async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
         pair = self.engine.pair
         rows, context = self.engine.max_batch_size, self.engine.max_context_length
-        entrance = Entrance(pair.tokenizer, context, rows, self.max_waiting)
+        entrance = Entrance(pair, context, rows, self.max_waiting)
         metrics = WorkerMetrics(self.engine, self.control, {"metrics": 0}, num_at_entrance=lambda: entrance.num_waiting)
         unread_s = self.unread_timeout_s
         requests = RequestMetrics(metrics)
@@ -89,7 +89,7 @@ class HttpWorker:
             started.set()
             await stopping.wait()
         await grpc_server.stop(None)
-        entrance.encoder.close()
+        entrance.close()
 
 
 @contextlib.contextmanager

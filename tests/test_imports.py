@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOP = ("bench", "cli", "console", "controller", "store", "transport", "worker")
+TOP = ("bench", "cli", "console", "controller", "integrations", "store", "transport", "worker")
 
 # What a folder may import of ours, besides itself: the house, from the ground up.
 ALLOWED = {
@@ -18,6 +18,7 @@ ALLOWED = {
     "worker.backends": {"worker.models"},
     "worker.sampling": set(),
     "worker.requests": {"worker.sampling"},
+    "worker.structured": {"worker.requests"},
     "worker.engine": {"worker.models", "worker.backends", "worker.sampling", "worker.requests"},
     "worker.config": {"transport"},
     "worker.reporting": {"v1", "transport", "worker.models", "worker.engine"},
@@ -46,6 +47,8 @@ ALLOWED = {
         "worker.backends",
         "worker.engine",
         "worker.requests",
+        "worker.sampling",
+        "worker.structured",
         "worker.profiling",
         "worker.reporting",
     },
@@ -76,6 +79,15 @@ ALLOWED = {
     },
     "bench.comparison": {"bench.serving", "bench.marked", "bench.machine", "console", "v1", "transport", "worker"},
     "bench.service": {"bench.spread", "console", "v1", "transport", "controller", "store"},
+    # In other people's processes: what a worker tells a controller, and nothing of what it runs models with.
+    "integrations.vllm": {
+        "v1",
+        "transport",
+        "worker.config",
+        "worker.engine.length_chooser",
+        "worker.models.devices",
+        "worker.reporting",
+    },
     "cli": {"bench", "console", "v1", "transport", "worker", "controller", "store"},
 }
 # What the estimator must not even load: it has no transport, no storage, no clock of its own and no models.

@@ -146,7 +146,7 @@ def make_entrance(
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """What every edge goes through, and the metrics page, which is served if that is configured."""
-    entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting)
+    entrance = Entrance(pair, engine.max_context_length, engine.max_batch_size, config.max_waiting)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     requests = RequestMetrics(metrics)
     model = config.served_model_name or config.target
@@ -179,6 +179,7 @@ async def ending(
         async_engine.engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
+        async_engine.entrance.close()
 
 
 def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
