@@ -16,8 +16,8 @@ from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
 from speclen.worker.models.naming import check_names
+from speclen.worker.observing.tracing import check_tracing
 from speclen.worker.service.supervision import PartFailedError
-from speclen.worker.service.tracing import check_tracing
 
 
 @flags_from(WorkerConfig)

@@ -19,16 +19,16 @@ from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import BODY_TIMEOUT_S
 from speclen.worker.http.server import HttpServer, listen, make_server, serving
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.observing.labelled import page_of
+from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.tracing import Tracing
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
-from speclen.worker.service.labelled import page_of
-from speclen.worker.service.metrics import WorkerMetrics
-from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.server import create_server
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts
-from speclen.worker.service.tracing import Tracing
 
 MODEL = "tiny"
 KEY = "0123456789abcdef"

@@ -13,9 +13,9 @@ from http_worker import http_worker
 from speclen.worker.http.openapi import STATUSES
 from speclen.worker.http.schema import UNSUPPORTED, ChatRequest, CompletionRequest
 from speclen.worker.models.loading import load_pair
+from speclen.worker.observing.request_metrics import INTERNAL, REASONS
+from speclen.worker.observing.tracing import Origin, RequestTrace, attributes
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
-from speclen.worker.service.request_metrics import INTERNAL, REASONS
-from speclen.worker.service.tracing import Origin, RequestTrace, attributes
 
 PAGE = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
 

@@ -37,8 +37,9 @@ ALLOWED = {
         "worker.requests",
         "worker.service.async_engine",
         "worker.service.relay",
-        "worker.service.tracing",
+        "worker.observing.tracing",
     },
+    "worker.observing": {"transport", "worker.engine", "worker.reporting", "worker.requests"},
     "worker.service": {
         "v1",
         "transport",
@@ -49,6 +50,7 @@ ALLOWED = {
         "worker.requests",
         "worker.sampling",
         "worker.structured",
+        "worker.observing",
         "worker.profiling",
         "worker.reporting",
     },

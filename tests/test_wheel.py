@@ -110,7 +110,7 @@ def test_the_wheel_holds_every_module_and_all_data(wheel: Path) -> None:
     wanted |= {"speclen/py.typed", "speclen/v1/control_pb2.py", "speclen/v1/generation_pb2_grpc.py"}
     wanted |= {
         "speclen/store/schema.sql",
-        "speclen/cli/inspect.yaml",
+        "speclen/cli/dashboard.yaml",
         "speclen/worker/bundled/target/model.safetensors",
     }
     assert wanted <= held, sorted(wanted - held)[:10]

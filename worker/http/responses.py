@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception
 from speclen.worker.http.schema import ChatRequest, Sampling
+from speclen.worker.observing.tracing import Origin
 from speclen.worker.requests.request import SequenceOutput
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import OutputStream
-from speclen.worker.service.tracing import Origin
 
 log = logging.getLogger(__name__)
 

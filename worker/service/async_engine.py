@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from speclen.worker.engine.engine import Engine
+from speclen.worker.observing.request_metrics import RequestMetrics, RequestTimeline
+from speclen.worker.observing.tracing import Origin, Tracing, Untraced
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -24,8 +26,6 @@ from speclen.worker.requests.request import (
 from speclen.worker.requests.validation import check_request
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import OutputRelay, OutputStream
-from speclen.worker.service.request_metrics import RequestMetrics, RequestTimeline
-from speclen.worker.service.tracing import Origin, Tracing, Untraced
 
 
 class Run:

@@ -27,18 +27,18 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.observing.labelled import page_of
+from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.tracing import open_tracing
 from speclen.worker.profiling.seeding import seed_controller
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
-from speclen.worker.service.labelled import page_of
-from speclen.worker.service.metrics import WorkerMetrics
-from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer
 from speclen.worker.service.supervision import PartFailedError, Supervisor
-from speclen.worker.service.tracing import open_tracing
 
 log = structlog.get_logger()
 

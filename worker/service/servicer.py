@@ -16,6 +16,7 @@ from speclen.transport.logs import Sparse
 from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.observing.tracing import Origin
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
 from speclen.worker.requests.request import (
@@ -30,7 +31,6 @@ from speclen.worker.requests.validation import prompt_too_long
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id, to_structured_output
 from speclen.worker.service.relay import OutputStream
-from speclen.worker.service.tracing import Origin
 
 log = structlog.get_logger()
 
