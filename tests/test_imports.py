@@ -55,7 +55,6 @@ ALLOWED = {
         "worker.reporting",
     },
     "controller.estimator": set(),
-    "controller.successor": {"controller.estimator"},
     "controller.analysis": {"controller.estimator"},
     "controller.config": {"transport"},
     "controller.wire": {"v1", "controller.estimator"},
@@ -65,7 +64,7 @@ ALLOWED = {
     "bench.marked": set(),
     "bench.spread": set(),
     "bench.clients": {"console"},
-    "bench.simulation": {"bench.marked", "console", "controller.estimator", "controller.successor"},
+    "bench.simulation": {"bench.marked", "console", "controller.estimator"},
     "bench.engine": {"bench.machine", "bench.spread", "console", "worker"},
     "bench.gpu": {"bench.machine", "bench.engine", "worker", "controller"},
     "bench.profile": {"bench.machine", "console", "v1", "worker", "controller", "store"},
@@ -153,8 +152,7 @@ def test_everything_is_imported_by_its_one_name():
 
 def test_the_estimator_is_pure():
     """No gRPC, no SQLite, no clock in the whole folder: the same observations give the same decisions."""
-    folders = [ROOT / "controller" / name for name in ("estimator", "successor")]
-    modules = [path for path in SOURCES if any(path.is_relative_to(folder) for folder in folders)]
+    modules = [path for path in SOURCES if path.is_relative_to(ROOT / "controller" / "estimator")]
     for path in modules:
         assert not imported(path) & CLOCKS, path
     names = ["speclen." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules]
