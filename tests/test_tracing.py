@@ -15,7 +15,7 @@ from http_worker import HttpWorker, http_worker
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.service import tracing
+from speclen.worker.observing import tracing
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs pip install 'speclen[otel]'")
 
