@@ -46,7 +46,7 @@ class WorkerConfig:
     )
     http_listen: str = setting("", "Address of the OpenAI-compatible HTTP front, HOST:PORT; empty for none.")
     api_key_file: Path | None = setting(
-        None, "File with the key that HTTP callers must send as bearer token; default: the token of --token-file."
+        None, "File with the keys of HTTP callers, one a line, sent as bearer token; default: --token-file."
     )
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
@@ -62,7 +62,7 @@ class WorkerConfig:
     tls_cert: Path | None = setting(None, "Certificate chain of this worker, PEM.")
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
-    token_file: Path | None = setting(None, "File with the bearer token that every call must carry.")
+    token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     controller_ca: Path | None = setting(None, "Authority of the controller's certificate, PEM.")
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
