@@ -48,7 +48,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "import": ("speclen.cli.import_state", "import_state", "Take over what another fleet learned."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
-    "inspect": ("speclen.cli.dashboard", "dashboard", "The same as dashboard."),
+    "inspect": ("speclen.cli.dashboard", "inspect", "The same as dashboard."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
 }
 # The verbs that call our servers, and what each takes from the settings of all clients.
