@@ -331,7 +331,7 @@ class Estimator:
                     float(low[cell]) * per_token / spread,
                     float(high[cell]) * per_token * spread,
                 )
-                estimate = LengthEstimate(length, 1e3 / per_token, seconds, *ms)
+                estimate = LengthEstimate(length, max(1.0, float(tokens[bucket.index, length])), seconds, *ms)
                 observed = float(times.seen_s[cell]) if seen else None
                 since = int(times.clock - times.seen_at[cell]) if seen else None
                 rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed, since))
