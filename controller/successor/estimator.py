@@ -38,7 +38,7 @@ NUM_CLASSES = 3
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 2
+FORMAT = 3
 
 
 class Estimator:
@@ -139,9 +139,9 @@ class Estimator:
             return outcome
         workers = [worker_id] * len(observations) if isinstance(worker_id, str) else list(worker_id)
         spans = spans_of(workers)
-        touched = {id(group): group for group in (context.group_of(worker) for worker, _ in spans)}
-        for group in touched.values():
-            mine = [at for w, span in spans if context.group_of(w) is group for at in range(span.start, span.stop)]
+        touched = list(dict.fromkeys(context.group_of(worker) for worker, _ in spans))
+        for group in touched:
+            mine = [at for at, sender in enumerate(workers) if len(touched) == 1 or context.group_of(sender) is group]
             with np.errstate(all="ignore"):  # what comes of it is looked at
                 reports = Reports([observations[at] for at in mine], [workers[at] for at in mine], context.limits)
                 outcome.drift_events += self._learn(context, group, reports)
@@ -152,7 +152,7 @@ class Estimator:
         if outcome.drift_events:
             context.last_drift, context.reports_since_drift = outcome.drift_events[-1], 0
         for group in context.groups.values():
-            if id(group) in touched or group.seen_acceptance != group.acceptance.version:
+            if group in touched or group.seen_acceptance != group.acceptance.version:
                 outcome.decisions += context.redecide(group)
         return outcome
 
@@ -160,13 +160,13 @@ class Estimator:
         """Update a group's models with reports of its workers; returns what drifted."""
         events, times, acceptance, workers = [], group.times, group.acceptance, context.workers
         weight, offset = np.ones(len(reports.batch)), np.zeros(len(reports.batch))
-        parts = reports.parts(acceptance.shape[2])
+        parts = reports.parts(acceptance.shape[2], context.band_of_batch)
         judged = acceptance.judge(parts)
         for worker, span in reports.spans:
             peer = workers.peer(worker)
             if peer is not None and len(workers.peers) > 1:
                 weight[span], offset[span] = workers.weight(peer), peer.offset
-                mine = slice(*np.searchsorted(parts.report, (span.start, span.stop)).tolist())
+                mine = slice(*parts.report.searchsorted((span.start, span.stop)).tolist())
                 workers.record_tokens(peer, [float(each[mine].sum()) for each in judged], span.stop - span.start)
         found = acceptance.learn(parts, judged, weight[parts.report])
         if found:
@@ -185,7 +185,7 @@ class Estimator:
             if len(workers.peers) > 1:
                 context.record(group, steps)
         buckets = times.bucket_of[reports.batch]
-        group.choice.earn(buckets, acceptance.rising)
+        group.choice.earn(buckets)
         context.recent = list(dict.fromkeys(buckets.tolist()))
         return events if times.sound and acceptance.sound else [*events, _reset(context, group)]
 
@@ -230,7 +230,7 @@ class Estimator:
         group, longest = context.group_of(worker_id), context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
         for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
-            length = group.choice.probe(bucket, group.times, group.acceptance.rising, context.resume_s, longest)
+            length = group.choice.probe(bucket, group.times, context.resume_s, longest)
             if length is not None:
                 context.next_probe_id += 1
                 return Probe(context.next_probe_id - 1, context.buckets[bucket], length)
@@ -321,9 +321,9 @@ class Estimator:
 
 
 def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
-    classes, bands, positions = np.shape(state["band_reached"])
+    classes, bands, _, positions = np.shape(state["rows"])
     model: Acceptance = restored(Acceptance(positions, bands, classes), state)
-    if classes != NUM_CLASSES or not np.isfinite(np.array(state["band_reached"])).all():
+    if classes != NUM_CLASSES or not np.isfinite(model.rows).all():
         raise ValueError(f"it has {classes} classes of requests, or numbers that are none")
     model.renew()
     return model
