@@ -30,7 +30,7 @@ MEMORY_REPORTS = 100.0
 # A change is a sum of (|z| - slack) above the threshold; then this share of the counts is kept, and most this many rows.
 SLACK, THRESHOLD, LARGEST_Z = 0.5, 9.0, 4.0
 KEPT_SHARE, KEPT_ROWS = 0.05, 20.0
-# Requests are easy or hard and stay in the batch for many steps, so rows accept alike: variance over that of independent ones.
+# Requests are easy or hard and stay in the batch for many steps: variance of accepted tokens over that of independent rows.
 DISPERSION = 2.0
 
 
@@ -129,7 +129,8 @@ class Acceptance:
         """
         drafted = (judged.variance > 0.0).nonzero()[0].tolist()
         fired = self._detect(parts, judged, drafted)
-        kinds, bands, places = parts.kinds.tolist(), parts.bands.tolist(), {}
+        kinds, bands = parts.kinds.tolist(), parts.bands.tolist()
+        places: dict[tuple[int, int], list[int]] = {}
         for at in drafted:
             places.setdefault((kinds[at], bands[at]), []).append(at)
         for place, members in places.items():
@@ -165,7 +166,8 @@ class Acceptance:
     def renew(self) -> None:
         """Bring acceptance[class, band, position] and tokens[class, band, length] up to date with the counts."""
         by_class = self.rows.sum(axis=1)
-        self.everybody, shared, prior = by_class.sum(axis=0), [], self.first
+        self.everybody, prior = by_class.sum(axis=0), self.first
+        shared: list[float] = []
         for reached, passed, ratio in zip(*self.everybody.tolist(), self.ratios.tolist(), strict=True):
             if shared:
                 prior = min(max(shared[-1] * ratio, 0.02), 0.98)
