@@ -14,7 +14,7 @@ import typer
 from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
 from speclen.console.errors import UserError, wrapped
-from speclen.console.flags import flags_from
+from speclen.console.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from speclen.bench.profile.document import ProfileDocument
     from speclen.bench.profile.importing import Destination
     from speclen.worker.models.loading import ModelPair
-    from speclen.worker.profiling.profiler import ProfileSettings
+    from speclen.worker.profiling.settings import ProfileSettings
 
 app = typer.Typer(
     add_completion=False,
@@ -114,7 +114,7 @@ def hand_over(document: ProfileDocument, destination: Destination) -> None:
 
 def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
     """What is measured, and for how long."""
-    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
+    from speclen.worker.profiling.settings import ProfileSettings, quick_settings
 
     if quick:
         left = max(3.0, QUICK_S - (time.monotonic() - STARTED))
@@ -173,7 +173,9 @@ def export(
 @flags_from(WorkerConfig, *MODELS, "backend")
 @flags_from(ClientConfig, *SECURITY)
 def import_(
-    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
+    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote, or a table."),
+    table_format: str = typer.Option("speclen", "--format", help="speclen, or the engine that the table is for."),
+    context: str = typer.Option("", help="With a table: part of the context's name to compare it with."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
     threads: int = THREADS,
     db: Path = DB,
@@ -183,10 +185,14 @@ def import_(
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
-    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant.
+    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant. A table of
+    vllm, tensorrt-llm, sglang or llama.cpp holds no times: it is compared with the lengths in use, and nothing is stored.
 
     Example: speclen profile import profile.json --target bundled:target-60m
     """
+    if table_format != "speclen":
+        compare_table(profile, table_format, db, context, as_json)
+        return
     from speclen.bench.profile.document import read_document
     from speclen.bench.profile.importing import check_same_context, find_destination
 
@@ -201,6 +207,19 @@ def import_(
         print(json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": asdict(here)}))
     else:
         print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
+
+
+def compare_table(path: Path, table_format: str, db: Path, context: str, as_json: bool) -> None:
+    """Show another engine's table beside the lengths in use. Raises UserError."""
+    from rich.console import Console
+
+    from speclen.console.engine_tables import chosen
+
+    found = chosen.differences(chosen.table_from(path, table_format), db, context)
+    if as_json:
+        print(json.dumps(chosen.as_json(*found), indent=1))
+    else:
+        Console().print(chosen.as_matrix(*found))
 
 
 @app.command()
@@ -223,20 +242,6 @@ def diff(
         print(json.dumps([vars(row) for row in differences(*documents)], indent=1))
     else:
         show_difference(*documents)
-
-
-def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """Ascending numbers of a list such as 1,2,4-8. Raises UserError naming the flag."""
-    values: set[int] = set()
-    try:
-        for part in text.split(","):
-            low, _, high = part.partition("-")
-            values |= set(range(int(low), int(high or low) + 1))
-    except ValueError:
-        raise UserError(f"{flag} {text!r} is not a list of whole numbers such as 1,2,4-8") from None
-    if not values or min(values) < least or max(values) > most:
-        raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
-    return tuple(sorted(values))
 
 
 def models_of(settings: dict[str, Any]) -> dict[str, str]:

@@ -30,6 +30,9 @@ class WorkerConfig:
     max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_kv_tokens: int = setting(0, "Tokens of KV cache over all rows; 0: as many as fit.", least=0)
+    max_cached_tokens: int = setting(
+        8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
+    )
     policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
     quick_profile_s: float = setting(

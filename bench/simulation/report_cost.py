@@ -9,7 +9,7 @@ import typer
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World, observe
 from speclen.controller.estimator.core import ContextKey, Profile, StepObservation
-from speclen.controller.successor.estimator import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 KEY = ContextKey("target", "draft", "device", "float32")
 # Requests told apart, and contexts that grow: what the service's reports are like.

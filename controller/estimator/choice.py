@@ -1,0 +1,129 @@
+"""Which length to play in each bucket, and which exploratory step to pay for.
+
+The length with the most expected tokens per second is played, where a time that is hardly known counts as longer than its
+best guess, so that a choice needs evidence in proportion to what it risks. Any length teaches about all others, so
+exploring is rarely needed, and never free: a bucket earns a small share of the time it spends, and a probe is handed out
+only when its expected loss has been earned before. So exploring costs at most that share of all time, plus a few steps per
+bucket. Length 0 shows nothing of acceptance, hence its larger share and an account that starts filled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.step_time import StepTimes
+
+# Relative gain in goodput that a change of length must promise: against flapping between near-ties.
+MARGIN = 0.002
+# Part of the variance of log time by which an unsure length counts as slower. 0.5 would be the mean of a lognormal time;
+# more, since a first use of a shape costs and what is known improves by itself.
+RISK = 1.0
+# Steps over which leaving length 0 must pay for what the draft's catching up costs.
+RESUME_HORIZON = 100.0
+# Share of a bucket's time that probes may cost where drafting is on, and off; the most that can be saved up, in steps.
+SHARE, SHARE_AT_ZERO = 0.001, 0.003
+CAP_STEPS, CAP_STEPS_AT_ZERO = 1.0, 4.0
+# Standard deviations of optimism by which a probe is picked, and the least it is charged, in steps: a guess is a guess.
+OPTIMISM, LEAST_CHARGE = 1.5, 0.02
+# A probe at length 0 takes a second step unless the step time is known this well, relative to length 0 (log-sd).
+KNOWN_SD = 0.06
+# Length before anything is known.
+COLD_LENGTH = 2
+
+
+class LengthChoice:
+    """Lengths by bucket and their accounts. Arrays are [buckets]; credit is expected loss, in steps of the bucket."""
+
+    STATE = ("lengths", "credit", "to_follow", "zero_filled", "decided", "probe_s")
+
+    def __init__(self, num_buckets: int, max_length: int) -> None:
+        self.buckets = np.arange(num_buckets)
+        self.lengths = np.full(num_buckets, min(COLD_LENGTH, max_length))
+        self.credit = np.zeros(num_buckets)
+        self.to_follow = np.zeros(num_buckets, dtype=bool)
+        self.zero_filled = np.zeros(num_buckets, dtype=bool)
+        self.decided = False
+        self.probe_s = 0.0  # expected loss of all probes so far
+
+    def assess(self, tokens: FloatArray, times: StepTimes) -> None:
+        """Take the newest estimates. tokens: expected, per row and step, [buckets, lengths]."""
+        self.seconds = times.seconds()
+        self.goodput = tokens / self.seconds
+        self.doubt = RISK * times.grid(times.variance)
+
+    def decide(self, tokens: FloatArray, times: StepTimes, resume_s: float) -> None:
+        """Choose by the newest estimates."""
+        if not times.known:
+            return
+        at, now = self.buckets, self.lengths
+        self.assess(tokens, times)
+        cautious = np.log(self.goodput) - self.doubt
+        best: np.ndarray = cautious.argmax(axis=1)
+        if self.decided:
+            needed = MARGIN + (now == 0) * (resume_s / RESUME_HORIZON) / self.seconds[:, 0]
+            best = np.where(cautious[at, best] > cautious[at, now] + needed, best, now)
+        self.lengths, self.decided = best, True
+        fresh = (best == 0) & ~self.zero_filled
+        self.credit[fresh] = CAP_STEPS_AT_ZERO
+        self.zero_filled |= fresh
+
+    def loss(self, bucket: int) -> FloatArray:
+        """Expected loss, in steps, of playing each length once instead of the choice."""
+        chosen, goodput = self.lengths[bucket], self.goodput[bucket]
+        loss: FloatArray = self.seconds[bucket] / self.seconds[bucket, chosen] * (1.0 - goodput / goodput[chosen])
+        return loss
+
+    def earn(self, buckets: np.ndarray) -> None:
+        """Earn credit for the steps of these buckets."""
+        off = self.lengths == 0
+        self.credit += np.bincount(buckets, minlength=len(off)) * np.where(off, SHARE_AT_ZERO, SHARE)
+        np.minimum(self.credit, np.where(off, CAP_STEPS_AT_ZERO, CAP_STEPS), out=self.credit)
+
+    def probe(self, bucket: int, times: StepTimes, resume_s: float, longest: int) -> int | None:
+        """An exploratory length, at most longest, that the bucket can pay for, charged to it; mostly None."""
+        if not self.decided or longest < 1:
+            return None
+        if self.lengths[bucket] == 0:
+            return self._probe_at_zero(bucket, times, resume_s, longest)
+        return self._probe_optimist(bucket, times, longest)
+
+    def _probe_optimist(self, bucket: int, times: StepTimes, longest: int) -> int | None:
+        """The length that could most plausibly be better than the choice, if its expected loss has been earned."""
+        chosen, credit = int(self.lengths[bucket]), float(self.credit[bucket])
+        if credit < LEAST_CHARGE:
+            return None
+        goodput = self.goodput[bucket]
+        hope = np.log(goodput / goodput[chosen]) + OPTIMISM * np.sqrt(times.relative_variance(bucket, chosen))
+        hope[chosen] = hope[longest + 1 :] = -np.inf
+        candidate = int(hope.argmax())
+        cost = max(float(self.loss(bucket)[candidate]), LEAST_CHARGE)
+        if hope[candidate] <= 0.0 or cost > credit:
+            return None
+        self._charge(bucket, cost)
+        return candidate
+
+    def _probe_at_zero(self, bucket: int, times: StepTimes, resume_s: float, longest: int) -> int | None:
+        """One draft token, to see whether drafting would pay again, and then the length that is thought to cost least.
+
+        In the first of the two steps the draft catches up, so it teaches acceptance alone. Without the second one, times
+        that are wrongly believed to be long would keep drafting off for ever. Times that are known need none.
+        """
+        loss = self.loss(bucket)
+        second = 1 + int(loss[1 : longest + 1].argmin())
+        if self.to_follow[bucket]:
+            self.to_follow[bucket] = False
+            return second
+        cost = max(float(loss[1]) + resume_s / float(self.seconds[bucket, 0]), LEAST_CHARGE)
+        if cost > self.credit[bucket]:
+            return None
+        if times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
+            # Both are charged now. What that overdraws is earned back before the next.
+            self.to_follow[bucket] = True
+            cost += max(float(loss[second]), LEAST_CHARGE)
+        self._charge(bucket, cost)
+        return 1
+
+    def _charge(self, bucket: int, cost: float) -> None:
+        self.credit[bucket] -= cost
+        self.probe_s += cost * float(self.seconds[bucket, self.lengths[bucket]])

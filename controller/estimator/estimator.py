@@ -1,0 +1,430 @@
+"""Learns from observed steps and decides lengths: what callers use. No I/O, no clock.
+
+The same calls in the same order give the same decisions, bit for bit, also after export_state and restore in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from speclen.controller.estimator.acceptance import Acceptance, band_of
+from speclen.controller.estimator.buckets import FINE, buckets_for
+from speclen.controller.estimator.context import Context, Group
+from speclen.controller.estimator.core import (
+    Choice,
+    ContextKey,
+    Decision,
+    DriftEvent,
+    LearnedRow,
+    LengthEstimate,
+    Limits,
+    Mix,
+    ObserveOutcome,
+    Probe,
+    Profile,
+    StepObservation,
+    Table,
+)
+from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
+from speclen.controller.estimator.policies.policy import Space
+from speclen.controller.estimator.reports import Reports
+from speclen.controller.estimator.state import exported, restored
+from speclen.controller.estimator.step_time import Steps, spans_of
+
+# Classes of requests that a report may tell apart: greedy, cool, hot. Reports that don't are all of the first.
+NUM_CLASSES = 3
+# Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
+NEAREST_SD, WIDENED_SD = 0.3, 0.1
+# Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
+FORMAT = 3
+
+
+class Estimator:
+    """Contexts by key. One thread calls it."""
+
+    def __init__(self, buckets: str = FINE, policy: str = ADAPTIVE, seed: int = 0) -> None:
+        """buckets: see `buckets`; policy: what chooses, a name of `policies`; ValueError if one is unknown."""
+        self.bucket_spec, self.policy_name, self.seed = buckets, check_policy(policy), seed
+        self._contexts: dict[ContextKey, Context] = {}
+        self._acceptance: dict[tuple[str, str], Acceptance] = {}
+        buckets_for(buckets, 1)
+
+    def knows(self, key: ContextKey) -> bool:
+        """Whether the context was added."""
+        return key in self._contexts
+
+    @property
+    def contexts(self) -> tuple[ContextKey, ...]:
+        """Keys of all contexts, oldest first."""
+        return tuple(self._contexts)
+
+    def context(self, key: ContextKey) -> Context:
+        """What is believed about a context, for reading. KeyError if it is unknown."""
+        return self._contexts[key]
+
+    def limits(self, key: ContextKey) -> Limits:
+        """The largest limits of a context's workers. KeyError if it is unknown."""
+        return self._contexts[key].limits
+
+    def acceptance(self, pair: tuple[str, str]) -> Acceptance:
+        """What all contexts of a pair share, for reading. KeyError if it is unknown."""
+        return self._acceptance[pair]
+
+    def add_context(self, key: ContextKey, limits: Limits) -> ObserveOutcome:
+        """Make a context known, or extend it to larger limits; returns the choices that this brought.
+
+        A new one starts with its pair's acceptance, and with the step times of the nearest context on its device.
+        """
+        known = self._contexts.get(key)
+        if known is not None:
+            return ObserveOutcome(self._widen(known, limits))
+        context = self._new_context(key, limits)
+        for other in self._contexts.values():
+            if (other.key.pair, other.key.device, other.key.dtype) == (key.pair, key.device, key.dtype):
+                context.main.times.seed_from(other.main.times, NEAREST_SD)
+        self._contexts[key] = context
+        return ObserveOutcome(context.redecide(context.main))
+
+    def _new_context(self, key: ContextKey, limits: Limits) -> Context:
+        buckets, policy = buckets_for(self.bucket_spec, limits.max_batch_size), None
+        if self.policy_name != ADAPTIVE:
+            seed = self.seed * 1_000_003 + len(self._contexts)  # a stream of random numbers of its own
+            policy = make_policy(self.policy_name, Space(limits, buckets), seed)
+        return Context(key, limits, buckets, self._shared(key.pair, limits), policy)
+
+    def _shared(self, pair: tuple[str, str], limits: Limits) -> Acceptance:
+        """The acceptance that all contexts of a pair share, large enough for these limits."""
+        bands = band_of(limits.max_batch_size) + 1
+        model = self._acceptance.get(pair)
+        if model is None:
+            model = self._acceptance[pair] = Acceptance(limits.max_speculation_length, bands, NUM_CLASSES)
+        model.extend(limits.max_speculation_length, bands)
+        return model
+
+    def _widen(self, old: Context, limits: Limits) -> list[Decision]:
+        """Larger limits: a new context that starts from what the old one believes, and goes on with its version."""
+        wider = Limits(
+            max(old.limits.max_batch_size, limits.max_batch_size),
+            max(old.limits.max_speculation_length, limits.max_speculation_length),
+        )
+        if wider == old.limits:
+            return []
+        new = self._contexts[old.key] = self._new_context(old.key, wider)
+        new.main.times.seed_from(old.main.times, WIDENED_SD)
+        new.main.version, new.main.lengths = old.main.version, old.main.lengths[: len(new.buckets) - 1]
+        for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
+            setattr(new, name, getattr(old, name))
+        new.mix[: len(old.mix)] = old.mix
+        if old.policy is not None:
+            new.policy, old.policy.space.limits, old.policy.space.buckets = old.policy, wider, new.buckets
+            old.policy.extend()
+        cause = f"the context was widened to {wider.max_batch_size} rows and length {wider.max_speculation_length}"
+        return new.redecide(new.main, cause)
+
+    def start_anew(self, key: ContextKey, reason: str) -> ObserveOutcome:
+        """Forget what is believed of a context. KeyError if it is unknown."""
+        old, shared = self._contexts[key], self._acceptance[key.pair]
+        if not shared.sound:
+            restored(shared, exported(old.new_acceptance())).renew()
+        new = self._contexts[key] = self._new_context(key, old.limits)
+        new.main.version, new.main.lengths, new.next_probe_id = old.main.version, old.main.lengths, old.next_probe_id
+        event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
+        return ObserveOutcome(new.redecide(new.main, "the context started anew"), [event])
+
+    def seed_profile(self, key: ContextKey, profile: Profile) -> ObserveOutcome:
+        """Take an offline profile as a prior of limited weight for step times and acceptance. ValueError beyond limits."""
+        context = self._contexts[key]
+        limits, main = context.limits, context.main
+        for cell in profile.cells:
+            for name, least, most in (
+                ("batch_size", 1, limits.max_batch_size),
+                ("speculation_length", 0, limits.max_speculation_length),
+            ):
+                if not least <= getattr(cell, name) <= most:
+                    raise ValueError(f"profile cell has {name} {getattr(cell, name)}, allowed: {least} to {most}")
+        if profile.survival:
+            main.acceptance.seed(profile.survival, profile.num_survival_rows)
+        if profile.cells and not main.times.evidence.any():
+            main.times.seed(profile)
+        if context.policy is not None:
+            context.policy.seed(profile)
+        return ObserveOutcome(context.redecide(main, f"a profile was imported ({profile.source or 'unnamed'})"))
+
+    def observe(
+        self, key: ContextKey, observations: Sequence[StepObservation], worker_id: str | Sequence[str] = ""
+    ) -> ObserveOutcome:
+        """Learn from a group of steps, already validated, and decide anew.
+
+        worker_id: who sent them, or one name per step for a group of several, those of one side by side. KeyError for an
+        unknown context, ValueError for steps beyond its limits. What leaves the representable starts anew, as an event.
+        """
+        context, outcome = self._contexts[key], ObserveOutcome()
+        if not observations:
+            return outcome
+        workers = [worker_id] * len(observations) if isinstance(worker_id, str) else list(worker_id)
+        spans = spans_of(workers)
+        touched = list(dict.fromkeys(context.group_of(worker) for worker, _ in spans))
+        for group in touched:
+            mine = [at for at, sender in enumerate(workers) if len(touched) == 1 or context.group_of(sender) is group]
+            reports = Reports([observations[at] for at in mine], [workers[at] for at in mine], context.limits)
+            outcome.drift_events += self._learn_soundly(context, group, reports)
+        for worker, span in spans:
+            context.learn_resuming(observations[span], worker)
+        outcome.drift_events += context.compare(len(observations))
+        context.reports_since_drift += len(observations)
+        if outcome.drift_events:
+            context.last_drift, context.reports_since_drift = outcome.drift_events[-1], 0
+        if context.policy is not None:
+            context.policy.update(
+                context.main.times.bucket_of[[step.batch_size for step in observations]], observations
+            )
+        for group in context.groups.values():
+            if group.seen != group.newest:
+                outcome.decisions += context.redecide(group)
+        return outcome
+
+    def _learn_soundly(self, context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
+        """Learn; where that takes numbers out of what can be represented, the group starts anew, alone."""
+        try:
+            with np.errstate(all="ignore"):  # what comes of it is looked at
+                events = self._learn(context, group, reports)
+                if group.times.sound and group.acceptance.sound:
+                    return events
+                return [*events, _reset(context, group)]
+        except (ArithmeticError, ValueError, IndexError):
+            return [_reset(context, group)]
+
+    def _learn(self, context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
+        """Update a group's models with reports of its workers; returns what drifted."""
+        events, times, acceptance, workers = [], group.times, group.acceptance, context.workers
+        weight, offset = np.ones(len(reports.batch)), np.zeros(len(reports.batch))
+        parts = reports.parts(acceptance.shape[2], context.band_of_batch)
+        judged = acceptance.judge(parts)
+        for worker, span in reports.spans:
+            peer = workers.peer(worker)
+            if peer is not None and len(workers.peers) > 1:
+                weight[span], offset[span] = workers.weight(peer), peer.offset
+                mine = slice(*parts.report.searchsorted((span.start, span.stop)).tolist())
+                workers.record_tokens(peer, [float(each[mine].sum()) for each in judged], span.stop - span.start)
+        found = acceptance.learn(parts, judged, weight[parts.report])
+        if found:
+            events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
+        context.learn_mix(parts)
+        use = reports.teaches_latency
+        if use.any():
+            senders = [worker for worker, keep in zip(reports.workers, use.tolist(), strict=True) if keep]
+            steps = Steps(
+                *(reports.batch[use], reports.length[use], reports.context[use], reports.seconds[use]),
+                *(weight[use], offset[use], spans_of(senders)),
+            )
+            found = times.update(steps)
+            if found:
+                events.append(_event(context, "latency", found, "the surface of step times may move again"))
+            if len(workers.peers) > 1:
+                context.record(group, steps)
+        buckets = times.bucket_of[reports.batch]
+        group.choice.earn(buckets)
+        context.recent = list(dict.fromkeys(buckets.tolist()))
+        return events
+
+    def models_of(self, key: ContextKey, worker_id: str) -> tuple[int, int]:
+        """Which step times and which acceptance a worker shares with others; (0, 0) unless it is unlike them."""
+        peer = self._contexts[key].workers.peers.get(worker_id)
+        return (0, 0) if peer is None else (peer.models[0], peer.models[1])
+
+    def table(self, key: ContextKey, worker_id: str = "") -> Table:
+        """The best length known for every bucket for a worker. No exploration in it."""
+        context = self._contexts[key]
+        group = context.group_of(worker_id)
+        pairs = zip(context.buckets, group.lengths, strict=True)
+        if not group.times.known:
+            return Table(group.version, tuple(Choice(bucket, length, None) for bucket, length in pairs))
+        ms = 1e3 / group.choice.goodput
+        return Table(group.version, tuple(Choice(at, length, float(ms[at.index, length])) for at, length in pairs))
+
+    def mix(self, key: ContextKey, worker_id: str = "") -> Mix | None:
+        """The numbers by which a worker finds the length for the classes of its rows; None while nothing is known."""
+        context = self._contexts[key]
+        group = context.group_of(worker_id)
+        if not group.times.known or context.policy is not None:
+            return None
+        tokens = group.acceptance.tokens[:, context.bands, : context.limits.max_speculation_length + 1]
+        counted = group.choice.seconds * np.exp(group.choice.doubt)
+        return Mix(tuple(bucket.batch_max for bucket in context.buckets), counted, tokens)
+
+    def length_for(self, key: ContextKey, batch_size: int, worker_id: str = "") -> int:
+        """The table's length for a batch size, without building the table. Sizes beyond the limit use the last bucket."""
+        return self._contexts[key].group_of(worker_id).lengths[self.bucket_index(key, batch_size)]
+
+    def bucket_index(self, key: ContextKey, batch_size: int) -> int:
+        """Which bucket a batch size belongs to. Sizes beyond the limit belong to the last."""
+        context = self._contexts[key]
+        return int(context.main.times.bucket_of[min(batch_size, context.limits.max_batch_size)])
+
+    def take_probe(
+        self, key: ContextKey, batch_size: int | None = None, max_length: int | None = None, worker_id: str = ""
+    ) -> Probe | None:
+        """Hand out at most one exploratory step, charged to its bucket at once; mostly None.
+
+        batch_size None: any bucket of the newest reports. max_length: of the worker that is to do it, None for the
+        context's. A probe is one step of one worker and is never repeated.
+        """
+        context = self._contexts[key]
+        if context.policy is not None:
+            return None
+        group, longest = context.group_of(worker_id), context.limits.max_speculation_length
+        longest = longest if max_length is None else min(longest, max_length)
+        for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
+            length = group.choice.probe(bucket, group.times, context.resume_s, longest)
+            if length is not None:
+                context.next_probe_id += 1
+                return Probe(context.next_probe_id - 1, context.buckets[bucket], length)
+        return None
+
+    def probe_goes_on(self, key: ContextKey, batch_size: int, worker_id: str = "") -> bool:
+        """Whether the last probe of this batch size is only complete with another one right after it."""
+        return bool(self._contexts[key].group_of(worker_id).choice.to_follow[self.bucket_index(key, batch_size)])
+
+    def last_decision(self, key: ContextKey, bucket: int, worker_id: str = "") -> Decision | None:
+        """The newest change of a bucket's choice since the start of this process."""
+        return self._contexts[key].group_of(worker_id).last_decision.get(bucket)
+
+    def survival(self, key: ContextKey, bucket: int | None = None) -> list[float]:
+        """P(draft tokens 0..i all accepted) by position; of everybody, or of everybody at a bucket's load."""
+        context = self._contexts[key]
+        model = context.main.acceptance
+        values = model.shared if bucket is None else model.of_band()[context.bands[bucket]]
+        return [float(value) for value in values.cumprod()[: context.limits.max_speculation_length]]
+
+    def learned_rows(self, key: ContextKey, worker_id: str = "") -> list[LearnedRow]:
+        """Every bucket and length with what is believed, what was seen, and on how much evidence; empty while unknown."""
+        context = self._contexts[key]
+        group = context.group_of(worker_id)
+        times, lengths = group.times, range(context.limits.max_speculation_length + 1)
+        if not times.known:
+            return []
+        tokens, (low, high) = context.tokens(group), times.interval()
+        kind = context.mix.argmax(axis=1).tolist()
+        unsure = [group.acceptance.log_tokens_variance(kind[band], band) for band in range(len(kind))]
+        rows = []
+        for bucket, chosen in zip(context.buckets, group.lengths, strict=True):
+            for length in lengths:
+                cell = bucket.index * len(lengths) + length
+                per_token = 1e3 / float(tokens[bucket.index, length])
+                spread = math.exp(1.96 * math.sqrt(float(unsure[context.bands[bucket.index]][length])))
+                seconds, seen = float(group.choice.seconds[bucket.index, length]), int(times.num_seen[cell])
+                ms = (
+                    seconds * per_token,
+                    float(low[cell]) * per_token / spread,
+                    float(high[cell]) * per_token * spread,
+                )
+                estimate = LengthEstimate(length, 1e3 / per_token, seconds, *ms)
+                observed = float(times.seen_s[cell]) if seen else None
+                rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed))
+        return rows
+
+    def export_state(self, key: ContextKey) -> dict[str, Any]:
+        """Everything that a context needs to go on exactly, as JSON-able values; see export_pair_state for the rest."""
+        context = self._contexts[key]
+        drift = context.last_drift
+        state: dict[str, Any] = exported(context)
+        return state | {
+            "format": FORMAT,
+            "policy": [self.policy_name, None if context.policy is None else context.policy.export_state()],
+            "buckets": [bucket.batch_max for bucket in context.buckets],
+            "lengths": context.limits.max_speculation_length,
+            "times": exported(context.times),
+            "acceptances": exported(context.acceptances[1:]),
+            "groups": [[*models, exported(group)] for models, group in context.groups.items()],
+            "last_drift": None if drift is None else [drift.factor, drift.statistic, drift.detail],
+        }
+
+    def export_pair_state(self, pair: tuple[str, str]) -> dict[str, Any]:
+        """The acceptance that all contexts of a pair share, as JSON-able values."""
+        state: dict[str, Any] = exported(self._acceptance[pair])
+        return state | {"format": FORMAT}
+
+    def restore(
+        self, key: ContextKey, limits: Limits, state: dict[str, Any] | None, pair_state: dict[str, Any] | None
+    ) -> None:
+        """Go on from exported states: of every context before the first observation.
+
+        ValueError if one is not of this format or these limits; nothing has changed then.
+        """
+        shared = self._acceptance.get(key.pair)
+        try:
+            with np.errstate(all="ignore"):  # what comes of it is looked at
+                if pair_state is not None and shared is None:
+                    self._acceptance[key.pair] = _restored_acceptance(pair_state)
+                context = self._new_context(key, limits)
+                self._restore_context(context, state)
+            self._contexts[key] = context
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
+            if shared is None:
+                self._acceptance.pop(key.pair, None)
+            reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"
+            raise ValueError(reason) from error
+
+    def _restore_context(self, context: Context, state: dict[str, Any] | None) -> None:
+        if state is None:
+            context.redecide(context.main)
+            return
+        _restore_models(context, state)
+        before, values = state["policy"]
+        if before != self.policy_name:
+            context.redecide(context.main, f"the policy changed from {before} to {self.policy_name}")
+        elif context.policy is not None:
+            context.policy.restore(values)
+
+
+def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
+    classes, bands, _, positions = np.shape(state["rows"])
+    model: Acceptance = restored(Acceptance(positions, bands, classes), state)
+    model.renew()
+    if classes != NUM_CLASSES or not model.sound:
+        raise ValueError(f"it has {classes} classes of requests, or counts that are none")
+    return model
+
+
+def _restore_models(context: Context, state: dict[str, Any]) -> None:
+    if state["format"] != FORMAT or state["buckets"] != [bucket.batch_max for bucket in context.buckets]:
+        raise ValueError("it is of another version or has other buckets")
+    restored(context, state)
+    context.workers.renew()
+    context.times = [restored(context.new_times(), each) for each in state["times"]]
+    context.acceptances[1:] = [_restored_acceptance(each) for each in state["acceptances"]]
+    for times in context.times:
+        times.renew()
+        if not times.sound:
+            raise ValueError("it has numbers that are none")
+    context.groups.clear()
+    for at_times, at_acceptance, values in state["groups"]:
+        group = restored(context.group((at_times, at_acceptance)), values)
+        group.seen = group.newest
+        longest = context.limits.max_speculation_length
+        if len(group.lengths) != len(context.buckets) or not all(0 <= each <= longest for each in group.lengths):
+            raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")
+        if group.choice.decided:
+            group.choice.assess(context.tokens(group), group.times)
+    context.main = context.group((0, 0))
+    drift = state["last_drift"]
+    context.last_drift = None if drift is None else DriftEvent(context.key, *drift)
+
+
+def _reset(context: Context, group: Group) -> DriftEvent:
+    """Numbers have left the representable: this group starts anew, alone, and its acceptance if that is what it was."""
+    restored(group.times, exported(context.new_times())).renew()
+    if not group.acceptance.sound:
+        restored(group.acceptance, exported(context.new_acceptance())).renew()
+    restored(group.choice, exported(type(group.choice)(len(context.buckets), context.limits.max_speculation_length)))
+    return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: what was learned starts anew")
+
+
+def _event(context: Context, factor: str, statistic: float, consequence: str) -> DriftEvent:
+    direction = "rose" if statistic > 0 else "fell"
+    what = "accepted tokens" if factor == "acceptance" else "step times"
+    return DriftEvent(context.key, factor, statistic, f"{what} {direction} against expectation; {consequence}")
