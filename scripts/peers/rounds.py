@@ -56,10 +56,7 @@ def measure(one: Contestant, threads: int, work: Path, python: str, seconds: flo
     interpreter = str(work / one.environment / "bin" / "python") if one.environment else python
     command = [interpreter, str(HERE / one.script), str(work / "weights"), *one.options]
     command += ["--threads", str(threads), "--seconds", str(seconds)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    environment.pop("OMP_WAIT_POLICY", None)
-    if one.environment:
-        environment.pop("PYTHONPATH", None)
+    environment = environment_of(one, threads, work)
     log = work / f"{one.peer}.log"
     with log.open("a") as errors:
         try:
@@ -73,6 +70,18 @@ def measure(one: Contestant, threads: int, work: Path, python: str, seconds: flo
         print(f"{one.name} failed: see {log}", file=sys.stderr)
         return None
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def environment_of(one: Contestant, threads: int, work: Path) -> dict[str, str]:
+    """What the process finds: Intel's OpenMP is loaded first where a peer has it, as vLLM asks for on CPUs."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment.pop("OMP_WAIT_POLICY", None)
+    if one.environment:
+        environment.pop("PYTHONPATH", None)
+        openmp = work / one.environment / "lib" / "libiomp5.so"
+        if openmp.exists():
+            environment["LD_PRELOAD"] = str(openmp.resolve())
+    return environment
 
 
 def worth_repeating(rows: Rows, peer_rows: Rows, threads: int) -> bool:
