@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +119,7 @@ def main() -> None:
         "--learn-s", type=float, required=True, help="at each load, before speclen's adaptive is measured"
     )
     parser.add_argument("--profile", default="")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin nothing more after so many seconds")
     parser.add_argument("--only", default="", help="peers, separated by commas; speclen always takes part")
     options = parser.parse_args()
     wanted = {"speclen", *options.only.split(",")} if options.only else None
@@ -126,11 +129,13 @@ def main() -> None:
         for one in contestants(options.learn_s, options.profile)
         if wanted is None or one.peer in wanted
     ]
-    failed = False
+    failed, began = False, time.monotonic()
     with options.lines.open("w") as lines:
         for number in range(1, options.rounds + 1):
             found: dict[tuple[Contestant, int], Rows] = {}
             for one, threads in turns:
+                if time.monotonic() - began > options.limit_s:
+                    sys.exit(f"the time is up in round {number} of {options.rounds}: the table has what was measured")
                 print(f"round {number} of {options.rounds}, {threads} threads: {one.name}", file=sys.stderr, flush=True)
                 rows = measure(one, threads, options.work, sys.executable, options.seconds)
                 failed = failed or rows is None
