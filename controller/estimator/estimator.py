@@ -40,7 +40,7 @@ NUM_CLASSES = 3
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 2
+FORMAT = 3
 
 
 class Estimator:
@@ -172,9 +172,9 @@ class Estimator:
             return outcome
         workers = [worker_id] * len(observations) if isinstance(worker_id, str) else list(worker_id)
         spans = spans_of(workers)
-        touched = {id(group): group for group in (context.group_of(worker) for worker, _ in spans)}
-        for group in touched.values():
-            mine = [at for w, span in spans if context.group_of(w) is group for at in range(span.start, span.stop)]
+        touched = list(dict.fromkeys(context.group_of(worker) for worker, _ in spans))
+        for group in touched:
+            mine = [at for at, sender in enumerate(workers) if len(touched) == 1 or context.group_of(sender) is group]
             reports = Reports([observations[at] for at in mine], [workers[at] for at in mine], context.limits)
             outcome.drift_events += self._learn_soundly(context, group, reports)
         for worker, span in spans:
@@ -188,7 +188,7 @@ class Estimator:
                 context.main.times.bucket_of[[step.batch_size for step in observations]], observations
             )
         for group in context.groups.values():
-            if id(group) in touched or group.seen_acceptance != group.acceptance.version:
+            if group.seen != group.newest:
                 outcome.decisions += context.redecide(group)
         return outcome
 
@@ -207,13 +207,13 @@ class Estimator:
         """Update a group's models with reports of its workers; returns what drifted."""
         events, times, acceptance, workers = [], group.times, group.acceptance, context.workers
         weight, offset = np.ones(len(reports.batch)), np.zeros(len(reports.batch))
-        parts = reports.parts(acceptance.shape[2])
+        parts = reports.parts(acceptance.shape[2], context.band_of_batch)
         judged = acceptance.judge(parts)
         for worker, span in reports.spans:
             peer = workers.peer(worker)
             if peer is not None and len(workers.peers) > 1:
                 weight[span], offset[span] = workers.weight(peer), peer.offset
-                mine = slice(*np.searchsorted(parts.report, (span.start, span.stop)).tolist())
+                mine = slice(*parts.report.searchsorted((span.start, span.stop)).tolist())
                 workers.record_tokens(peer, [float(each[mine].sum()) for each in judged], span.stop - span.start)
         found = acceptance.learn(parts, judged, weight[parts.report])
         if found:
@@ -232,7 +232,7 @@ class Estimator:
             if len(workers.peers) > 1:
                 context.record(group, steps)
         buckets = times.bucket_of[reports.batch]
-        group.choice.earn(buckets, acceptance.rising)
+        group.choice.earn(buckets)
         context.recent = list(dict.fromkeys(buckets.tolist()))
         return events
 
@@ -288,7 +288,7 @@ class Estimator:
         group, longest = context.group_of(worker_id), context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
         for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
-            length = group.choice.probe(bucket, group.times, group.acceptance.rising, context.resume_s, longest)
+            length = group.choice.probe(bucket, group.times, context.resume_s, longest)
             if length is not None:
                 context.next_probe_id += 1
                 return Probe(context.next_probe_id - 1, context.buckets[bucket], length)
@@ -392,8 +392,12 @@ class Estimator:
 
 
 def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
+<<<<<<< HEAD
     kept = state["band_reached"]
     classes, bands, positions = kept["shape"] if isinstance(kept, dict) else np.shape(kept)
+=======
+    classes, bands, _, positions = np.shape(state["rows"])
+>>>>>>> trunk
     model: Acceptance = restored(Acceptance(positions, bands, classes), state)
     model.renew()
     if classes != NUM_CLASSES or not model.sound:
@@ -415,7 +419,7 @@ def _restore_models(context: Context, state: dict[str, Any]) -> None:
     context.groups.clear()
     for at_times, at_acceptance, values in state["groups"]:
         group = restored(context.group((at_times, at_acceptance)), values)
-        group.seen_acceptance = group.acceptance.version
+        group.seen = group.newest
         longest = context.limits.max_speculation_length
         if len(group.lengths) != len(context.buckets) or not all(0 <= each <= longest for each in group.lengths):
             raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")

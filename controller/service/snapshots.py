@@ -176,8 +176,8 @@ def state_text(state: dict[str, Any]) -> str:
 
 def acceptance_rows(pair: tuple[str, str], model: Acceptance, now: float) -> list[AcceptanceRow]:
     """Survival by position: of everybody (batch sizes 0 to 0), then of every band of load."""
-    rows = survival_rows(pair, (0, 0), model.shared.cumprod().tolist(), model.reached.tolist(), now)
-    bands = zip(model.of_band().cumprod(axis=1).tolist(), model.band_reached.sum(axis=0).tolist(), strict=True)
+    rows = survival_rows(pair, (0, 0), model.shared.cumprod().tolist(), model.everybody[0].tolist(), now)
+    bands = zip(model.of_band().cumprod(axis=1).tolist(), model.rows[:, :, 0].sum(axis=0).tolist(), strict=True)
     for band, (survival, reached) in enumerate(bands):
         rows += survival_rows(pair, ((1 << band) // 2 + 1, 1 << band), survival, reached, now)
     return rows
