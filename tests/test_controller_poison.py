@@ -223,8 +223,8 @@ def overflowing(state: str) -> str:
     """As the defect left it: finite numbers from which only infinities follow."""
     parsed = json.loads(state)
     times = parsed["times"][0]
-    times["surface"]["covariance"] = [[1e308] * len(row) for row in times["surface"]["covariance"]]
-    times["rho"] = [1e3] * len(times["rho"])
+    times["surface"]["covariance"] = [[1e308] * 15 for _ in range(15)]
+    times["rho"] = [1e3] * (32 * 5)
     return json.dumps(parsed)
 
 

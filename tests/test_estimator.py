@@ -301,3 +301,12 @@ def test_cells_that_nobody_measured_are_unknown_not_wrong():
     times = StepTimes(buckets_for("each", 4), 3)
     assert not times.known
     assert times.sound
+
+
+def test_shares_of_classes_that_sum_to_a_little_less_than_one_give_no_step_less_than_a_token():
+    """The database refused such a row: 0.9999999999999999 tokens at length 0."""
+    estimator = taught()
+    context = estimator.context(PAIR)
+    context.mix[:] = (0.3, 0.3, 0.4 - 1e-15)
+    estimator.observe(PAIR, group(np.random.default_rng(0)), "w")
+    assert min(row.estimate.expected_tokens for row in estimator.learned_rows(PAIR)) >= 1.0

@@ -135,6 +135,11 @@ class Estimator:
         event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
         return ObserveOutcome(new.redecide(new.main, "the context started anew"), [event])
 
+    def count_from(self, key: ContextKey, version: int) -> None:
+        """Let the versions of a context's tables go on from one that was given out before."""
+        main = self._contexts[key].main
+        main.version = max(main.version, version)
+
     def seed_profile(self, key: ContextKey, profile: Profile) -> ObserveOutcome:
         """Take an offline profile as a prior of limited weight for step times and acceptance. ValueError beyond limits."""
         context = self._contexts[key]
@@ -256,6 +261,10 @@ class Estimator:
         counted = group.choice.seconds * np.exp(group.choice.doubt)
         return Mix(tuple(bucket.batch_max for bucket in context.buckets), counted, tokens)
 
+    def is_mixed(self, key: ContextKey) -> bool:
+        """Whether requests of another class than the first were seen: the table alone is not enough then."""
+        return bool((self._contexts[key].mix[:, 0] < 1.0).any())
+
     def length_for(self, key: ContextKey, batch_size: int, worker_id: str = "") -> int:
         """The table's length for a batch size, without building the table. Sizes beyond the limit use the last bucket."""
         return self._contexts[key].group_of(worker_id).lengths[self.bucket_index(key, batch_size)]
@@ -322,9 +331,10 @@ class Estimator:
                     float(low[cell]) * per_token / spread,
                     float(high[cell]) * per_token * spread,
                 )
-                estimate = LengthEstimate(length, 1e3 / per_token, seconds, *ms)
+                estimate = LengthEstimate(length, max(1.0, float(tokens[bucket.index, length])), seconds, *ms)
                 observed = float(times.seen_s[cell]) if seen else None
-                rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed))
+                since = int(times.clock - times.seen_at[cell]) if seen else None
+                rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed, since))
         return rows
 
     def export_state(self, key: ContextKey) -> dict[str, Any]:
@@ -382,7 +392,8 @@ class Estimator:
 
 
 def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
-    classes, bands, _, positions = np.shape(state["rows"])
+    kept = state["rows"]
+    classes, bands, _, positions = kept["shape"] if isinstance(kept, dict) else np.shape(kept)
     model: Acceptance = restored(Acceptance(positions, bands, classes), state)
     model.renew()
     if classes != NUM_CLASSES or not model.sound:
