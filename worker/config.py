@@ -8,9 +8,10 @@ from pathlib import Path
 
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from speclen.transport.settings import check_bounds, setting
+from speclen.worker.drafting.plan import COPYING, PlannedBucket, parse_plans
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
-POLICY = re.compile(r"adaptive|profile|none|fixed:(\d{1,2})")
+POLICY = re.compile(r"adaptive|profile|none|copy|fixed:(\d{1,2})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class WorkerConfig:
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting("127.0.0.1:7070", "Address of the controller; empty for none.")
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
-    draft: str = setting("bundled:draft", "Draft model, likewise; empty for plain decoding.")
+    draft: str = setting("bundled:draft", "Draft model, likewise; empty: rows only copy from their own text.")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     backend: str = setting(
@@ -33,7 +34,11 @@ class WorkerConfig:
     max_cached_tokens: int = setting(
         8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
     )
-    policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
+    policy: str = setting("adaptive", "adaptive, profile, fixed:K, copy or none.")
+    plan: str = setting(
+        "",
+        "What rows propose: 'copy>=2 up to 8, else draft 3', or by batch size: '1-4: draft 5; 5-: plain'.",
+    )
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
     quick_profile_s: float = setting(
         0.0,
@@ -51,6 +56,9 @@ class WorkerConfig:
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
     metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
+    traces: bool = setting(
+        False, "Send OpenTelemetry traces, a span a request, where OTEL_* variables say; needs the extra otel."
+    )
     unread_timeout_s: float = setting(
         30.0, "Seconds without reading after which a client loses its request.", least=0.1
     )
@@ -74,10 +82,39 @@ class WorkerConfig:
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")
         if kind == "profile" and self.profile is None:
             raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
+        self.check_plans()
         if 0 < self.max_kv_tokens < LEAST_KV_TOKENS:
             raise ValueError(
                 f"--max-kv-tokens is {self.max_kv_tokens}; it must be 0, for as many as fit, or at least {LEAST_KV_TOKENS}"
             )
+
+    @property
+    def has_draft(self) -> bool:
+        return self.draft not in ("", "none")
+
+    def check_plans(self) -> None:
+        """Raises ValueError when `--plan` cannot be followed."""
+        if self.plan and self.policy != "adaptive":
+            raise ValueError(f"--plan {self.plan!r} and --policy {self.policy} say different things: give one of them")
+        for bucket in self.planned():
+            drafted = bucket.plan.draft_length
+            if self.plan and drafted > self.max_length:
+                raise ValueError(
+                    f"--plan {self.plan!r} drafts {drafted} tokens, over --max-length {self.max_length}: raise that, or "
+                    "draft less"
+                )
+            if self.plan and drafted and not self.has_draft:
+                raise ValueError(f"--plan {self.plan!r} drafts {drafted} tokens: give a --draft, or a plan that copies")
+
+    def planned(self) -> list[PlannedBucket]:
+        """The plans that flags give, none where lengths do. Raises ValueError for a plan that cannot be read."""
+        if self.plan:
+            try:
+                return parse_plans(self.plan, self.max_batch_size)
+            except ValueError as error:
+                raise ValueError(f"--plan: {error}") from None
+        copies = self.policy == "copy" or (self.policy == "adaptive" and not self.has_draft)
+        return [PlannedBucket(1, self.max_batch_size, COPYING)] if copies else []
 
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""
@@ -98,7 +135,9 @@ def parse_policy(policy: str) -> tuple[str, int | None]:
     """Kind and, for a fixed length, the length. Raises ValueError naming the value."""
     match = POLICY.fullmatch(policy)
     if match is None:
-        raise ValueError(f"--policy {policy!r} is unknown: use adaptive, profile, none or fixed:K with K a number")
+        raise ValueError(
+            f"--policy {policy!r} is unknown: use adaptive, profile, copy, none or fixed:K with K a number"
+        )
     if match.group(1) is not None:
         return "fixed", int(match.group(1))
     return policy, None

@@ -19,6 +19,32 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _RequestClass:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RequestClassEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RequestClass.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REQUEST_CLASS_UNSPECIFIED: _RequestClass.ValueType  # 0
+    REQUEST_CLASS_GREEDY: _RequestClass.ValueType  # 1
+    """Always the most likely token."""
+    REQUEST_CLASS_COOL: _RequestClass.ValueType  # 2
+    """Sampled at temperatures up to 0.75."""
+    REQUEST_CLASS_HOT: _RequestClass.ValueType  # 3
+    """Sampled at higher ones."""
+
+class RequestClass(_RequestClass, metaclass=_RequestClassEnumTypeWrapper):
+    """Kinds of requests whose drafts are accepted unlike: by how they choose their tokens."""
+
+REQUEST_CLASS_UNSPECIFIED: RequestClass.ValueType  # 0
+REQUEST_CLASS_GREEDY: RequestClass.ValueType  # 1
+"""Always the most likely token."""
+REQUEST_CLASS_COOL: RequestClass.ValueType  # 2
+"""Sampled at temperatures up to 0.75."""
+REQUEST_CLASS_HOT: RequestClass.ValueType  # 3
+"""Sampled at higher ones."""
+Global___RequestClass: typing_extensions.TypeAlias = RequestClass
+
 class _StepFlag:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -36,6 +62,10 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """The draft caught up on tokens it had missed while the length was 0."""
     STEP_FLAG_MIXED_LENGTHS: _StepFlag.ValueType  # 5
     """Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
+    STEP_FLAG_COPIED: _StepFlag.ValueType  # 30
+    """The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
+    match. See StepReport.copying.
+    """
     STEP_FLAG_CHANGED_LENGTH: _StepFlag.ValueType  # 40
     """The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 
@@ -53,6 +83,10 @@ STEP_FLAG_CATCH_UP: StepFlag.ValueType  # 4
 """The draft caught up on tokens it had missed while the length was 0."""
 STEP_FLAG_MIXED_LENGTHS: StepFlag.ValueType  # 5
 """Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
+STEP_FLAG_COPIED: StepFlag.ValueType  # 30
+"""The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
+match. See StepReport.copying.
+"""
 STEP_FLAG_CHANGED_LENGTH: StepFlag.ValueType  # 40
 """The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
@@ -150,19 +184,53 @@ class WorkerLimits(google.protobuf.message.Message):
 
     MAX_BATCH_SIZE_FIELD_NUMBER: builtins.int
     MAX_SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
+    MAX_COPIED_TOKENS_FIELD_NUMBER: builtins.int
     max_batch_size: builtins.int
     """Largest number of rows decoding in one step. 1 to 4096."""
     max_speculation_length: builtins.int
     """Largest speculation length. 0 to 64."""
+    max_copied_tokens: builtins.int
+    """Most tokens that a row can copy from its own text in one step. 0 to 64; 0: it cannot."""
     def __init__(
         self,
         *,
         max_batch_size: builtins.int = ...,
         max_speculation_length: builtins.int = ...,
+        max_copied_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_speculation_length", b"max_speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_copied_tokens", b"max_copied_tokens", "max_speculation_length", b"max_speculation_length"]) -> None: ...
 
 Global___WorkerLimits: typing_extensions.TypeAlias = WorkerLimits
+
+@typing.final
+class Plan(google.protobuf.message.Message):
+    """What every row of a step may propose to the target."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAFT_LENGTH_FIELD_NUMBER: builtins.int
+    COPY_MIN_MATCH_FIELD_NUMBER: builtins.int
+    COPY_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFT_AFTER_COPY_FIELD_NUMBER: builtins.int
+    draft_length: builtins.int
+    """Tokens of the draft model per row: the speculation length. 0: none."""
+    copy_min_match: builtins.int
+    """A row copies when at least so many of its last tokens stand earlier in its own prompt or output. 1 to 16; 0: never."""
+    copy_max_tokens: builtins.int
+    """Tokens copied per row, at most: those that followed the match. 1 to 64; 0: never."""
+    draft_after_copy: builtins.bool
+    """Whether the draft model goes on behind copied tokens. Otherwise rows that copy draft nothing."""
+    def __init__(
+        self,
+        *,
+        draft_length: builtins.int = ...,
+        copy_min_match: builtins.int = ...,
+        copy_max_tokens: builtins.int = ...,
+        draft_after_copy: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copy_max_tokens", b"copy_max_tokens", "copy_min_match", b"copy_min_match", "draft_after_copy", b"draft_after_copy", "draft_length", b"draft_length"]) -> None: ...
+
+Global___Plan: typing_extensions.TypeAlias = Plan
 
 @typing.final
 class BucketChoice(google.protobuf.message.Message):
@@ -174,12 +242,17 @@ class BucketChoice(google.protobuf.message.Message):
     BATCH_MAX_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
     MS_PER_TOKEN_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     batch_min: builtins.int
     """Batch sizes batch_min to batch_max belong to the bucket, both included."""
     batch_max: builtins.int
     speculation_length: builtins.int
     ms_per_token: builtins.float
     """Expected time per generated token and row, in milliseconds, at that length; absent when nothing is known yet."""
+    @property
+    def plan(self) -> Global___Plan:
+        """What to do instead, for workers that can; draft_length is the speculation_length. Absent: that alone."""
+
     def __init__(
         self,
         *,
@@ -187,12 +260,74 @@ class BucketChoice(google.protobuf.message.Message):
         batch_max: builtins.int = ...,
         speculation_length: builtins.int = ...,
         ms_per_token: builtins.float | None = ...,
+        plan: Global___Plan | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "ms_per_token", b"ms_per_token"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "batch_max", b"batch_max", "batch_min", b"batch_min", "ms_per_token", b"ms_per_token", "speculation_length", b"speculation_length"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "ms_per_token", b"ms_per_token", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "batch_max", b"batch_max", "batch_min", b"batch_min", "ms_per_token", b"ms_per_token", "plan", b"plan", "speculation_length", b"speculation_length"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ms_per_token", b"_ms_per_token"]) -> typing.Literal["ms_per_token"] | None: ...
 
 Global___BucketChoice: typing_extensions.TypeAlias = BucketChoice
+
+@typing.final
+class ClassHistogram(google.protobuf.message.Message):
+    """Accepted runs of the rows of one class in a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_CLASS_FIELD_NUMBER: builtins.int
+    ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
+    request_class: Global___RequestClass.ValueType
+    @property
+    def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As StepReport.accepted_histogram, of these rows alone."""
+
+    def __init__(
+        self,
+        *,
+        request_class: Global___RequestClass.ValueType = ...,
+        accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "request_class", b"request_class"]) -> None: ...
+
+Global___ClassHistogram: typing_extensions.TypeAlias = ClassHistogram
+
+@typing.final
+class LengthMix(google.protobuf.message.Message):
+    """The few numbers by which a worker finds the best length for the classes of requests in its batch: the length with the
+    largest sum over classes of rows x tokens, divided by the step time.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUCKET_ENDS_FIELD_NUMBER: builtins.int
+    NUM_LENGTHS_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    num_lengths: builtins.int
+    """Lengths 0 to num_lengths - 1."""
+    @property
+    def bucket_ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Largest batch size of each bucket, ascending."""
+
+    @property
+    def step_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Seconds of a step, longer where hardly known, by bucket and length."""
+
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Expected tokens per row and step, bonus included, by class (greedy, cool, hot), bucket and length."""
+
+    def __init__(
+        self,
+        *,
+        bucket_ends: collections.abc.Iterable[builtins.int] | None = ...,
+        num_lengths: builtins.int = ...,
+        step_s: collections.abc.Iterable[builtins.float] | None = ...,
+        tokens: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bucket_ends", b"bucket_ends", "num_lengths", b"num_lengths", "step_s", b"step_s", "tokens", b"tokens"]) -> None: ...
+
+Global___LengthMix: typing_extensions.TypeAlias = LengthMix
 
 @typing.final
 class LengthTable(google.protobuf.message.Message):
@@ -202,19 +337,27 @@ class LengthTable(google.protobuf.message.Message):
 
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
+    MIX_FIELD_NUMBER: builtins.int
     decision_version: builtins.int
     """Grows with every change of any choice. Workers quote it in their reports."""
     @property
     def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
         """Ascending by batch_min; every batch size from 1 to the worker's limit is in exactly one bucket."""
 
+    @property
+    def mix(self) -> Global___LengthMix:
+        """Set where requests of several classes were seen: the choices are for their usual mix then."""
+
     def __init__(
         self,
         *,
         decision_version: builtins.int = ...,
         choices: collections.abc.Iterable[Global___BucketChoice] | None = ...,
+        mix: Global___LengthMix | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choices", b"choices", "decision_version", b"decision_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mix", b"_mix", "mix", b"mix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mix", b"_mix", "choices", b"choices", "decision_version", b"decision_version", "mix", b"mix"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_mix", b"_mix"]) -> typing.Literal["mix"] | None: ...
 
 Global___LengthTable: typing_extensions.TypeAlias = LengthTable
 
@@ -232,11 +375,16 @@ class Probe(google.protobuf.message.Message):
     BATCH_MAX_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
     VALID_FOR_S_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     probe_id: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
     speculation_length: builtins.int
     valid_for_s: builtins.float
+    @property
+    def plan(self) -> Global___Plan:
+        """As in BucketChoice."""
+
     def __init__(
         self,
         *,
@@ -245,10 +393,75 @@ class Probe(google.protobuf.message.Message):
         batch_max: builtins.int = ...,
         speculation_length: builtins.int = ...,
         valid_for_s: builtins.float = ...,
+        plan: Global___Plan | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "plan", b"plan", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
 
 Global___Probe: typing_extensions.TypeAlias = Probe
+
+@typing.final
+class CopiedRun(google.protobuf.message.Message):
+    """Rows of a step that copied alike."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCH_LENGTH_FIELD_NUMBER: builtins.int
+    NUM_PROPOSED_FIELD_NUMBER: builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    match_length: builtins.int
+    """Tokens before the copied ones that stood earlier in the row; 16 means 16 or more."""
+    num_proposed: builtins.int
+    num_accepted: builtins.int
+    """Of these, accepted and kept: positions 1 to num_accepted were, the next one was not."""
+    num_rows: builtins.int
+    def __init__(
+        self,
+        *,
+        match_length: builtins.int = ...,
+        num_proposed: builtins.int = ...,
+        num_accepted: builtins.int = ...,
+        num_rows: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["match_length", b"match_length", "num_accepted", b"num_accepted", "num_proposed", b"num_proposed", "num_rows", b"num_rows"]) -> None: ...
+
+Global___CopiedRun: typing_extensions.TypeAlias = CopiedRun
+
+@typing.final
+class CopyReport(google.protobuf.message.Message):
+    """What copying did in one step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: builtins.int
+    NUM_SEARCHED_ROWS_FIELD_NUMBER: builtins.int
+    NUM_DRAFTING_ROWS_FIELD_NUMBER: builtins.int
+    NUM_VERIFIED_TOKENS_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    num_searched_rows: builtins.int
+    """Rows in whose text a match was looked for. Those in no run had none."""
+    num_drafting_rows: builtins.int
+    """Rows that the draft model drafted for."""
+    num_verified_tokens: builtins.int
+    """Tokens of decoding rows that the target was fed, the pending ones included."""
+    @property
+    def plan(self) -> Global___Plan: ...
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopiedRun]: ...
+    def __init__(
+        self,
+        *,
+        plan: Global___Plan | None = ...,
+        num_searched_rows: builtins.int = ...,
+        num_drafting_rows: builtins.int = ...,
+        num_verified_tokens: builtins.int = ...,
+        runs: collections.abc.Iterable[Global___CopiedRun] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["num_drafting_rows", b"num_drafting_rows", "num_searched_rows", b"num_searched_rows", "num_verified_tokens", b"num_verified_tokens", "plan", b"plan", "runs", b"runs"]) -> None: ...
+
+Global___CopyReport: typing_extensions.TypeAlias = CopyReport
 
 @typing.final
 class StepReport(google.protobuf.message.Message):
@@ -265,6 +478,8 @@ class StepReport(google.protobuf.message.Message):
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     FLAGS_FIELD_NUMBER: builtins.int
     PROBE_ID_FIELD_NUMBER: builtins.int
+    CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
+    COPYING_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
@@ -289,6 +504,16 @@ class StepReport(google.protobuf.message.Message):
     def flags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___StepFlag.ValueType]:
         """Reasons why this step must not teach; empty for an ordinary step."""
 
+    @property
+    def class_histograms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassHistogram]:
+        """The histogram by class, adding up to accepted_histogram; each class once. May be empty when all rows are greedy."""
+
+    @property
+    def copying(self) -> Global___CopyReport:
+        """Set when the plan copies, along with STEP_FLAG_COPIED. The histogram is of the draft model's tokens alone then, and
+        counts rows that drafted none at 0.
+        """
+
     def __init__(
         self,
         *,
@@ -301,8 +526,11 @@ class StepReport(google.protobuf.message.Message):
         decision_version: builtins.int = ...,
         flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
         probe_id: builtins.int = ...,
+        class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
+        copying: Global___CopyReport | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
@@ -520,6 +748,8 @@ class LearnedRow(google.protobuf.message.Message):
     NUM_STEPS_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     IS_BEST_FIELD_NUMBER: builtins.int
+    OBSERVED_STEP_MS_FIELD_NUMBER: builtins.int
+    NUM_REPORTS_SINCE_FIELD_NUMBER: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
     speculation_length: builtins.int
@@ -534,6 +764,10 @@ class LearnedRow(google.protobuf.message.Message):
     source: builtins.str
     """"profile", "online" or "both"."""
     is_best: builtins.bool
+    observed_step_ms: builtins.float
+    """Mean of the num_steps step times that were seen; absent without any."""
+    num_reports_since: builtins.int
+    """Reports since the newest of these; absent without any."""
     def __init__(
         self,
         *,
@@ -548,8 +782,15 @@ class LearnedRow(google.protobuf.message.Message):
         num_steps: builtins.int = ...,
         source: builtins.str = ...,
         is_best: builtins.bool = ...,
+        observed_step_ms: builtins.float | None = ...,
+        num_reports_since: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "expected_tokens", b"expected_tokens", "is_best", b"is_best", "ms_per_token", b"ms_per_token", "ms_per_token_high", b"ms_per_token_high", "ms_per_token_low", b"ms_per_token_low", "num_steps", b"num_steps", "source", b"source", "speculation_length", b"speculation_length", "step_ms", b"step_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_reports_since", b"_num_reports_since", "_observed_step_ms", b"_observed_step_ms", "num_reports_since", b"num_reports_since", "observed_step_ms", b"observed_step_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_reports_since", b"_num_reports_since", "_observed_step_ms", b"_observed_step_ms", "batch_max", b"batch_max", "batch_min", b"batch_min", "expected_tokens", b"expected_tokens", "is_best", b"is_best", "ms_per_token", b"ms_per_token", "ms_per_token_high", b"ms_per_token_high", "ms_per_token_low", b"ms_per_token_low", "num_reports_since", b"num_reports_since", "num_steps", b"num_steps", "observed_step_ms", b"observed_step_ms", "source", b"source", "speculation_length", b"speculation_length", "step_ms", b"step_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_reports_since", b"_num_reports_since"]) -> typing.Literal["num_reports_since"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_observed_step_ms", b"_observed_step_ms"]) -> typing.Literal["observed_step_ms"] | None: ...
 
 Global___LearnedRow: typing_extensions.TypeAlias = LearnedRow
 
