@@ -16,7 +16,7 @@ from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
 from speclen.worker.models.naming import check_names
-from speclen.worker.service.supervision import PartFailedError
+from speclen.transport.supervision import PartFailedError
 
 
 @flags_from(WorkerConfig)

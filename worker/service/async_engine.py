@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
@@ -113,11 +114,12 @@ class AsyncEngine:
         caller: str,
         arrived_at: float,
         on_submit: Callable[[], None] = lambda: None,
+        patience_s: float = math.inf,
     ) -> AsyncIterator[AsyncIterator[list[SequenceOutput]]]:
         """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
 
-        arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. The block begins as soon as all
-        have a place in the queue. Raises ValueError naming the field, QueueFullError, or the stream's failure; while
+        arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. patience_s: after which the
+        caller gives up. The block begins as soon as all have a place in the queue. Raises ValueError naming the field, QueueFullError, or the stream's failure; while
         outputs are read, these and RequestFailedError.
         """
         config = self.engine.config
@@ -126,7 +128,9 @@ class AsyncEngine:
                 one, self.engine.pair.vocab_size, self.engine.max_context_length, config.max_speculation_length
             )
         runs = {one.request_id: Run(one, self.metrics.timeline(one.sampling.n, arrived_at)) for one in requests}
-        tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit)) for run in runs.values()]
+        tasks = [
+            asyncio.create_task(self._run(run, stream, caller, on_submit, patience_s)) for run in runs.values()
+        ]
         try:
             await asyncio.sleep(
                 0
@@ -140,10 +144,12 @@ class AsyncEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None]) -> None:
+    async def _run(
+        self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
+    ) -> None:
         """Wait for the turn, then keep it until the request has ended; what goes wrong is the stream's failure."""
         try:
-            async with self.entrance.turnstile.turn(caller):
+            async with self.entrance.turnstile.turn(caller, patience_s):
                 self.engine.submit(run.request, functools.partial(self._relay.put, stream))
                 try:
                     on_submit()

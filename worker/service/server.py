@@ -24,6 +24,7 @@ from speclen.transport.address import check_exposure, check_free
 from speclen.transport.aio import prepare_aio
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.stopping import stop_event
+from speclen.transport.supervision import PartFailedError, Supervisor
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends.threads import ThreadChoice, set_threads, watch_cores
 from speclen.worker.config import WorkerConfig, parse_policy
@@ -43,7 +44,6 @@ from speclen.worker.service.labelled import page_of
 from speclen.worker.service.metrics import WorkerMetrics
 from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts
-from speclen.worker.service.supervision import PartFailedError, Supervisor
 
 log = structlog.get_logger()
 
@@ -203,6 +203,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
         if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
             choice = ThreadChoice(engine.num_threads)
             supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+        supervisor.watch_loop()
         await set_health(health_servicer, SERVING)
         progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
         if front:
@@ -226,7 +227,7 @@ def make_entrance(
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """What every edge goes through, and the metrics page, which is served if that is configured."""
-    entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting)
+    entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     requests = RequestMetrics(metrics)
     page = page_of(metrics.registry, config.served_model_name or config.target)

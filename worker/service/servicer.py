@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         write = functools.partial(self._write, stream, context)
         sequences = [SequenceMessages(request_id, index) for index in range(generation.sampling.n)]
-        running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time)
+        patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
+        running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time, patience_s)
         async with running as all_outputs:
             async for outputs in all_outputs:
                 for index, group in group_by_index(outputs).items():
