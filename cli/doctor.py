@@ -18,9 +18,9 @@ from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
 from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, sqlite3
 from speclen.store.files import is_locked
-from speclen.store.migration_steps import STEPS
-from speclen.store.migrations import applied_steps, refuse_newer
 from speclen.store.queries import view_rows
+from speclen.store.schema.migrations import applied_steps, refuse_newer
+from speclen.store.schema.steps import STEPS
 
 # Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
 LOW_SPACE_BYTES = 1 << 30

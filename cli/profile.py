@@ -14,7 +14,7 @@ import typer
 from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
 from speclen.console.errors import UserError, wrapped
-from speclen.console.flags import flags_from
+from speclen.console.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from speclen.bench.profile.document import ProfileDocument
     from speclen.bench.profile.importing import Destination
     from speclen.worker.models.loading import ModelPair
-    from speclen.worker.profiling.profiler import ProfileSettings
+    from speclen.worker.profiling.settings import ProfileSettings
 
 app = typer.Typer(
     add_completion=False,
@@ -114,7 +114,7 @@ def hand_over(document: ProfileDocument, destination: Destination) -> None:
 
 def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
     """What is measured, and for how long."""
-    from speclen.worker.profiling.profiler import ProfileSettings, quick_settings
+    from speclen.worker.profiling.settings import ProfileSettings, quick_settings
 
     if quick:
         left = max(3.0, QUICK_S - (time.monotonic() - STARTED))
@@ -223,20 +223,6 @@ def diff(
         print(json.dumps([vars(row) for row in differences(*documents)], indent=1))
     else:
         show_difference(*documents)
-
-
-def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """Ascending numbers of a list such as 1,2,4-8. Raises UserError naming the flag."""
-    values: set[int] = set()
-    try:
-        for part in text.split(","):
-            low, _, high = part.partition("-")
-            values |= set(range(int(low), int(high or low) + 1))
-    except ValueError:
-        raise UserError(f"{flag} {text!r} is not a list of whole numbers such as 1,2,4-8") from None
-    if not values or min(values) < least or max(values) > most:
-        raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
-    return tuple(sorted(values))
 
 
 def models_of(settings: dict[str, Any]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import typer
 
+from speclen.console.errors import UserError
 from speclen.transport.settings import flag, settings_of
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -49,3 +50,17 @@ def parameters(config: type) -> list[inspect.Parameter]:
 def arguments(settings: dict[str, Any]) -> list[str]:
     """Settings as arguments for another command that has the same flags."""
     return [part for name, value in settings.items() for part in (flag(name), str(value))]
+
+
+def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
+    """Ascending numbers of a list such as 1,2,4-8. Raises UserError naming the flag."""
+    values: set[int] = set()
+    try:
+        for part in text.split(","):
+            low, _, high = part.partition("-")
+            values |= set(range(int(low), int(high or low) + 1))
+    except ValueError:
+        raise UserError(f"{flag} {text!r} is not a list of whole numbers such as 1,2,4-8") from None
+    if not values or min(values) < least or max(values) > most:
+        raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
+    return tuple(sorted(values))

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
 import numpy as np
 import torch
 import typer
+from sensitivity import BURSTS, COMPARED_SIZES, FIXED_LENGTHS, LOADS, VARIATIONS, plot_sensitivity, sensitivity_cell
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speclen.bench.machine import machine
@@ -37,19 +37,14 @@ from speclen.bench.profile.plot import plot
 from speclen.bench.profile.run import core_context
 from speclen.bench.profile.show import show
 from speclen.bench.simulation.profiled_server import (
-    Policy,
     ProfiledMachine,
-    adaptive,
-    fixed,
-    from_table,
-    make_traffic,
-    serve,
 )
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling.profiler import ProfileProgress, Profiler, ProfileSettings
+from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.profiling.samples import ProfileResult
+from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -70,15 +65,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**COMMON, **HEADS, "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 2304},
     ),
 }
-
-
-LOADS = (0.3, 0.6, 0.9)  # of the capacity with every row busy at the best length
-VARIATIONS = (0.5, 1.0, 2.0, 4.0)
-BURSTS = (1, 8)
-MEAN_TOKENS = 64
-COMPARED_SIZES = (1, 4, 16)
-NUM_SEEDS = 1
-FIXED_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 12)
 
 
 def measure(pair: ModelPair, settings: ProfileSettings, title: str) -> ProfileResult:
@@ -248,59 +234,6 @@ def sensitivity(out: Path = OUT, profile: Path = Path("docs/results/lengths.json
     for cell in cells:
         gains = [f"{name.removeprefix('gain_over_')} {cell[name]:.3f}" for name in cell if name.startswith("gain")]
         print(f"load {cell['load']} cv {cell['cv']} burst {cell['burst']}: {', '.join(gains)}")
-
-
-def sensitivity_cell(world: ProfiledMachine, load: float, cv: float, burst: int, num_requests: int) -> dict[str, Any]:
-    """Mean over seeds of every policy's latency per token, all on the same requests."""
-    policies: dict[str, Callable[[int], Policy]] = {
-        str(s): lambda seed, s=s: fixed(s) for s in FIXED_LENGTHS if s in world.lengths
-    }
-    policies["table"] = lambda seed: from_table(world.table())
-    policies["adaptive"] = lambda seed: adaptive(world, seed, seeded=True)
-    policies["adaptive_cold"] = lambda seed: adaptive(world, seed)
-    rate = load * world.capacity_tokens_per_s() / MEAN_TOKENS
-    latencies: dict[str, list[float]] = {name: [] for name in policies}
-    for seed in range(NUM_SEEDS):
-        traffic = make_traffic(rate, cv, num_requests, burst, MEAN_TOKENS, seed)
-        for name, make in policies.items():
-            latencies[name].append(serve(world, traffic, make(seed), seed).ms_per_token)
-    means = {name: float(np.mean(values)) for name, values in latencies.items()}
-    best = min((name for name in policies if name.isdecimal()), key=lambda name: means[name])
-    return {
-        "load": load,
-        "cv": cv,
-        "burst": burst,
-        "ms_per_token": means,
-        "best_fixed": int(best),
-        "gain_over_none": means["0"] / means["adaptive"],
-        "gain_over_best_fixed": means[best] / means["adaptive"],
-        "gain_cold_over_best_fixed": means[best] / means["adaptive_cold"],
-        "gain_over_table": means["table"] / means["adaptive"],
-    }
-
-
-def plot_sensitivity(cells: list[dict[str, Any]], overall: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    titles = {
-        "gain_over_best_fixed": "over the best fixed length of each cell",
-        "gain_over_overall_fixed": f"over length {overall}, the best for all cells",
-    }
-    figure, axes = plt.subplots(len(BURSTS), 2, figsize=(10, 3.2 * len(BURSTS)), layout="constrained", squeeze=False)
-    for row, burst in enumerate(BURSTS):
-        for axis, (key, title) in zip(axes[row], titles.items(), strict=True):
-            grid = np.array([[c[key] for c in cells if (c["load"], c["burst"]) == (load, burst)] for load in LOADS])
-            axis.imshow(grid, cmap="RdYlGn", vmin=0.8, vmax=1.2, origin="lower", aspect="auto")
-            for (y, x), value in np.ndenumerate(grid):
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9)
-            axis.set(title=f"{title}; bursts of {burst}", xlabel="variation of gaps", ylabel="load")
-            axis.set_xticks(range(len(VARIATIONS)), map(str, VARIATIONS))
-            axis.set_yticks(range(len(LOADS)), map(str, LOADS))
-    figure.suptitle("Latency per token: times faster with adaptation that starts from the profile")
-    figure.savefig(path)
 
 
 def to_int8(model: Any) -> Any:

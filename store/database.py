@@ -29,9 +29,9 @@ from speclen.store.connection import (
 )
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import Presence, WriterLock, move_aside, size_of
-from speclen.store.migrations import migrate
 from speclen.store.records import Commit, StoredState, StoreEventRow, StoreHealth
 from speclen.store.retention import Retention, give_back_space
+from speclen.store.schema.migrations import migrate
 from speclen.store.transaction import Outcome, write
 
 # Tables that grow with the number of reports.

@@ -1,4 +1,4 @@
--- The schema of a speclen database, for reading. Written by `python -m speclen.store.migrations > store/schema.sql`.
+-- The schema of a speclen database, for reading. Written by `python -m speclen.store.schema.migrations > store/schema.sql`.
 -- Seconds end in _s, times that end in _at are seconds since 1970 (UTC), counts begin with num_.
 
 CREATE TABLE contexts (

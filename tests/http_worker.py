@@ -68,8 +68,8 @@ class HttpWorker:
     async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
         pair = self.engine.pair
         rows, context = self.engine.max_batch_size, self.engine.max_context_length
-        entrance = Entrance(pair.tokenizer, context, rows, self.max_waiting)
-        metrics = WorkerMetrics(self.engine, self.control, num_at_entrance=lambda: entrance.num_waiting)
+        entrance = Entrance(pair, context, rows, self.max_waiting)
+        metrics = WorkerMetrics(self.engine, self.control, {"metrics": 0}, num_at_entrance=lambda: entrance.num_waiting)
         unread_s = self.unread_timeout_s
         engine = self.async_engine = AsyncEngine(self.engine, entrance, RequestMetrics(metrics), 0.005, unread_s)
         page = page_of(metrics.registry, self.model)
@@ -86,7 +86,7 @@ class HttpWorker:
             started.set()
             await stopping.wait()
         await grpc_server.stop(None)
-        entrance.encoder.close()
+        entrance.close()
 
 
 @contextlib.contextmanager

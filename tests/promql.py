@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 import promql_parser as ast
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +19,7 @@ Page = dict[str, Vector]
 
 ARITHMETIC = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 ARITHMETIC["/"] = lambda a, b: a / b if b else math.nan
+COMPARISONS = {">": lambda a, b: a > b}
 AGGREGATES = {"sum": sum, "max": max, "min": min}
 
 
@@ -28,6 +30,27 @@ def read(page: str, instance: str) -> Page:
         for sample in family.samples:
             found[sample.name][frozenset({**sample.labels, "instance": instance}.items())] = sample.value
     return found
+
+
+def selectors(node) -> Iterator:
+    """Every selector of metrics in a parsed expression."""
+    match node:
+        case ast.VectorSelector():
+            yield node
+        case ast.MatrixSelector():
+            yield node.vector_selector
+        case ast.ParenExpr() | ast.AggregateExpr():
+            yield from selectors(node.expr)
+        case ast.BinaryExpr():
+            yield from selectors(node.lhs)
+            yield from selectors(node.rhs)
+        case ast.Call():
+            for argument in node.args:
+                yield from selectors(argument)
+        case ast.NumberLiteral():
+            return
+        case _:
+            raise NotImplementedError(type(node))
 
 
 class Scrapes:
@@ -59,7 +82,8 @@ class Scrapes:
         name = node.func.name
         if name == "rate":
             selector = node.args[0].vector_selector
-            after, before = self.select(selector, self.after), self.select(selector, self.before)
+            after = self.select(selector, self.after)
+            before = self.select(selector, self.before) if selector.name in self.before else {}
             return {key: (value - before.get(key, 0.0)) / self.seconds for key, value in after.items()}
         if name == "scalar":
             (value,) = self.value(node.args[0]).values()
@@ -75,14 +99,19 @@ class Scrapes:
 
 def matches(labels: dict[str, str], matchers) -> bool:
     for matcher in matchers:
-        assert matcher.op == ast.MatchOp.Re, matcher.op
+        assert matcher.op in (ast.MatchOp.Re, ast.MatchOp.Equal), matcher.op
         assert matcher.name in labels, f"there is no label {matcher.name}"
-        if not re.fullmatch(matcher.value, labels[matcher.name]):
+        pattern = matcher.value if matcher.op == ast.MatchOp.Re else re.escape(matcher.value)
+        if not re.fullmatch(pattern, labels[matcher.name]):
             return False
     return True
 
 
 def binary(node, left: Vector | float, right: Vector | float) -> Vector | float:
+    if str(node.op) in COMPARISONS:
+        assert isinstance(left, dict)
+        assert isinstance(right, float)
+        return {key: value for key, value in left.items() if COMPARISONS[str(node.op)](value, right)}
     operator = ARITHMETIC[str(node.op)]
     if isinstance(left, dict) and isinstance(right, dict):
         on = list(node.modifier.matching.labels) if node.modifier and node.modifier.matching else None

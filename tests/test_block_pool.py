@@ -89,6 +89,7 @@ def test_rows_begin_with_what_others_held_before() -> None:
     assert pool.begin(2, text[: 2 * BLOCK_TOKENS] + [7] * 60) == 2 * BLOCK_TOKENS
     assert pool.begin(3, text[BLOCK_TOKENS:]) == 0
     assert pool.num_reused_tokens == 5 * BLOCK_TOKENS
+    assert pool.num_looked_up_tokens == len(text) + (2 * BLOCK_TOKENS + 60) + (2 * BLOCK_TOKENS + 5)
     assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
 
 

@@ -17,8 +17,8 @@ from speclen.console.errors import UserError
 from speclen.store import migrations
 from speclen.store.connection import connect_writer, sqlite3
 from speclen.store.database import Store
-from speclen.store.migration_steps import STEPS
-from speclen.store.migrations import migrate
+from speclen.store.schema.migrations import migrate
+from speclen.store.schema.steps import STEPS
 
 
 def statuses(path, **options) -> dict[str, str]:

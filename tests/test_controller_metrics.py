@@ -44,10 +44,14 @@ def test_counts_follow_what_happened(tmp_path):
             await call.read()
             await status_of(at.stub.ReportStep(pb.ReportStepRequest(worker=identity(epoch=6), report=report(1))))
             await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+            at.service.refresh()
+            await call.write(group(40, 49))
+            await call.read()
+            await at.service.learn_all()
             text = page(at.controller.servicer)
-            assert value(text, "reports_total") == 32
+            assert value(text, "reports_total") == 42
             assert value(text, "reports_repeated_total") == 1
-            assert value(text, "reports_missing_total") == 4
+            assert value(text, "reports_missing_total") == 6
             assert value(text, 'reports_refused_total{reason="latency_s"}') == 1
             assert value(text, 'call_errors_total{code="FAILED_PRECONDITION",method="ReportStep"}') == 1
             assert (value(text, "workers"), value(text, "contexts"), value(text, "streams")) == (1, 1, 1)
@@ -58,6 +62,8 @@ def test_counts_follow_what_happened(tmp_path):
                 c.speculation_length for c in at.service.estimator.table(key(at)).choices if c.bucket == BUCKET
             )
             assert value(text, f"predicted_ms_per_token{labels}") > 0
+            compared = value(text, f"compared_steps_total{labels}") if length == 2 else 0
+            assert value(text, 'other_length_seconds_total{context="t + d on cpu:test, float32"}') + compared > 0
             assert page(at.controller.servicer).count("\n") == text.count("\n")
 
     run(story)
@@ -122,15 +128,32 @@ def test_the_prediction_error_is_observed_over_predicted():
     error = PredictionError()
     table = Table(1, (Choice(Bucket(0, 1, 2), 3, 5.0), Choice(BUCKET, 2, 10.0)))
     # 4 rows, 4 accepted tokens: 2 tokens a row and step, so 20 ms were predicted, and 22 observed.
-    error.add(table, StepObservation(4, 2, 0.022, (1, 2, 1)))
-    error.add(table, StepObservation(4, 1, 9.0, (4, 0)))  # not the chosen length
-    error.add(table, StepObservation(4, 2, 9.0, (1, 2, 1), teaches_latency=False))
+    error.add(table, [StepObservation(4, 2, 0.022, (1, 2, 1))])
+    error.add(table, [StepObservation(4, 1, 9.0, (4, 0))])  # not the chosen length
+    error.add(table, [StepObservation(4, 2, 9.0, (1, 2, 1), teaches_latency=False)])
     (bucket, ratio), *others = error.by_bucket().items()
     assert (bucket, others) == (BUCKET, [])
     assert abs(ratio - 0.1) < 1e-12
+    sums = error.compared[BUCKET]
+    assert (sums.num_steps, sums.observed_s, sums.predicted_s) == (1, 0.022, 0.020)
 
 
 def test_the_prediction_error_says_nothing_where_nothing_was_predicted():
     error = PredictionError()
-    error.add(Table(1, (Choice(BUCKET, 2, None),)), StepObservation(4, 2, 0.022, (1, 2, 1)))
-    assert error.by_bucket() == {}
+    error.add(Table(1, (Choice(BUCKET, 2, None),)), [StepObservation(4, 2, 0.022, (1, 2, 1))])
+    assert (error.by_bucket(), error.elsewhere_s) == ({}, 0.0)
+
+
+def test_regret_is_what_the_length_in_use_would_have_saved():
+    error = PredictionError()
+    table = Table(1, (Choice(Bucket(0, 1, 2), 3, 5.0), Choice(BUCKET, 2, 10.0)))
+    probes = [
+        StepObservation(4, 1, 0.016, (4, 0)),  # one token a row: 10 ms were promised at length 2
+        StepObservation(2, 0, 0.004, (2,)),  # 5 ms were promised at length 3: a lucky one
+        StepObservation(9, 0, 0.030, (9,)),  # beyond the last bucket, which holds for it: 10 ms
+        StepObservation(4, 1, 9.0, (4, 0), teaches_latency=False),
+        StepObservation(4, 2, 0.5, (1, 2, 1)),  # the length in use is never regretted
+    ]
+    error.add(table, probes)
+    assert abs(error.elsewhere_s - 0.050) < 1e-12
+    assert abs(error.regret_s - (0.006 - 0.001 + 0.020)) < 1e-12

@@ -76,7 +76,10 @@ def post(worker, body, path="/v1/completions"):
         ({"prompt": "a", "speculation": 64}, 400, "speculation", "allowed are 0 to 8"),
         ({"prompt": "a", "speculation": "fast"}, 400, "speculation", ""),
         ({"prompt": "a", "echo": True}, 400, "echo", "not supported"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "json_object"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of", "not supported"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", ""),
     ],
 )

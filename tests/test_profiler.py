@@ -17,9 +17,10 @@ from speclen.worker.backends.passes import PassPart
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling.profiler import Profiler, ProfileSettings, fit_settings, quick_profile, quick_settings
+from speclen.worker.profiling.profiler import Profiler, quick_profile
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]

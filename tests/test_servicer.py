@@ -61,7 +61,7 @@ async def served(
     engine = engines.make_engine(pair, max_batch_size=rows, max_waiting=max_waiting + rows)
     card = WorkerCard("w", 1, control_pb2.ContextKey(), rows, 3, "127.0.0.1:1", "adaptive")
     control = ControlClient(card, LengthTable.constant(2, rows, "default"), follow=True)
-    entrance = Entrance(pair.tokenizer, engine.max_context_length, rows, max_waiting)
+    entrance = Entrance(pair, engine.max_context_length, rows, max_waiting)
     metrics = WorkerMetrics(engine, control, num_at_entrance=lambda: entrance.num_waiting)
     facts = ModelFacts(card.context, "t", "d", 1, 1)
     async_engine = AsyncEngine(engine, entrance, RequestMetrics(metrics), 0.001, unread_timeout_s)

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 from sqlite_utils import Database
 
-from speclen.store import migrations
+import speclen.store
 from speclen.store.connection import StoreError, connect_writer, sqlite3
-from speclen.store.migration_steps import STEPS
-from speclen.store.migrations import applied_steps, migrate, newest_schema, schema_text
+from speclen.store.schema import migrations
+from speclen.store.schema.migrations import applied_steps, migrate, newest_schema, schema_text
+from speclen.store.schema.steps import STEPS
 
-SCHEMA_FILE = Path(migrations.__file__).with_name("schema.sql")
+SCHEMA_FILE = Path(speclen.store.__file__).with_name("schema.sql")
 
 
 def test_schema_file_shows_what_the_steps_lead_to():
-    assert SCHEMA_FILE.read_text() == newest_schema(), "run: python -m speclen.store.migrations > store/schema.sql"
+    assert SCHEMA_FILE.read_text() == newest_schema(), (
+        "run: python -m speclen.store.schema.migrations > store/schema.sql"
+    )
 
 
 def test_every_table_is_strict_and_says_what_it_holds():

@@ -110,7 +110,7 @@ def test_a_loop_that_hangs_is_noticed_and_where(monkeypatch: pytest.MonkeyPatch)
         await asyncio.sleep(0.5)
         assert watch.is_alive(), "a loop that answers does not hang"
         assert not places
-        time.sleep(0.6)
+        time.sleep(0.6)  # noqa: ASYNC251  (a loop that hangs is the point)
         watch.join(5.0)
 
     run(test)

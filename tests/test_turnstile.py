@@ -129,7 +129,9 @@ def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
         for name in ["a1", "a2", "a3", "a4", "a5"]:
             await requests.come(name)
         assert requests.turnstile.num_waiting == 3
-        with pytest.raises(QueueFullError, match=r"3 requests .* about 4\.0 s, and --max-queue-s is 3: try again later"):
+        with pytest.raises(
+            QueueFullError, match=r"3 requests .* about 4\.0 s, and --max-queue-s is 3: try again later"
+        ):
             async with requests.turnstile.turn("a"):
                 pass
         await requests.come("b1")  # whose turn comes after one of a's

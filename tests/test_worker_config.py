@@ -4,7 +4,7 @@ import pytest
 
 from speclen.worker.backends.threads import default_threads
 from speclen.worker.config import WorkerConfig, parse_policy
-from speclen.worker.service.server import initial_table
+from speclen.worker.service.assembly import initial_table
 
 
 @pytest.mark.parametrize(

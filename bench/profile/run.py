@@ -23,9 +23,10 @@ from speclen.controller.estimator.core import ContextKey
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.profiling.profiler import ProfileProgress, Profiler, ProfileSettings
+from speclen.worker.profiling.profiler import Profiler
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
 from speclen.worker.reporting.identity import context_key
 
 SAVE_EVERY_S = 5.0

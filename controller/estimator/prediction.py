@@ -1,45 +1,102 @@
-"""How well the estimates foretell the steps that follow: the metric that says whether the controller can be trusted."""
+"""How well the estimates foretell the steps that follow, and what steps at other lengths cost: whether the controller can
+be trusted, and what its learning takes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from speclen.controller.estimator.core import Bucket, StepObservation, Table
+from speclen.controller.estimator.core import Bucket, Choice, StepObservation, Table
 
 # Weight that an older sample keeps: the last hundred count.
 MEMORY = 0.99
 
 
 @dataclass(slots=True)
-class _Sums:
-    observed_ms: float = 0.0
-    predicted_ms: float = 0.0
+class Compared:
+    """Sums over the steps of one bucket that were compared, in seconds of step time.
+
+    predicted_s: what their tokens were promised to take. recent_*: the same, older steps forgotten.
+    """
+
+    num_steps: int = 0
+    observed_s: float = 0.0
+    predicted_s: float = 0.0
+    recent_observed_s: float = 0.0
+    recent_predicted_s: float = 0.0
+
+    def add(self, observed_s: float, predicted_s: float) -> None:
+        self.num_steps += 1
+        self.observed_s += observed_s
+        self.predicted_s += predicted_s
+        self.recent_observed_s = MEMORY * self.recent_observed_s + observed_s
+        self.recent_predicted_s = MEMORY * self.recent_predicted_s + predicted_s
 
 
 class PredictionError:
-    """Per bucket of one context: observed step time over what the table had promised for it, minus one.
+    """Per bucket of one context: step times beside what the table had promised for the tokens that the steps made.
 
-    Looks at single steps at the chosen length and compares their time with `ms_per_token` times the tokens they made:
-    a ratio of sums, as the objective is.
+    A ratio of sums, as the objective is: `ms_per_token` times tokens against the time of single steps. compared: of steps at
+    the chosen length, one of each group. elsewhere_s: time of all steps at other lengths, whyever: probes, tables that
+    had not arrived, workers with a policy of their own, ends of requests. regret_s: how much of that the chosen length
+    would have saved, as far as its promise holds.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[Bucket, _Sums] = {}
+        self.compared: dict[Bucket, Compared] = {}
+        self.elsewhere_s = 0.0
+        self.regret_s = 0.0
+        self._table: Table | None = None
+        self._choices: list[Choice] = []  # by batch size
+        self._in_use: set[tuple[int, int]] = set()  # batch sizes, each with its length
 
-    def add(self, table: Table, step: StepObservation) -> None:
-        """Compare one step with the table that was valid before it was learned from."""
-        if not (step.teaches_latency and step.teaches_acceptance):
+    def add(self, table: Table, steps: Sequence[StepObservation]) -> None:
+        """Compare steps of one group with the table that was valid before they were learned from."""
+        if table is not self._table:
+            self._table = table
+            self._choices = by_batch_size(table)
+            self._in_use = {(size, choice.speculation_length) for size, choice in enumerate(self._choices)}
+        self._compare(steps[-1])
+        in_use = self._in_use
+        self._regret(
+            [step for step in steps if step[:2] not in in_use]
+        )  # batch size and length; on every report's path
+
+    def _compare(self, step: StepObservation) -> None:
+        choice = self._choice(step)
+        if choice.speculation_length != step.speculation_length:
             return
-        for choice in table.choices:
-            if step.batch_size <= choice.bucket.batch_max:
-                break
-        if choice.ms_per_token is None or choice.speculation_length != step.speculation_length:
-            return
-        accepted = sum(run * rows for run, rows in enumerate(step.accepted_histogram))
-        sums = self._sums.setdefault(choice.bucket, _Sums())
-        sums.observed_ms = MEMORY * sums.observed_ms + 1e3 * step.latency_s
-        sums.predicted_ms = MEMORY * sums.predicted_ms + choice.ms_per_token * (1.0 + accepted / step.batch_size)
+        if (promised := promised_s(choice, step)) is not None:
+            self.compared.setdefault(choice.bucket, Compared()).add(step.latency_s, promised)
+
+    def _regret(self, steps: Iterable[StepObservation]) -> None:
+        for step in steps:
+            if (promised := promised_s(self._choice(step), step)) is not None:
+                self.elsewhere_s += step.latency_s
+                self.regret_s += step.latency_s - promised
+
+    def _choice(self, step: StepObservation) -> Choice:
+        return self._choices[min(step.batch_size, len(self._choices) - 1)]
 
     def by_bucket(self) -> dict[Bucket, float]:
-        """0.1: steps take a tenth longer than predicted."""
-        return {bucket: sums.observed_ms / sums.predicted_ms - 1.0 for bucket, sums in self._sums.items()}
+        """Error of recent steps. 0.1: they take a tenth longer than predicted."""
+        return {
+            bucket: sums.recent_observed_s / sums.recent_predicted_s - 1.0 for bucket, sums in self.compared.items()
+        }
+
+
+def promised_s(choice: Choice, step: StepObservation) -> float | None:
+    """What the choice was expected to take for the step's tokens; None where nothing was, or the step is no ordinary one."""
+    if choice.ms_per_token is None or not (step.teaches_latency and step.teaches_acceptance):
+        return None
+    accepted = sum(run * rows for run, rows in enumerate(step.accepted_histogram))
+    return 1e-3 * choice.ms_per_token * (1.0 + accepted / step.batch_size)
+
+
+def by_batch_size(table: Table) -> list[Choice]:
+    """The choice at every batch size, beginning with 0, which is nobody's."""
+    choices = [table.choices[0]]
+    for choice in table.choices:
+        choices.extend([choice] * (choice.bucket.batch_max - len(choices) + 1))
+    return choices

@@ -160,7 +160,7 @@ class LearningService:
         observations = [step for worker in workers for step in worker.group.observations]
         senders = [worker.worker_id for worker in workers for _ in worker.group.observations]
         try:
-            self._compare(context, observations[-1])
+            self._compare(context, observations)
             outcome = self.estimator.observe(context.key, observations, senders)
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", workers=sorted(set(senders)))
@@ -221,11 +221,11 @@ class LearningService:
         self.totals.num_repeated += window.num_repeated - repeated
         return list(compress(reports, new))
 
-    def _compare(self, context: RegisteredContext, step: StepObservation) -> None:
+    def _compare(self, context: RegisteredContext, steps: Sequence[StepObservation]) -> None:
         prediction = self.prediction.get(context.key)
         if prediction is None:
             prediction = self.prediction[context.key] = PredictionError()
-        prediction.add(self.table(context), step)
+        prediction.add(self.table(context), steps)
 
     def _note(self, context: RegisteredContext, outcome: ObserveOutcome) -> None:
         if outcome.decisions or outcome.drift_events:

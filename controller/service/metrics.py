@@ -53,6 +53,8 @@ class ControllerCollector:
         yield from self._fleet()
         yield from self._disk()
         yield from self._choices()
+        yield from self._prediction()
+        yield from self._regret()
 
     def _reports(self) -> Iterator[Metric]:
         totals = self.service.totals
@@ -102,18 +104,41 @@ class ControllerCollector:
         service = self.service
         length = per_bucket("speculation_length", "Length in use, by bucket of batch sizes")
         time_per_token = per_bucket("predicted_ms_per_token", "Expected time per token and row at that length")
-        error = per_bucket("prediction_error_ratio", "Observed over predicted time of recent steps, minus 1")
         for key in service.contexts:
-            name = context_label(key)
             for choice in service.estimator.table(key).choices:
-                labels = [name, bucket_label(choice.bucket)]
+                labels = [context_label(key), bucket_label(choice.bucket)]
                 length.add_metric(labels, choice.speculation_length)
                 if choice.ms_per_token is not None:
                     time_per_token.add_metric(labels, choice.ms_per_token)
-            if key in service.prediction:
-                for bucket, ratio in service.prediction[key].by_bucket().items():
-                    error.add_metric([name, bucket_label(bucket)], ratio)
-        yield from (length, time_per_token, error)
+        yield from (length, time_per_token)
+
+    def _prediction(self) -> Iterator[Metric]:
+        error = per_bucket("prediction_error_ratio", "Observed over predicted time of recent steps, minus 1")
+        steps = per_bucket("compared_steps", "Steps whose time was compared", CounterMetricFamily)
+        observed = per_bucket("observed_step_seconds", "What these steps took", CounterMetricFamily)
+        predicted = per_bucket("predicted_step_seconds", "What was promised for their tokens", CounterMetricFamily)
+        for key, prediction in self.service.prediction.items():
+            ratios = prediction.by_bucket()
+            for bucket, sums in prediction.compared.items():
+                labels = [context_label(key), bucket_label(bucket)]
+                error.add_metric(labels, ratios[bucket])
+                steps.add_metric(labels, sums.num_steps)
+                observed.add_metric(labels, sums.observed_s)
+                predicted.add_metric(labels, sums.predicted_s)
+        yield from (error, steps, observed, predicted)
+
+    def _regret(self) -> Iterator[Metric]:
+        labels = ["context"]
+        elsewhere = CounterMetricFamily(
+            f"{PREFIX}_other_length_seconds", "Time of steps at other lengths than the one in use", labels=labels
+        )
+        regret = GaugeMetricFamily(
+            f"{PREFIX}_regret_seconds", "How much of that the length in use would have saved", labels=labels
+        )
+        for key, prediction in self.service.prediction.items():
+            elsewhere.add_metric([context_label(key)], prediction.elsewhere_s)
+            regret.add_metric([context_label(key)], prediction.regret_s)
+        yield from (elsewhere, regret)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
@@ -124,8 +149,10 @@ def gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
-def per_bucket(name: str, text: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["context", "batch_bucket"])
+def per_bucket(
+    name: str, text: str, kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+) -> GaugeMetricFamily | CounterMetricFamily:
+    return kind(f"{PREFIX}_{name}", text, labels=["context", "batch_bucket"])
 
 
 def context_label(key: ContextKey) -> str:

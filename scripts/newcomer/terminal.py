@@ -103,6 +103,9 @@ class Terminal:
 
         def own_terminal() -> None:
             os.setsid()
+            # A background job of a shell hands on that it ignores these; a terminal's programs do not begin so.
+            for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+                signal.signal(ignored, signal.SIG_DFL)
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         process = subprocess.Popen(

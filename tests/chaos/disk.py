@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+
 from chaos.fault import CannotRunError, Place, fault, require, until
 from chaos.fleet import SERVING, Fleet, check_database, sleep
 from chaos.load import Load
 from chaos.reporter import CONTEXT, Reporter
 from chaos.shim import Shim
-
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -77,7 +77,9 @@ def disk_full(place: Place) -> str:
     return f"full {times or 1} times; {reporter.num_acknowledged:,} reports, all stored, none twice"
 
 
-@fault("As when the disk is full: nothing is acknowledged that is not on the disk, and it recovers by itself.", brief=True)
+@fault(
+    "As when the disk is full: nothing is acknowledged that is not on the disk, and it recovers by itself.", brief=True
+)
 def disk_errors(place: Place) -> str:
     """Writes fail with ENOSPC or EIO, or the flush after them does (fsync), at random moments."""
     shim = Shim(place.folder)
@@ -109,7 +111,9 @@ def disk_slow(place: Place) -> str:
             with grpc.insecure_channel(fleet.controller.address) as channel:
                 for _ in place.rounds(20):
                     started = time.monotonic()
-                    rpc.ControlServiceStub(channel).GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT), timeout=20)
+                    rpc.ControlServiceStub(channel).GetLearnedTable(
+                        pb.GetLearnedTableRequest(context=CONTEXT), timeout=20
+                    )
                     require(fleet.controller.health() == SERVING, "the controller is not SERVING with a slow disk")
                     longest_s = max(longest_s, time.monotonic() - started)
                     sleep(0.1)
@@ -125,7 +129,10 @@ def disk_slow(place: Place) -> str:
 def clock_jumps(place: Place) -> str:
     """The controller's clock jumps by days, months and years, forwards and back, while a real worker serves."""
     shim = Shim(place.folder)
-    with Fleet(place, environment=shim.environment) as fleet, Reporter(fleet.controller.address, place.dice) as reporter:
+    with (
+        Fleet(place, environment=shim.environment) as fleet,
+        Reporter(fleet.controller.address, place.dice) as reporter,
+    ):
         with Load([fleet.workers[0].address], 3, place.dice.randrange(2**20)) as load:
             for jumps in place.rounds(5):
                 offset = (1, -1, 400, -400, 7300)[jumps % 5] * DAY_S

@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from store_rows import rows
+
 from chaos.fault import Place, fault, require, until
 from chaos.fleet import Fleet, Program
 from chaos.reporter import Reporter
-from store_rows import rows
 
 NOTICED_S = 5.0
 
@@ -152,5 +153,7 @@ def start_damaged(controller: Program) -> str:
     if controller.alive:
         return "started"
     words = controller.said().strip().splitlines()
-    require(controller.wait() == 2 and len(words) == 1, f"a damaged file ended it with {controller.wait()}: {words[-1:]}")
+    require(
+        controller.wait() == 2 and len(words) == 1, f"a damaged file ended it with {controller.wait()}: {words[-1:]}"
+    )
     return "refused"

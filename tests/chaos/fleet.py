@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
-from chaos.fault import BreachError, Place, require, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from store_rows import rows
 
+from chaos.fault import BreachError, Place, require, until
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -215,14 +215,19 @@ def check_database(database: Path, complete: bool = True) -> int:
     complete: every worker reported without a gap. Raises BreachError.
     """
     require(rows(database, "PRAGMA integrity_check") == [("ok",)], "the database is damaged")
-    twice = rows(database, "SELECT count(*) - count(DISTINCT worker_key || ':' || epoch || ':' || seq) FROM step_reports")
+    twice = rows(
+        database, "SELECT count(*) - count(DISTINCT worker_key || ':' || epoch || ':' || seq) FROM step_reports"
+    )
     require(twice == [(0,)], f"{twice[0][0]} reports were counted twice")
     counted = "SELECT count(*) FROM step_reports AS r WHERE r.worker_key = w.worker_key"
     marks = "SELECT max(seq) FROM step_reports AS r WHERE r.worker_key = w.worker_key AND r.epoch = w.epoch"
     query = f"SELECT worker_id, num_reports, ({counted}), applied_seq, ({marks}), missing_ranges FROM workers AS w"
     for worker_id, num_reports, num_rows, applied, highest, missing in rows(database, query):
         require(num_reports == num_rows, f"{worker_id} is said to have {num_reports} reports, {num_rows} are stored")
-        require(not complete or applied == (highest or 0), f"{worker_id} is acknowledged up to {applied}, {highest} are stored")
+        require(
+            not complete or applied == (highest or 0),
+            f"{worker_id} is acknowledged up to {applied}, {highest} are stored",
+        )
         require(not complete or missing == "[]", f"{worker_id} lacks the reports {missing}")
     return rows(database, "SELECT count(*) FROM step_reports")[0][0]
 

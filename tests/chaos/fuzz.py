@@ -13,12 +13,13 @@ from collections import Counter
 from pathlib import Path
 
 import grpc
+from test_controller_fuzz import damaged
+
 from chaos.fault import BreachError, CannotRunError, Place, fault, require
 from chaos.fleet import SERVING, Fleet, free_address
 from chaos.load import Load
 from chaos.mutation import mutant
 from chaos.targets import SEEDS, Targets
-from test_controller_fuzz import damaged
 
 ROOT = Path(__file__).parents[2]
 WANTED = 1_000_000  # messages of a full run
@@ -32,7 +33,7 @@ METHODS = {
     "/speclen.v1.GenerationService/Generate": SEEDS[3],
 }
 HTTP = (
-    b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 83\r\n\r\n'
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 83\r\n\r\n"
     b'{"model": "bundled:target", "prompt": "def f(x):", "max_tokens": 4, "stream": true}\n'
 )
 
@@ -50,13 +51,18 @@ def fuzz(place: Place) -> str:
             try:
                 targets.give(message, place.dice)
             except Exception as error:
-                raise BreachError(f"{type(error).__name__}: {error} by {type(message).__name__} {message!s:.300}") from error
+                raise BreachError(
+                    f"{type(error).__name__}: {error} by {type(message).__name__} {message!s:.300}"
+                ) from error
     targets.check()
     damaged_ones = number - targets.num_taken - targets.num_refused
     return f"{number:,} messages: {targets.num_taken:,} taken, {targets.num_refused:,} refused, {damaged_ones:,} unreadable"
 
 
-@fault("Controller and worker answer each with a status and stay SERVING; a client beside them gets every token.", brief=True)
+@fault(
+    "Controller and worker answer each with a status and stay SERVING; a client beside them gets every token.",
+    brief=True,
+)
 def fuzz_sockets(place: Place) -> str:
     """Damaged and extreme messages go to a real controller and a real worker over gRPC and HTTP while a client asks."""
     front, counts = free_address(), Counter[str]()
@@ -71,7 +77,9 @@ def fuzz_sockets(place: Place) -> str:
                 except BaseException as error:
                     failures.append(error)
 
-            threads = [threading.Thread(target=send, args=(place.dice.randrange(2**30),), daemon=True) for _ in range(3)]
+            threads = [
+                threading.Thread(target=send, args=(place.dice.randrange(2**30),), daemon=True) for _ in range(3)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -8,10 +8,10 @@ import threading
 import grpc
 import kill_harness
 import test_kill
+
 from chaos.fault import Place, fault, require, until
 from chaos.fleet import SERVING, Fleet, check_database, paused, sleep
 from chaos.load import Load
-
 from speclen.store.failpoints import FAILPOINTS
 
 KILLS_PER_S = 1.6  # of one lane, with all that lies between two of them, on a machine with two cores
@@ -56,9 +56,11 @@ def kill_controller(place: Place) -> str:
 @fault("Workers go on serving, every token right, and hand in later what they have to report; not one report is lost.")
 def kill_controller_under_load(place: Place) -> str:
     """The controller is killed again and again beneath two real workers that serve eight clients."""
+    num_kills = 0
     with Fleet(place, num_workers=2) as fleet:
         with Load([worker.address for worker in fleet.workers], 8, place.dice.randrange(2**20)) as load:
-            for num_kills in place.rounds(2):
+            for _ in place.rounds(2):
+                num_kills += 1
                 sleep(place.dice.uniform(0.2, 3.0))
                 fleet.controller.kill()
                 sleep(place.dice.uniform(0.0, 1.0))
@@ -67,16 +69,18 @@ def kill_controller_under_load(place: Place) -> str:
         fleet.wait_until_told()
         fleet.check_idle()
     num_reports = check_database(fleet.database)
-    return f"{num_kills + 1} kills; {load.summary()}; {num_reports:,} reports on the disk, no gap, none twice"
+    return f"{num_kills} kills; {load.summary()}; {num_reports:,} reports on the disk, no gap, none twice"
 
 
 @fault("Only requests on the killed worker fail, as UNAVAILABLE; the other serves on, and nothing is counted twice.")
 def kill_worker_under_load(place: Place) -> str:
     """One of two real workers is killed while both serve, and started again under its name."""
+    num_kills = 0
     with Fleet(place, num_workers=2) as fleet:
         addresses = [worker.address for worker in fleet.workers]
         with Load(addresses, 8, place.dice.randrange(2**20), allowed=["UNAVAILABLE"]) as load:
-            for num_kills in place.rounds(1):
+            for _ in place.rounds(1):
+                num_kills += 1
                 sleep(place.dice.uniform(0.5, 3.0))
                 worker = place.dice.choice(fleet.workers)
                 worker.kill()
@@ -85,7 +89,7 @@ def kill_worker_under_load(place: Place) -> str:
         fleet.wait_until_told()
         fleet.check_idle()
     num_reports = check_database(fleet.database)
-    return f"{num_kills + 1} kills; {load.summary()}; {num_reports:,} reports on the disk, none twice"
+    return f"{num_kills} kills; {load.summary()}; {num_reports:,} reports on the disk, none twice"
 
 
 @fault(
@@ -103,7 +107,9 @@ def stop_and_continue(place: Place) -> str:
                 with paused(program):
                     sleep(place.dice.uniform(longest / 2, longest))
                     served = load.num_answered - before
-                require(program is not fleet.controller or served, "nothing was answered while the controller stood still")
+                require(
+                    program is not fleet.controller or served, "nothing was answered while the controller stood still"
+                )
                 until(lambda: health_of(fleet) == [SERVING] * 2, "health after SIGCONT")
                 sleep(0.5)
         fleet.wait_until_told()
@@ -129,11 +135,12 @@ def terminate_worker_under_load(place: Place) -> str:
     with Fleet(place) as fleet:
         worker = fleet.workers[0]
         with Load([worker.address], 6, place.dice.randrange(2**20), ["UNAVAILABLE", "CANCELLED"]) as load:
-            for num_ends in place.rounds(1):
+            for _ in place.rounds(1):
+                num_ends += 1
                 sleep(place.dice.uniform(0.5, 2.0))
                 worker.stop()
                 worker.start()
                 worker.wait_until_serving()
     num_reports = check_database(fleet.database, complete=False)
     signals = signal.SIGTERM.name
-    return f"{num_ends + 1} times {signals}, exit code 0; {load.summary()}; {num_reports:,} reports on the disk, none twice"
+    return f"{num_ends} times {signals}, exit code 0; {load.summary()}; {num_reports:,} reports on the disk, none twice"

@@ -11,8 +11,8 @@ from functools import lru_cache
 from types import TracebackType
 
 import grpc
-from chaos.fault import require
 
+from chaos.fault import require
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 

@@ -9,18 +9,20 @@ import threading
 from collections.abc import Iterator
 
 import grpc
+from kill_harness import EPOCH, step_report
+
 from chaos.fault import Place, fault, require
 from chaos.fleet import SERVING, Fleet, check_database, sleep
 from chaos.reporter import CONTEXT, Reporter
-from kill_harness import EPOCH, step_report
-
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
 LIMITS = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
 
 
-@fault("Each report is learned from once, whichever stream brings it; an older life of a worker is refused.", brief=True)
+@fault(
+    "Each report is learned from once, whichever stream brings it; an older life of a worker is refused.", brief=True
+)
 def duplicates_and_reordering(place: Place) -> str:
     """A worker repeats groups and swaps them, while its twin sends the same reports on streams of its own, in any order,
     and its own former life goes on reporting."""
@@ -29,7 +31,9 @@ def duplicates_and_reordering(place: Place) -> str:
     with Fleet(place, 0) as fleet, Reporter(fleet.controller.address, place.dice) as reporter:
         reporter.wait_for_more()
         twins = [
-            threading.Thread(target=twin, args=(fleet.controller.address, reporter, done, seed, age, refused), daemon=True)
+            threading.Thread(
+                target=twin, args=(fleet.controller.address, reporter, done, seed, age, refused), daemon=True
+            )
             for seed, age in ((place.dice.randrange(2**20), 0), (place.dice.randrange(2**20), 1))
         ]
         for thread in twins:
@@ -117,7 +121,9 @@ def poison_context(address: str, worker_id: str, dice: random.Random, done: thre
         stub = rpc.ControlServiceStub(channel)
         while not done.is_set():
             with contextlib.suppress(grpc.RpcError):
-                stub.RegisterWorker(pb.RegisterWorkerRequest(worker=identity, context=CONTEXT, limits=LIMITS), timeout=5)
+                stub.RegisterWorker(
+                    pb.RegisterWorkerRequest(worker=identity, context=CONTEXT, limits=LIMITS), timeout=5
+                )
                 for _ in stub.StreamReports(messages(), timeout=60):
                     pass
             sleep(0.1)

@@ -84,12 +84,16 @@ class Namespace:
             raise CannotRunError(f"needs the right to make network namespaces: {done.stderr.strip()}")
 
 
-@fault("Every request is answered rightly meanwhile; the worker finds the controller again, and not one report is lost.")
+@fault(
+    "Every request is answered rightly meanwhile; the worker finds the controller again, and not one report is lost."
+)
 def partition(place: Place) -> str:
     """The link between controller and worker (network namespaces) is cut, in both directions or in one alone."""
     longest_s = min(20.0, max(3.0, place.seconds / 5))
     with Namespace() as space:
-        fleet = Fleet(place, reports_to=f"{space.outer['control']}:7201", controller=["--insecure"], worker=["--insecure"])
+        fleet = Fleet(
+            place, reports_to=f"{space.outer['control']}:7201", controller=["--insecure"], worker=["--insecure"]
+        )
         fleet.controller.address = f"{space.outer['control']}:7201"
         fleet.workers[0].command = ["ip", "netns", "exec", space.name]
         fleet.workers[0].address = f"{space.inner['client']}:7202"

@@ -18,7 +18,12 @@ MARKS = {True: "held", False: "**broken**", None: "not run"}
 def markdown(findings: Sequence[Finding]) -> str:
     lines = ["| Fault | Promise | Found | Again with |", "|---|---|---|---|"]
     for each in findings:
-        cells = (f"**{each.fault}**. {each.does}", each.promise, f"{MARKS[each.passed]}: {each.found}", f"`{each.command}`")
+        cells = (
+            f"**{each.fault}**. {each.does}",
+            each.promise,
+            f"{MARKS[each.passed]}: {each.found}",
+            f"`{each.command}`",
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
-from chaos.fault import BreachError, require, until
 from kill_harness import ReportingWorker
 from test_kill import check_reports
 
+from chaos.fault import BreachError, require, until
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports
 from speclen.v1 import control_pb2 as pb

@@ -48,7 +48,7 @@ def make(fault: Fault, seconds: float, seed: int, folder: Path) -> Finding:
     except Exception as error:
         traceback.print_exc()
         passed, found = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    command = f"scripts/chaos --only {fault.name} --seed {seed}"
+    command = f"scripts/chaos --only {fault.name} --minutes {max(0.1, seconds / 60):.1f} --seed {seed}"
     took_s = round(time.monotonic() - place.started, 1)
     return Finding(fault.name, fault.does, fault.promise, passed, found, took_s, command)
 
@@ -85,12 +85,27 @@ def main(given: list[str] | None = None) -> None:
         return
     findings = run(chosen(options.only, options.brief), options)
     print(markdown(findings))
-    for file in [options.json, RESULTS if options.write_page else None]:
-        if file:
-            Path(file).write_text(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
+    if options.json:
+        Path(options.json).write_text(as_json(findings))
     if options.write_page:
-        write_page(findings)
+        findings_of_page = kept(findings)
+        RESULTS.write_text(as_json(findings_of_page))
+        write_page(findings_of_page)
     sys.exit(any(each.passed is False for each in findings))
+
+
+def as_json(findings: list[Finding]) -> str:
+    return json.dumps([asdict(each) for each in findings], indent=1) + "\n"
+
+
+def kept(findings: list[Finding]) -> list[Finding]:
+    """These, and of the faults that were not made now what the page has, in the faults' order."""
+    found = {each.fault: each for each in [*stored_findings(), *findings]}
+    return [found[name] for name in FAULTS if name in found]
+
+
+def stored_findings() -> list[Finding]:
+    return [Finding(**each) for each in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
 
 
 def run(faults: list[Fault], options: argparse.Namespace) -> list[Finding]:

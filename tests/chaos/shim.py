@@ -34,7 +34,9 @@ class Shim:
     def set(self, **values: float) -> None:
         """From now on; what is not named is as it should be."""
         wrong = {"num_faults": self.num_faults, **values}
-        LAYOUT.pack_into(self._memory, 0, float(wrong.pop("clock_offset_s", 0.0)), *(int(wrong.get(n, 0)) for n in FIELDS[1:]))
+        LAYOUT.pack_into(
+            self._memory, 0, float(wrong.pop("clock_offset_s", 0.0)), *(int(wrong.get(n, 0)) for n in FIELDS[1:])
+        )
 
     @property
     def num_faults(self) -> int:

@@ -51,7 +51,7 @@ class KVPool:
     unit. Raises MemoryError, with a sentence, when the addresses or the device memory cannot be had.
     """
 
-    num_reused_tokens = 0
+    num_looked_up_tokens = num_reused_tokens = 0  # nothing is remembered
 
     def __init__(
         self,

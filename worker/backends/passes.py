@@ -84,6 +84,7 @@ class RowStore(Protocol):
     device: torch.device
     dtype: torch.dtype
     shapes: tuple[LayerShape, ...]
+    num_looked_up_tokens: int  # of prompts, among what is remembered
     num_reused_tokens: int  # that rows began with, since they were remembered
 
     def begin(self, row: int, ids: Sequence[int]) -> int:

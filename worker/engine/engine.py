@@ -47,13 +47,14 @@ log = logging.getLogger(__name__)
 class EngineLoad(Totals):
     """What the engine is doing, and its totals. num_kv_tokens_*: of KV, as held by the rows and as fits at most.
 
-    num_reused_tokens: of prompts, that were not fed to the target since they were remembered.
+    num_looked_up_tokens: of prompts, looked for among what is remembered; num_reused_tokens: that were, and were not fed.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     num_kv_tokens_used: int = 0
     num_kv_tokens_total: int = 0
+    num_looked_up_tokens: int = 0
     num_reused_tokens: int = 0
 
 
@@ -139,6 +140,7 @@ class Engine:
             num_waiting=self._inbox.num_incoming + self.scheduler.num_waiting,
             num_kv_tokens_used=self.scheduler.num_kv_tokens(),
             num_kv_tokens_total=self.scheduler.max_kv_tokens,
+            num_looked_up_tokens=self.target.pool.num_looked_up_tokens,
             num_reused_tokens=self.target.pool.num_reused_tokens,
         )
 

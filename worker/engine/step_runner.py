@@ -197,7 +197,7 @@ class StepRunner:
 
     def _rule(self, sampling: BatchSampling, rows: Sequence[SequenceState]) -> TokenRule:
         if sampling.is_plain_greedy:
-            return self._greedy
+            return GreedyRule(sampling.grammars()) if sampling.has_grammars else self._greedy
         positions = torch.tensor([row.num_output_tokens for row in rows], device=self._device)
         return SamplingRule(sampling, positions, self._generator)
 

@@ -37,6 +37,31 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")
 
 
+class JsonSchema(Body):
+    name: str | None = None
+    wanted: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """As OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """As vLLM has it: one of the first five."""
+
+    wanted: dict[str, Any] | str | bool | None = Field(None, alias="json", description="JSON schema.")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's notation.")
+    disable_any_whitespace: bool | None = Field(None, description="None between the parts of JSON.")
+    whitespace_pattern: str | None = Field(None, description="Regular expression of it. Default: any.")
+    disable_additional_properties: Literal[False] | None = None
+
+
 class Sampling(Body):
     """What completions and chat have in common. null means the default."""
 
@@ -56,7 +81,9 @@ class Sampling(Body):
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_ENTRIES)] | None = Field(
         None, description="Token ids, as strings, to addends in -100 to 100."
     )
+    response_format: ResponseFormat | None = Field(None, description="JSON, of a schema or any.")
     # As vLLM has them.
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the output must be.")
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = Field(
         None, description="0 or -1: all tokens. Default 0."
     )
@@ -135,14 +162,23 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
     "guided_json": (None,),
+    "guided_regex": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
+    "structural_tag": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "use_beam_search": (None, False),
+}
+# What to write instead, where there is something.
+INSTEAD = {
+    "guided_choice": 'write structured_outputs: {"choice": …} instead',
+    "guided_grammar": 'write structured_outputs: {"grammar": …} instead',
+    "guided_json": 'write structured_outputs: {"json": …} instead',
+    "guided_regex": 'write structured_outputs: {"regex": …} instead',
 }

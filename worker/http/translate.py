@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError, text_too_long, too_long
-from speclen.worker.http.schema import UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
-from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
+from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, StructuredOutput, TextTooLongError
 from speclen.worker.service.async_engine import AsyncEngine
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
+ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
 MAX_LOGPROBS = 250_000  # in one answer that is not streamed: some 25 MB of JSON
 
 
@@ -42,7 +44,8 @@ async def completion_job(body: CompletionRequest, engine: AsyncEngine, caller: s
     check_supported(body)
     prompts = await prompt_ids(body, engine, caller)
     wanted = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return make_job("cmpl", body, prompts, wanted, body.logprobs, engine, "prompt")
+    job = make_job("cmpl", body, prompts, wanted, body.logprobs, engine, "prompt")
+    return await with_grammar(job, engine, caller)
 
 
 async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template: str | None) -> Job:
@@ -56,13 +59,67 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
     prompts = [await encode(text, False, engine, caller, "messages")]
     wanted = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return make_job("chatcmpl", body, prompts, wanted, logprobs, engine, "messages")
+    job = make_job("chatcmpl", body, prompts, wanted, logprobs, engine, "messages")
+    return await with_grammar(job, engine, caller)
+
+
+async def with_grammar(job: Job, engine: AsyncEngine, caller: str) -> Job:
+    """The job with what its outputs must be, if it says so. Raises ApiError, ValueError or QueueFullError."""
+    wanted = structured_output(job.body)
+    if wanted is None:
+        return job
+    grammar = await engine.entrance.grammars.prepare(wanted, caller)
+    return replace(job, requests=[replace(one, grammar=grammar) for one in job.requests])
+
+
+def structured_output(body: Sampling) -> StructuredOutput | None:
+    """None for any output. Raises ApiError for a body that says two things, or says nothing where it should."""
+    asked = from_response_format(body) + from_structured_outputs(body)
+    if len(asked) > 1:
+        names = " and ".join(one.field for one in asked)
+        raise ApiError(400, f"{names} are given: leave one of them", asked[0].field.partition(".")[0])
+    if body.structured_outputs is not None and not asked:
+        words = "structured_outputs is empty: give one of json, json_object, regex, choice and grammar"
+        raise ApiError(400, words, "structured_outputs")
+    return asked[0] if asked else None
+
+
+def from_response_format(body: Sampling) -> list[StructuredOutput]:
+    given = body.response_format
+    if given is None or given.type == "text":
+        return []
+    if given.type == "json_object":
+        return [StructuredOutput("json_schema", ANY_OBJECT, field="response_format.type")]
+    if given.json_schema is None:
+        raise ApiError(400, "response_format.json_schema is missing", "response_format")
+    return [StructuredOutput("json_schema", json.dumps(given.json_schema.wanted), field="response_format.json_schema")]
+
+
+def from_structured_outputs(body: Sampling) -> list[StructuredOutput]:
+    given = body.structured_outputs
+    if given is None:
+        return []
+    schema = given.wanted if given.wanted is None or isinstance(given.wanted, str) else json.dumps(given.wanted)
+    texts = {
+        "json": ("json_schema", schema),
+        "json_object": ("json_schema", ANY_OBJECT if given.json_object else None),
+        "regex": ("regex", given.regex),
+        "choice": ("choice", None if given.choice is None else json.dumps(given.choice)),
+        "grammar": ("grammar", given.grammar),
+    }
+    whitespace = "" if given.disable_any_whitespace else given.whitespace_pattern or None
+    return [
+        StructuredOutput(kind, text, whitespace, f"structured_outputs.{name}")
+        for name, (kind, text) in texts.items()
+        if text is not None
+    ]
 
 
 def check_supported(body: Sampling) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            raise ApiError(400, f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
+            way_out = INSTEAD.get(name, "leave it out")
+            raise ApiError(400, f"{name} is not supported by this server: {way_out}", name, "unsupported_parameter")
 
 
 async def prompt_ids(body: CompletionRequest, engine: AsyncEngine, caller: str) -> list[list[int]]:

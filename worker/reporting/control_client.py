@@ -175,6 +175,7 @@ class ControlClient:
         self.num_refused = 0
         # accepted_runs[j]: rows that had draft tokens and whose accepted run was exactly j, since the start.
         self.accepted_runs = [0] * (card.max_speculation_length + 1)
+        self.step_s = 0.0  # wall time of all steps
         self._incoming: deque[PendingProbe] = deque()  # event loop to engine
         self._probes: list[PendingProbe] = []  # the engine's own
         self._last_answer = 0.0
@@ -192,6 +193,7 @@ class ControlClient:
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.buffer.append(choice, result)
+        self.step_s += result.latency_s
         if result.speculation_length:
             for run, num_rows in enumerate(result.accepted_histogram):
                 self.accepted_runs[run] += num_rows

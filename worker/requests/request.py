@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from speclen.worker.sampling.grammar import Grammar
 
 
 class FinishReason(enum.Enum):
@@ -42,8 +46,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What an output must be, in the caller's words.
+
+    kind: "json_schema", "regex", "choice" (text: a JSON list of strings) or "grammar" (Lark). whitespace: None for any
+    between the parts of JSON, "" for none, else a regex of it. field: where the caller wrote it, for errors.
+    """
+
+    kind: str
+    text: str
+    whitespace: str | None = None
+    field: str = field(default="structured_output", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt. `fixed_length` None: the table decides; k: always k draft tokens (0: plain decoding).
+    grammar: what the output must be, None for anything.
 
     With sampling.n > 1 the engine runs n sequences; their outputs carry the index.
     """
@@ -52,6 +71,7 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     fixed_length: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +110,10 @@ class SequenceOutput:
 
 class TextTooLongError(ValueError):
     """A text that has more tokens than the model's context, however they are counted."""
+
+
+class GrammarFailedError(Exception):
+    """The output's grammar turned out to be more than its matcher can follow."""
 
 
 class QueueFullError(Exception):

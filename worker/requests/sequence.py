@@ -13,11 +13,12 @@ from speclen.worker.requests.detokenize import Decode, Detokenizer, StopStrings
 from speclen.worker.requests.request import (
     FinishReason,
     GenerationRequest,
-    SamplingParams,
+    GrammarFailedError,
     SequenceOutput,
     TokenLogprobs,
 )
 from speclen.worker.sampling import noise
+from speclen.worker.sampling.grammar import GrammarState
 from speclen.worker.sampling.logits import RowEdits
 from speclen.worker.sampling.rules import RowSampling
 
@@ -73,7 +74,9 @@ class SequenceState:
         self.finished = False
         self.admitted_at: float | None = None  # by time.monotonic, when it got its row
         self.sampling = RowSampling()  # its own is made when it gets its row
-        self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        # A grammar allows the end token last, or where nothing else may follow: whatever is ignored, that is the end.
+        ignored = sampling.ignore_eos and request.grammar is None
+        self._eos = frozenset() if ignored else frozenset(eos_token_ids)
         self._ends = self._eos | frozenset(sampling.stop_token_ids)
         self._detokenizer = Detokenizer(decode, request.prompt_ids)
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
@@ -90,9 +93,7 @@ class SequenceState:
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
         """Make what choosing tokens needs; called once, when the sequence gets its row."""
         self.admitted_at = time.monotonic()
-        self.sampling = make_row_sampling(
-            self.request.sampling, self.index, self.request.prompt_ids, sorted(self._ends), vocab_size, device
-        )
+        self.sampling = make_row_sampling(self.request, self.index, sorted(self._ends), vocab_size, device)
 
     def accept(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
         """Append new tokens up to where the sequence ends, and say what the caller is to be told."""
@@ -111,6 +112,8 @@ class SequenceState:
         self.num_accepted_tokens += max(0, len(ids) - 1)
         if self.sampling.edits is not None:
             self.sampling.edits.append(ids)
+        if self.sampling.grammar is not None and reason is None:
+            self._follow_grammar(self.sampling.grammar, ids)
         if reason is None and self.num_left <= 0:
             reason = FinishReason.LENGTH
         if reason is not None and not isinstance(matched, str):
@@ -118,6 +121,12 @@ class SequenceState:
         self.finished = reason is not None
         shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
         return self._output(tuple(ids), text, shown, reason, matched)
+
+    @staticmethod
+    def _follow_grammar(grammar: GrammarState, ids: list[int]) -> None:
+        grammar.append(ids)
+        if grammar.failure:
+            raise GrammarFailedError(f"the grammar cannot be followed any further: {grammar.failure}")
 
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
@@ -160,8 +169,9 @@ class SequenceState:
         if self._ends.isdisjoint(ids):
             return ids, None, None
         first_possible = self.request.sampling.min_tokens - self.num_output_tokens
+        grammar_ends = self._eos if self.request.grammar is not None else frozenset[int]()
         for at, token in enumerate(ids):
-            if token in self._ends and at >= first_possible:
+            if token in self._ends and (at >= first_possible or token in grammar_ends):
                 return ids[: at + 1], FinishReason.STOP, token
         return ids, None, None
 
@@ -219,17 +229,17 @@ def make_sequences(
 
 
 def make_row_sampling(
-    sampling: SamplingParams,
-    index: int,
-    prompt_ids: tuple[int, ...],
-    end_ids: list[int],
-    vocab_size: int,
-    device: torch.device,
+    request: GenerationRequest, index: int, end_ids: list[int], vocab_size: int, device: torch.device
 ) -> RowSampling:
-    """The settings of one row. end_ids: tokens that min_tokens keeps away."""
+    """The settings of one row. end_ids: tokens that min_tokens keeps away, as far as a grammar can do without them."""
+    sampling, grammar = request.sampling, None
+    if request.grammar is not None:
+        grammar = request.grammar.start(end_ids, sampling.min_tokens, sampling.ignore_eos)
+        end_ids = []
     edits = None
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     if penalties != (1.0, 0.0, 0.0) or sampling.logit_bias or (sampling.min_tokens and end_ids):
-        edits = RowEdits(vocab_size, device, prompt_ids, *penalties, sampling.logit_bias, end_ids, sampling.min_tokens)
+        prompt_ids, bias = request.prompt_ids, sampling.logit_bias
+        edits = RowEdits(vocab_size, device, prompt_ids, *penalties, bias, end_ids, sampling.min_tokens)
     key = None if sampling.seed is None else noise.make_key(sampling.seed, index)
-    return RowSampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, key, edits)
+    return RowSampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, key, edits, grammar)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from speclen.worker.sampling import noise
+from speclen.worker.sampling.grammar import GrammarState, StepGrammars
 from speclen.worker.sampling.logits import LogitEdits, RowEdits
 from speclen.worker.sampling.verification import accept_matching, choose, distribution, most_likely, verify
 
@@ -23,10 +24,11 @@ class RowSampling:
     min_p: float = 0.0
     key: int | None = None
     edits: RowEdits | None = None
+    grammar: GrammarState | None = None
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the token is simply the largest logit."""
+        """Whether the token is simply the largest logit, of those that a grammar allows."""
         return self.temperature == 0 and self.edits is None
 
 
@@ -46,16 +48,28 @@ class TokenRule(Protocol):
 
 
 class GreedyRule:
-    """Every row takes the most likely token: no sampling work at all."""
+    """Every row takes the most likely token: no sampling work at all. grammars: of rows that have one."""
+
+    def __init__(self, grammars: StepGrammars | None = None) -> None:
+        self._grammars = grammars
 
     def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-        return most_likely(logits[:, 0])
+        return self._most_likely(logits, draft_ids, draft_ids.shape[1])[:, 0]
 
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        target_ids = most_likely(logits)
+        target_ids = self._most_likely(logits, draft_ids, 0, caps)
         return accept_matching(draft_ids, target_ids, caps), target_ids
+
+    def _most_likely(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int, caps: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        ids = most_likely(logits)
+        if self._grammars is not None:
+            rows, restricted = self._grammars.restrict(logits, draft_ids, first, caps)
+            ids[rows] = most_likely(restricted)
+        return ids
 
 
 class BatchSampling:
@@ -80,6 +94,11 @@ class BatchSampling:
         self.matching = torch.tensor(matching, device=device)
         self.any_seeded, self.any_matching, self.all_matching = any(seeded), any(matching), all(matching)
         self.has_edits = any(row.edits is not None for row in rows)
+        self.has_grammars = any(row.grammar is not None for row in rows)
+
+    def grammars(self) -> StepGrammars | None:
+        """Those of the rows, for one step; None where no row has any."""
+        return StepGrammars([row.grammar for row in self.rows]) if self.has_grammars else None
 
     def distribution(self, logits: torch.Tensor) -> torch.Tensor:
         """Probabilities of the first len(logits) rows."""
@@ -104,6 +123,7 @@ class SamplingRule:
         self.positions = positions
         self.generator = generator
         self.edits = LogitEdits([row.edits for row in batch.rows], positions) if batch.has_edits else None
+        self.grammars = batch.grammars()
         self._draft_probs: list[torch.Tensor] = []
 
     def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
@@ -115,7 +135,7 @@ class SamplingRule:
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        probs = self._probs(logits, draft_ids, 0)
+        probs = self._probs(logits, draft_ids, 0, caps)
         if self.batch.all_matching:
             return self._match(probs, draft_ids, caps)
         num_accepted, following = verify(probs, self._drafted(probs), draft_ids, caps, self.generator)
@@ -132,9 +152,14 @@ class SamplingRule:
         target_ids = choose(probs, self._noise(probs, 0))
         return accept_matching(draft_ids, target_ids, caps), target_ids
 
-    def _probs(self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int) -> torch.Tensor:
+    def _probs(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int, caps: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self.edits is not None:
             logits = self.edits.apply(logits, draft_ids, first)
+        if self.grammars is not None:
+            rows, restricted = self.grammars.restrict(logits, draft_ids, first, caps)
+            logits = logits.float().index_copy(0, rows, restricted)
         return self.batch.distribution(logits)
 
     def _noise(self, probs: torch.Tensor, first: int) -> torch.Tensor:

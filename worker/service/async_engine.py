@@ -119,8 +119,8 @@ class AsyncEngine:
         """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
 
         arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. patience_s: after which the
-        caller gives up. The block begins as soon as all have a place in the queue. Raises ValueError naming the field, QueueFullError, or the stream's failure; while
-        outputs are read, these and RequestFailedError.
+        caller gives up. The block begins as soon as all have a place in the queue. Raises ValueError naming the field,
+        QueueFullError, or the stream's failure; while outputs are read, these and RequestFailedError.
         """
         config = self.engine.config
         for one in requests:
@@ -128,9 +128,7 @@ class AsyncEngine:
                 one, self.engine.pair.vocab_size, self.engine.max_context_length, config.max_speculation_length
             )
         runs = {one.request_id: Run(one, self.metrics.timeline(one.sampling.n, arrived_at)) for one in requests}
-        tasks = [
-            asyncio.create_task(self._run(run, stream, caller, on_submit, patience_s)) for run in runs.values()
-        ]
+        tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit, patience_s)) for run in runs.values()]
         try:
             await asyncio.sleep(
                 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 
@@ -11,10 +12,13 @@ from speclen.worker.requests.request import (
     GenerationRequest,
     SamplingParams,
     SequenceOutput,
+    StructuredOutput,
     TokenLogprobs,
 )
+from speclen.worker.sampling.grammar import Grammar
 
 MAX_REQUEST_ID = 128
+ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
 
 FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -68,13 +72,33 @@ def to_request_id(message: pb.GenerateRequest) -> str:
     return message.request_id or uuid.uuid4().hex
 
 
-def to_request(message: pb.GenerateRequest, request_id: str, prompt_ids: Sequence[int]) -> GenerationRequest:
+def to_structured_output(message: pb.SamplingParams) -> StructuredOutput | None:
+    """None for any output. Raises ValueError when the message says nothing of what it must be."""
+    if not message.HasField("structured_output"):
+        return None
+    wanted = message.structured_output
+    kind = wanted.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not wanted.json_object):
+        raise ValueError("structured_output is empty: set one of json_schema, json_object, regex, choice and grammar")
+    field = f"structured_output.{kind}"
+    whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern or None
+    if kind == "choice":
+        return StructuredOutput("choice", json.dumps(list(wanted.choice.values)), field=field)
+    if kind == "json_object":
+        return StructuredOutput("json_schema", ANY_OBJECT, whitespace, field)
+    return StructuredOutput(kind, getattr(wanted, kind), whitespace, field)
+
+
+def to_request(
+    message: pb.GenerateRequest, request_id: str, prompt_ids: Sequence[int], grammar: Grammar | None = None
+) -> GenerationRequest:
     """Raises ValueError for a mode of speculation that is unknown."""
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=tuple(prompt_ids),
         sampling=to_sampling(message.sampling_params),
         fixed_length=to_fixed_length(message.speculation),
+        grammar=grammar,
     )
 
 

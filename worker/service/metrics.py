@@ -9,7 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from speclen.transport.address import split_address
@@ -17,11 +17,9 @@ from speclen.transport.credentials import ServerSecurity
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.control_client import ControlClient
 
-LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
-
 
 class WorkerMetrics:
-    """The worker's registry. Times in seconds."""
+    """The worker's registry, and the page that shows it."""
 
     def __init__(
         self,
@@ -35,15 +33,9 @@ class WorkerMetrics:
         num_failures = {} if num_failures is None else num_failures
         self.registry.register(EngineCollector(engine, control, num_failures, num_at_entrance))
         self._thread: threading.Thread | None = None  # serves the page
-        self.time_to_first_token = self._histogram("time_to_first_token", "From arrival to the first token")
         self.slow_readers = Counter(
             "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
         )
-        self.inter_token_latency = self._histogram("inter_token_latency", "Mean time between tokens of a request")
-        self.e2e_request_latency = self._histogram("e2e_request_latency", "From arrival to the last token")
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry)
 
     def serve(
         self,
@@ -71,17 +63,6 @@ class WorkerMetrics:
         while self._thread is not None and self._thread.is_alive():
             await asyncio.sleep(1.0)
 
-    def request_finished(
-        self, arrived_at: float, first_token_at: float | None, ended_at: float, num_tokens: int
-    ) -> None:
-        """Take note of a request that ran to its end; times of one clock."""
-        self.e2e_request_latency.observe(ended_at - arrived_at)
-        if first_token_at is None:
-            return
-        self.time_to_first_token.observe(first_token_at - arrived_at)
-        if num_tokens > 1:
-            self.inter_token_latency.observe((ended_at - first_token_at) / (num_tokens - 1))
-
 
 class EngineCollector:
     """Reads the engine's and the control client's own numbers when Prometheus asks."""
@@ -101,6 +82,7 @@ class EngineCollector:
         yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting + self._num_at_entrance())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
         yield gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
+        yield counter("prefix_cache_queries", "Prompt tokens that were looked up", load.num_looked_up_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens that were remembered and not fed", load.num_reused_tokens)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
         yield counter("spec_decode_num_drafts", "Rows that had draft tokens verified", sum(accepted_runs))
@@ -109,6 +91,7 @@ class EngineCollector:
         yield per_position(accepted_runs)
         yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
         yield counter("decode_steps", "Decoding steps", load.num_steps)
+        yield counter("decode_step_seconds", "Wall time of decoding steps, all that belongs to them", control.step_s)
         yield lengths(control)
         yield gauge("controller_connected", "1 while reports reach the controller", float(control.connected))
         yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer.records))

@@ -16,8 +16,10 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.service.metrics import LATENCY_BUCKETS, WorkerMetrics
+from speclen.worker.service.metrics import WorkerMetrics
 
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 # Why a request ends with an error, in words of the page. Anything else is a fault of ours.
@@ -33,7 +35,7 @@ INTERNAL = "internal"
 
 
 class RequestMetrics:
-    """Histograms and counters of requests that have ended. Times in seconds, lengths in tokens."""
+    """Histograms and counters of requests. Times in seconds, lengths in tokens."""
 
     def __init__(self, worker: WorkerMetrics) -> None:
         registry = worker.registry
@@ -49,6 +51,12 @@ class RequestMetrics:
         )
         for refusal in (*REASONS.values(), INTERNAL):
             self.refused.labels(refusal)
+        self.time_to_first_token = seconds("time_to_first_token", "From arrival to the first token", registry)
+        self.step_gap = seconds("inter_token_latency", "Between two steps that gave tokens", registry, STEP_BUCKETS)
+        self.token_time = seconds(
+            "request_time_per_output_token", "Mean time between tokens of a request", registry, STEP_BUCKETS
+        )
+        self.e2e_latency = seconds("e2e_request_latency", "From arrival to the last token", registry)
         self.queue_time = seconds("request_queue_time", "From arrival to a row", registry)
         self.prefill_time = seconds("request_prefill_time", "From a row to the first token", registry)
         self.decode_time = seconds("request_decode_time", "From the first token to the last", registry)
@@ -76,12 +84,13 @@ class RequestTimeline:
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
+        self._gaps: dict[int, StepGaps] = {}  # by sequence
 
     def saw(self, outputs: Iterable[SequenceOutput], now: float) -> None:
         """Take note of every output of the request, in order. now: by time.monotonic."""
         for output in outputs:
-            if self._first_token_at is None and output.num_completion_tokens:
-                self._first_token_at, self._admitted_at = now, output.admitted_at
+            if output.num_completion_tokens:
+                self._stepped(output, now)
             if output.finish_reason is not None:
                 self._ended(output, now)
 
@@ -90,9 +99,20 @@ class RequestTimeline:
         self._metrics.success.labels(FinishReason.ABORT.value).inc(self._num_unfinished)
         self._num_unfinished = 0
 
+    def _stepped(self, output: SequenceOutput, now: float) -> None:
+        if self._first_token_at is None:
+            self._first_token_at, self._admitted_at = now, output.admitted_at
+            self._metrics.time_to_first_token.observe(now - self._arrived_at)
+        if output.index not in self._gaps:
+            self._gaps[output.index] = StepGaps(self._metrics.step_gap, now)
+        elif output.token_ids:
+            self._gaps[output.index].step(now)
+
     def _ended(self, output: SequenceOutput, now: float) -> None:
         assert output.finish_reason is not None
         self._metrics.success.labels(output.finish_reason.value).inc()
+        if output.index in self._gaps:
+            self._gaps.pop(output.index).tell()
         self._num_tokens += output.num_completion_tokens
         self._num_unfinished -= 1
         if not self._num_unfinished:
@@ -100,7 +120,7 @@ class RequestTimeline:
 
     def _all_ended(self, num_prompt_tokens: int, now: float) -> None:
         metrics = self._metrics
-        metrics.worker.request_finished(self._arrived_at, self._first_token_at, now, self._num_tokens)
+        metrics.e2e_latency.observe(now - self._arrived_at)
         if self._first_token_at is None or self._admitted_at is None:
             return
         metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -108,12 +128,37 @@ class RequestTimeline:
         metrics.prefill_time.observe(self._first_token_at - self._admitted_at)
         metrics.decode_time.observe(now - self._first_token_at)
         metrics.inference_time.observe(now - self._admitted_at)
+        if self._num_tokens > 1:
+            metrics.token_time.observe((now - self._first_token_at) / (self._num_tokens - 1))
         metrics.num_prompt_tokens.observe(num_prompt_tokens)
         metrics.num_generation_tokens.observe(self._num_tokens)
 
 
-def seconds(name: str, text: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(f"speclen_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=registry)
+class StepGaps:
+    """Times between the steps of one sequence. Steps that arrive together share the time since those before them."""
+
+    def __init__(self, histogram: Histogram, first_at: float) -> None:
+        self._histogram = histogram
+        self._before = self._at = first_at
+        self._num_steps = 0  # that arrived at `_at`
+
+    def step(self, now: float) -> None:
+        if now > self._at:
+            self.tell()
+            self._before, self._at = self._at, now
+        self._num_steps += 1
+
+    def tell(self) -> None:
+        """Observe what is not observed yet."""
+        for _ in range(self._num_steps):
+            self._histogram.observe((self._at - self._before) / self._num_steps)
+        self._num_steps = 0
+
+
+def seconds(
+    name: str, text: str, registry: CollectorRegistry, buckets: tuple[float, ...] = LATENCY_BUCKETS
+) -> Histogram:
+    return Histogram(f"speclen_{name}_seconds", text, buckets=buckets, registry=registry)
 
 
 def tokens(name: str, text: str, registry: CollectorRegistry) -> Histogram:

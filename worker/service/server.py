@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
 import structlog
-import torch
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -26,24 +23,21 @@ from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.stopping import stop_event
 from speclen.transport.supervision import PartFailedError, Supervisor
 from speclen.v1 import generation_pb2, generation_pb2_grpc
-from speclen.worker.backends.threads import ThreadChoice, set_threads, watch_cores
-from speclen.worker.config import WorkerConfig, parse_policy
-from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.preparation import prepare
+from speclen.worker.backends.threads import ThreadChoice, watch_cores
+from speclen.worker.config import WorkerConfig
+from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
-from speclen.worker.models.loading import ModelPair, load_pair
-from speclen.worker.profiling.file import foreign_parts, table_from_file
+from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.seeding import seed_controller
-from speclen.worker.reporting.control_client import ControlClient, WorkerCard
-from speclen.worker.reporting.identity import context_key
-from speclen.worker.reporting.length_table import DEFAULT_LENGTH, LengthTable
+from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
+from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.labelled import page_of
 from speclen.worker.service.metrics import WorkerMetrics
 from speclen.worker.service.request_metrics import RequestMetrics
-from speclen.worker.service.servicer import GenerationServicer, ModelFacts
+from speclen.worker.service.servicer import GenerationServicer
 
 log = structlog.get_logger()
 
@@ -81,82 +75,6 @@ OpenFront = Callable[
 async def no_front(*_: object) -> AsyncIterator[str]:
     """gRPC alone."""
     yield ""
-
-
-def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, bool]:
-    """The table a worker starts with, and whether it follows the controller's.
-
-    Raises ValueError for a policy that is unknown or asks for a length over the limit.
-    """
-    kind, length = parse_policy(config.policy)
-    if kind == "fixed":
-        assert length is not None
-        if length > max_length:
-            raise ValueError(f"--policy fixed:{length} is over --max-length {max_length}")
-        return LengthTable.constant(length, config.max_batch_size, "policy"), False
-    if kind == "none":
-        return LengthTable.constant(0, config.max_batch_size, "policy"), False
-    if config.profile is not None:
-        return table_from_file(config.profile, config.max_batch_size, max_length), kind == "adaptive"
-    if kind == "profile":
-        raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
-    return LengthTable.constant(min(DEFAULT_LENGTH, max_length), config.max_batch_size, "default"), True
-
-
-def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> ControlClient:
-    """The control client with the worker's name, context and first table."""
-    max_length = config.max_length if pair.draft is not None else 0
-    table, follow = initial_table(config, max_length)
-    context = context_key(pair, backend)
-    if config.profile is not None and (different := foreign_parts(config.profile, context)):
-        # Used all the same: it was named on purpose, and a controller corrects it. But not in silence.
-        log.warning("the profile was measured elsewhere", profile=str(config.profile), different="; ".join(different))
-    card = WorkerCard(
-        worker_id=config.worker_id or f"{socket.gethostname()}:{config.listen.rpartition(':')[2]}",
-        epoch=time.time_ns(),
-        context=context,
-        max_batch_size=config.max_batch_size,
-        max_speculation_length=max_length,
-        address=config.listen,
-        policy=config.policy,
-        run_id=config.run_id,
-    )
-    return ControlClient(card, table, follow)
-
-
-def model_facts(pair: ModelPair, control: ControlClient) -> ModelFacts:
-    return ModelFacts(
-        context=control.card.context,
-        target_path=pair.target_name,
-        draft_path=pair.draft_name,
-        num_target_parameters=num_parameters(pair.target),
-        num_draft_parameters=num_parameters(pair.draft) if pair.draft is not None else 0,
-    )
-
-
-def num_parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPair, Engine, ControlClient]:
-    """Models, engine and control client, ready to run. Raises ValueError with one sentence for bad settings."""
-    parse_policy(config.policy)
-    progress(f"loading {config.target} and {config.draft or 'no draft'}")
-    pair = load_pair(config.target, config.draft or None, config.device, config.dtype)
-    set_threads(config.threads, pair)
-    engine_config = EngineConfig(
-        max_batch_size=config.max_batch_size,
-        max_speculation_length=config.max_length if pair.draft is not None else 0,
-        max_waiting=config.max_waiting + config.max_batch_size,  # the queue's bound is kept by the service
-        max_kv_tokens=config.max_kv_tokens or None,
-        backend=config.backend,
-    )
-    prepared = prepare(pair, engine_config)
-    progress(f"{prepared.backend} runs the models")
-    control = make_control(config, pair, prepared.backend)
-    engine = Engine(pair, engine_config, control, prepared)
-    control.card = replace(control.card, max_batch_size=engine.max_batch_size)  # fewer rows may fit
-    return pair, engine, control
 
 
 async def create_server(
@@ -227,7 +145,7 @@ def make_entrance(
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """What every edge goes through, and the metrics page, which is served if that is configured."""
-    entrance = Entrance(pair.tokenizer, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s)
+    entrance = Entrance(pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     requests = RequestMetrics(metrics)
     page = page_of(metrics.registry, config.served_model_name or config.target)
@@ -258,6 +176,7 @@ async def ending(
         async_engine.engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
+        async_engine.entrance.close()
 
 
 def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:

@@ -29,7 +29,7 @@ from speclen.worker.requests.request import (
 )
 from speclen.worker.requests.validation import prompt_too_long
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id
+from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id, to_structured_output
 from speclen.worker.service.relay import OutputStream
 
 log = structlog.get_logger()
@@ -87,7 +87,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, message: pb.GenerateRequest, request_id: str, stream: OutputStream, context: Context
     ) -> None:
         arrived_at, caller = time.monotonic(), caller_of(context)
-        generation = to_request(message, request_id, await self._prompt_ids(message, caller))
+        prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
+        grammar = None if wanted is None else await self._async_engine.entrance.grammars.prepare(wanted, caller)
+        generation = to_request(message, request_id, prompt_ids, grammar)
 
         def tell_queue_time() -> None:
             context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 
 from speclen.worker.requests.request import QueueFullError
 
-
 SMOOTHING = 0.1  # weight of the newest stay in the mean one
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from speclen.v1 import control_pb2 as speclen_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspeclen/v1/generation.proto\x12\nspeclen.v1\x1a\x18speclen/v1/control.proto\"#\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\r\"\xe4\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).speclen.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x0e\n\x01n\x18\x0e \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x0f \x01(\x04H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08\x12\x1e\n\x16include_special_tokens\x18\x12 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x04\n\x02_nB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x94\x01\n\x0bSpeculation\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.speclen.v1.Speculation.Mode\x12\x0e\n\x06length\x18\x02 \x01(\r\"I\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x12\x0e\n\nMODE_FIXED\x10\x03\"\xe2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\ttokenized\x18\x02 \x01(\x0b\x32\x1a.speclen.v1.TokenizedInputH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x33\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1a.speclen.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12,\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x17.speclen.v1.SpeculationB\x07\n\x05input\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x9e\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\r\n\x05index\x18\x05 \x01(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.speclen.v1.TokenLogprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\\\n\x10SpeculationStats\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\"\xc1\x02\n\x10GenerateComplete\x12\x12\n\noutput_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.speclen.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.speclen.v1.Usage\x12\x1a\n\x10matched_token_id\x18\x05 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x06 \x01(\tH\x00\x12\x31\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1c.speclen.v1.SpeculationStats\x12\r\n\x05index\x18\x08 \x01(\r\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.speclen.v1.TokenLogprobsB\x0e\n\x0cmatched_stop\"\x90\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.speclen.v1.GenerateChunkH\x00\x12\x30\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1c.speclen.v1.GenerateCompleteH\x00\x42\n\n\x08response\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xec\x01\n\x14GetModelInfoResponse\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.speclen.v1.ContextKey\x12\x13\n\x0btarget_path\x18\x02 \x01(\t\x12\x12\n\ndraft_path\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1a\n\x12max_context_length\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x1d\n\x15num_target_parameters\x18\x07 \x01(\x04\x12\x1c\n\x14num_draft_parameters\x18\x08 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"\xc6\x04\n\x15GetServerInfoResponse\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.speclen.v1.WorkerIdentity\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x14\n\x0ctable_source\x18\x03 \x01(\t\x12&\n\x05table\x18\x04 \x01(\x0b\x32\x17.speclen.v1.LengthTable\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.speclen.v1.WorkerLimits\x12\x1c\n\x14num_requests_running\x18\x06 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x07 \x01(\r\x12\x1a\n\x12num_kv_tokens_used\x18\x08 \x01(\x04\x12\x1b\n\x13num_kv_tokens_total\x18\t \x01(\x04\x12\x1c\n\x14num_reports_buffered\x18\n \x01(\x04\x12\x1b\n\x13num_reports_dropped\x18\x0b \x01(\x04\x12\x11\n\tnum_steps\x18\x0c \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\r \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x0e \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x0f \x01(\x04\x12\x15\n\rnum_row_steps\x18\x10 \x01(\x04\x12*\n\x06server\x18\x11 \x01(\x0b\x32\x1a.speclen.v1.ServerIdentity\x12.\n\ncontroller\x18\x12 \x01(\x0b\x32\x1a.speclen.v1.ServerIdentity*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xc3\x02\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.speclen.v1.GenerateRequest\x1a\x1c.speclen.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.speclen.v1.AbortRequest\x1a\x19.speclen.v1.AbortResponse\x12Q\n\x0cGetModelInfo\x12\x1f.speclen.v1.GetModelInfoRequest\x1a .speclen.v1.GetModelInfoResponse\x12T\n\rGetServerInfo\x12 .speclen.v1.GetServerInfoRequest\x1a!.speclen.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspeclen/v1/generation.proto\x12\nspeclen.v1\x1a\x18speclen/v1/control.proto\"#\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\r\"\x9d\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).speclen.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x0e\n\x01n\x18\x0e \x01(\rH\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x0f \x01(\x04H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08\x12\x1e\n\x16include_special_tokens\x18\x12 \x01(\x08\x12\x37\n\x11structured_output\x18\x13 \x01(\x0b\x32\x1c.speclen.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x04\n\x02_nB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x81\x02\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x36\n\x06\x63hoice\x18\x04 \x01(\x0b\x32$.speclen.v1.StructuredOutput.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x1e\n\x16\x64isable_any_whitespace\x18\x06 \x01(\x08\x12\x1a\n\x12whitespace_pattern\x18\x07 \x01(\t\x1a\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\tB\x0c\n\nconstraint\"\x94\x01\n\x0bSpeculation\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.speclen.v1.Speculation.Mode\x12\x0e\n\x06length\x18\x02 \x01(\r\"I\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x12\x0e\n\nMODE_FIXED\x10\x03\"\xe2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\ttokenized\x18\x02 \x01(\x0b\x32\x1a.speclen.v1.TokenizedInputH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x33\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1a.speclen.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12,\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x17.speclen.v1.SpeculationB\x07\n\x05input\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x9e\x01\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\r\n\x05index\x18\x05 \x01(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.speclen.v1.TokenLogprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\\\n\x10SpeculationStats\x12\x11\n\tnum_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\"\xc1\x02\n\x10GenerateComplete\x12\x12\n\noutput_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.speclen.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.speclen.v1.Usage\x12\x1a\n\x10matched_token_id\x18\x05 \x01(\rH\x00\x12\x1d\n\x13matched_stop_string\x18\x06 \x01(\tH\x00\x12\x31\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x1c.speclen.v1.SpeculationStats\x12\r\n\x05index\x18\x08 \x01(\r\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.speclen.v1.TokenLogprobsB\x0e\n\x0cmatched_stop\"\x90\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.speclen.v1.GenerateChunkH\x00\x12\x30\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1c.speclen.v1.GenerateCompleteH\x00\x42\n\n\x08response\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xec\x01\n\x14GetModelInfoResponse\x12\'\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x16.speclen.v1.ContextKey\x12\x13\n\x0btarget_path\x18\x02 \x01(\t\x12\x12\n\ndraft_path\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1a\n\x12max_context_length\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x1d\n\x15num_target_parameters\x18\x07 \x01(\x04\x12\x1c\n\x14num_draft_parameters\x18\x08 \x01(\x04\"\x16\n\x14GetServerInfoRequest\"\xc6\x04\n\x15GetServerInfoResponse\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.speclen.v1.WorkerIdentity\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x14\n\x0ctable_source\x18\x03 \x01(\t\x12&\n\x05table\x18\x04 \x01(\x0b\x32\x17.speclen.v1.LengthTable\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.speclen.v1.WorkerLimits\x12\x1c\n\x14num_requests_running\x18\x06 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x07 \x01(\r\x12\x1a\n\x12num_kv_tokens_used\x18\x08 \x01(\x04\x12\x1b\n\x13num_kv_tokens_total\x18\t \x01(\x04\x12\x1c\n\x14num_reports_buffered\x18\n \x01(\x04\x12\x1b\n\x13num_reports_dropped\x18\x0b \x01(\x04\x12\x11\n\tnum_steps\x18\x0c \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\r \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x0e \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x0f \x01(\x04\x12\x15\n\rnum_row_steps\x18\x10 \x01(\x04\x12*\n\x06server\x18\x11 \x01(\x0b\x32\x1a.speclen.v1.ServerIdentity\x12.\n\ncontroller\x18\x12 \x01(\x0b\x32\x1a.speclen.v1.ServerIdentity*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xc3\x02\n\x11GenerationService\x12G\n\x08Generate\x12\x1b.speclen.v1.GenerateRequest\x1a\x1c.speclen.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.speclen.v1.AbortRequest\x1a\x19.speclen.v1.AbortResponse\x12Q\n\x0cGetModelInfo\x12\x1f.speclen.v1.GetModelInfoRequest\x1a .speclen.v1.GetModelInfoResponse\x12T\n\rGetServerInfo\x12 .speclen.v1.GetServerInfoRequest\x1a!.speclen.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,44 +34,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2905
-  _globals['_FINISHREASON']._serialized_end=3025
+  _globals['_FINISHREASON']._serialized_start=3222
+  _globals['_FINISHREASON']._serialized_end=3342
   _globals['_TOKENIZEDINPUT']._serialized_start=69
   _globals['_TOKENIZEDINPUT']._serialized_end=104
   _globals['_SAMPLINGPARAMS']._serialized_start=107
-  _globals['_SAMPLINGPARAMS']._serialized_end=719
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=579
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=627
-  _globals['_SPECULATION']._serialized_start=722
-  _globals['_SPECULATION']._serialized_end=870
-  _globals['_SPECULATION_MODE']._serialized_start=797
-  _globals['_SPECULATION_MODE']._serialized_end=870
-  _globals['_GENERATEREQUEST']._serialized_start=873
-  _globals['_GENERATEREQUEST']._serialized_end=1099
-  _globals['_TOKENLOGPROBS']._serialized_start=1101
-  _globals['_TOKENLOGPROBS']._serialized_end=1172
-  _globals['_GENERATECHUNK']._serialized_start=1175
-  _globals['_GENERATECHUNK']._serialized_end=1333
-  _globals['_USAGE']._serialized_start=1335
-  _globals['_USAGE']._serialized_end=1392
-  _globals['_SPECULATIONSTATS']._serialized_start=1394
-  _globals['_SPECULATIONSTATS']._serialized_end=1486
-  _globals['_GENERATECOMPLETE']._serialized_start=1489
-  _globals['_GENERATECOMPLETE']._serialized_end=1810
-  _globals['_GENERATERESPONSE']._serialized_start=1813
-  _globals['_GENERATERESPONSE']._serialized_end=1957
-  _globals['_ABORTREQUEST']._serialized_start=1959
-  _globals['_ABORTREQUEST']._serialized_end=1994
-  _globals['_ABORTRESPONSE']._serialized_start=1996
-  _globals['_ABORTRESPONSE']._serialized_end=2032
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2034
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2055
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2058
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2294
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2296
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2318
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2321
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2903
-  _globals['_GENERATIONSERVICE']._serialized_start=3028
-  _globals['_GENERATIONSERVICE']._serialized_end=3351
+  _globals['_SAMPLINGPARAMS']._serialized_end=776
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=636
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=684
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=779
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1036
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_start=997
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_end=1022
+  _globals['_SPECULATION']._serialized_start=1039
+  _globals['_SPECULATION']._serialized_end=1187
+  _globals['_SPECULATION_MODE']._serialized_start=1114
+  _globals['_SPECULATION_MODE']._serialized_end=1187
+  _globals['_GENERATEREQUEST']._serialized_start=1190
+  _globals['_GENERATEREQUEST']._serialized_end=1416
+  _globals['_TOKENLOGPROBS']._serialized_start=1418
+  _globals['_TOKENLOGPROBS']._serialized_end=1489
+  _globals['_GENERATECHUNK']._serialized_start=1492
+  _globals['_GENERATECHUNK']._serialized_end=1650
+  _globals['_USAGE']._serialized_start=1652
+  _globals['_USAGE']._serialized_end=1709
+  _globals['_SPECULATIONSTATS']._serialized_start=1711
+  _globals['_SPECULATIONSTATS']._serialized_end=1803
+  _globals['_GENERATECOMPLETE']._serialized_start=1806
+  _globals['_GENERATECOMPLETE']._serialized_end=2127
+  _globals['_GENERATERESPONSE']._serialized_start=2130
+  _globals['_GENERATERESPONSE']._serialized_end=2274
+  _globals['_ABORTREQUEST']._serialized_start=2276
+  _globals['_ABORTREQUEST']._serialized_end=2311
+  _globals['_ABORTRESPONSE']._serialized_start=2313
+  _globals['_ABORTRESPONSE']._serialized_end=2349
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2351
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2372
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2375
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2611
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2613
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2635
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2638
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3220
+  _globals['_GENERATIONSERVICE']._serialized_start=3345
+  _globals['_GENERATIONSERVICE']._serialized_end=3668
 # @@protoc_insertion_point(module_scope)

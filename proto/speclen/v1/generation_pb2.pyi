@@ -99,6 +99,7 @@ class SamplingParams(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """0 is greedy. Default 0. At most 100."""
     top_p: builtins.float
@@ -141,6 +142,10 @@ class SamplingParams(google.protobuf.message.Message):
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Output ends after one of these; it is not part of the text."""
 
+    @property
+    def structured_output(self) -> Global___StructuredOutput:
+        """Default: any text."""
+
     def __init__(
         self,
         *,
@@ -162,9 +167,10 @@ class SamplingParams(google.protobuf.message.Message):
         logprobs: builtins.int | None = ...,
         include_stop_str_in_output: builtins.bool = ...,
         include_special_tokens: builtins.bool = ...,
+        structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_special_tokens", b"include_special_tokens", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_special_tokens", b"include_special_tokens", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
@@ -181,6 +187,66 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+
+@typing.final
+class StructuredOutput(google.protobuf.message.Message):
+    """What the output must be, as long as max_tokens does not cut it short. It applies to every token, drafted ones included."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Choices(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        VALUES_FIELD_NUMBER: builtins.int
+        @property
+        def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+        def __init__(
+            self,
+            *,
+            values: collections.abc.Iterable[builtins.str] | None = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: builtins.int
+    WHITESPACE_PATTERN_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """JSON that fits this schema."""
+    json_object: builtins.bool
+    """Any JSON object."""
+    regex: builtins.str
+    """Text that this regular expression matches as a whole."""
+    grammar: builtins.str
+    """Text of this context-free grammar, in Lark's notation."""
+    disable_any_whitespace: builtins.bool
+    """No whitespace between the parts of JSON."""
+    whitespace_pattern: builtins.str
+    """The whitespace between the parts of JSON, as a regular expression. Default: any."""
+    @property
+    def choice(self) -> Global___StructuredOutput.Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choice: Global___StructuredOutput.Choices | None = ...,
+        grammar: builtins.str = ...,
+        disable_any_whitespace: builtins.bool = ...,
+        whitespace_pattern: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "constraint", b"constraint", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "whitespace_pattern", b"whitespace_pattern"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["constraint", b"constraint"]) -> typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"] | None: ...
+
+Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
 
 @typing.final
 class Speculation(google.protobuf.message.Message):

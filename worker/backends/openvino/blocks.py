@@ -26,7 +26,8 @@ FREE_BLOCKS = 64  # kept with their memory, so that rows that come and go do not
 class BlockPool:
     """Tables of `num_rows` rows of up to `max_length` tokens, and the memory of their blocks. A `RowStore`.
 
-    max_cached_tokens: of blocks that are remembered, on top of what rows hold; num_reused_tokens: that rows began with.
+    max_cached_tokens: of blocks that are remembered, on top of what rows hold. num_looked_up_tokens: that rows asked for;
+    num_reused_tokens: that they began with.
     caches: arrays [blocks, kv_heads, BLOCK_TOKENS, head_dim], key and value of every layer; bfloat16 as its bits, uint16.
     Raises MemoryError, with a sentence, when the addresses cannot be had.
     """
@@ -57,7 +58,7 @@ class BlockPool:
             self.num_blocks, np.int32
         )  # rows that have a block in their table, and the prefix cache
         self._prefixes = PrefixCache(num_cached)
-        self.num_reused_tokens = 0
+        self.num_looked_up_tokens = self.num_reused_tokens = 0
         self._free: list[int] = []  # with memory
         self._bare: list[int] = []  # without
         self._num_touched = 0  # blocks from here on were never used
@@ -109,6 +110,7 @@ class BlockPool:
         self._tables[row, : len(blocks)] = blocks
         self._owners[blocks] += 1
         self._held[row] = len(blocks)
+        self.num_looked_up_tokens += len(ids)
         self.num_reused_tokens += len(blocks) * BLOCK_TOKENS
         return len(blocks) * BLOCK_TOKENS
 

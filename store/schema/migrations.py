@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speclen.store.connection import APPLICATION_ID, Connection, StoreError, require_ours, sqlite3
-from speclen.store.migration_steps import STEPS
+from speclen.store.schema.steps import STEPS
 
 if TYPE_CHECKING:
     from sqlite_utils.migrations import Migrations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MIGRATION_SET = "speclen"
 
 SCHEMA_HEADER = """\
--- The schema of a speclen database, for reading. Written by `python -m speclen.store.migrations > store/schema.sql`.
+-- The schema of a speclen database, for reading. Written by `python -m speclen.store.schema.migrations > store/schema.sql`.
 -- Seconds end in _s, times that end in _at are seconds since 1970 (UTC), counts begin with num_.
 
 """

@@ -1,0 +1,1 @@
+"""The schema: the steps that lead to it, and how they are applied."""

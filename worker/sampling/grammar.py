@@ -1,0 +1,183 @@
+"""What a grammar allows next: masks over the vocabulary for every position of a step, drafted ones included.
+
+A mask is laid over the logits of draft and target alike, after the other edits and before temperature and truncation. So a
+token that the grammar forbids is neither proposed nor accepted, and what comes out is the target's distribution restricted
+at each token to what the grammar allows there: the same, whatever was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+class Matcher(Protocol):
+    """Reads one output against a grammar; llguidance's LLMatcher. After an error it stays in error."""
+
+    def compute_bitmask(self) -> bytes:
+        """One bit a token, the lowest first; end tokens are allowed where the output may end."""
+
+    def consume_token(self, sampled_token: int) -> bool:
+        """Whether the token could follow."""
+
+    def rollback(self, num_tokens: int) -> bool: ...
+
+    def deep_copy(self) -> Matcher: ...
+
+    def is_error(self) -> bool: ...
+
+    def get_error(self) -> str: ...
+
+
+class Grammar:
+    """A grammar ready to be followed by any number of outputs. end_ids: tokens that end an output."""
+
+    def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._end_ids = tuple(end_ids)
+
+    def start(self, held_back: Sequence[int] = (), min_tokens: int = 0, go_on: bool = False) -> GrammarState:
+        """Where a new output stands.
+
+        held_back: tokens that must not come before output position min_tokens, nor end tokens if go_on says so, unless
+        the grammar allows nothing else.
+        """
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._end_ids, held_back, min_tokens, go_on)
+
+
+class GrammarState:
+    """One output's place in its grammar, and the drafted tokens that are being looked at beyond it."""
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        held_back: Sequence[int],
+        min_tokens: int,
+        go_on: bool,
+    ) -> None:
+        self.failure = ""  # why the grammar cannot be followed any further
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(end_ids)
+        self._early = np.array([*held_back], dtype=np.int64)  # not before min_tokens
+        self._ends = np.array([*end_ids] if go_on else [], dtype=np.int64)  # never
+        self._min_tokens = min_tokens
+        self._num_output = 0
+        self._ahead: list[int] = []  # tokens beyond the output that the matcher has read
+        self._masks: list[np.ndarray] = []  # [vocab] after the output and the first 0, 1, ... of these
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Move on by tokens that became output."""
+        at = 0
+        while at < len(ids) and self._read(ids, at):
+            at += 1
+        if at < len(ids) and not self.failure:
+            self._fail(f"it does not allow token {ids[at]}")
+        self.rewind(len(ids))
+        self._num_output += len(ids)
+        del self._masks[: len(ids)]
+        del self._ahead[: len(ids)]
+
+    def rewind(self, num_ahead: int = 0) -> None:
+        """Forget what was read beyond the output, but for its first tokens."""
+        extra = len(self._ahead) - num_ahead
+        if extra > 0:
+            self._matcher.rollback(extra)
+            del self._ahead[num_ahead:]
+            del self._masks[num_ahead + 1 :]
+
+    def masks(self, draft: Sequence[int], first: int, columns: int) -> list[np.ndarray | None]:
+        """What may follow the output and the draft's first `first`, `first + 1`, ... tokens, for so many columns.
+
+        None where it does not matter, since a token before cannot come.
+        """
+        found: list[np.ndarray | None] = []
+        for depth in range(first + columns):
+            if depth and not self._read(draft, depth - 1):
+                return [*found[first:], *[None] * (first + columns - max(depth, first))]
+            found.append(self._mask(depth))
+        return found[first:]
+
+    def _read(self, tokens: Sequence[int], at: int) -> bool:
+        """Let the matcher read tokens[at], having read those before it; whether it may come and something may follow."""
+        token = tokens[at]
+        if at < len(self._ahead) and self._ahead[at] == token:
+            return True
+        self.rewind(at)
+        mask = self._mask(at)
+        if mask is None or token in self._end_ids or not mask[token]:
+            return False
+        if not self._matcher.consume_token(token):
+            self._fail(self._matcher.get_error())
+            return False
+        self._ahead.append(token)
+        return True
+
+    def _mask(self, depth: int) -> np.ndarray | None:
+        """[vocab] after `depth` tokens beyond the output, which the matcher has read; None after a failure."""
+        if self.failure:
+            return None
+        if depth == len(self._masks):
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            if self._matcher.is_error():
+                self._fail(self._matcher.get_error())
+                return None
+            mask = np.zeros(self._vocab_size, dtype=bool)
+            allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+            mask[: len(allowed)] = allowed
+            if not mask.any():
+                self._fail("no token can follow")
+                return None
+            self._masks.append(self._later(mask, depth))
+        return self._masks[depth]
+
+    def _later(self, mask: np.ndarray, depth: int) -> np.ndarray:
+        """The mask without what is held back, unless nothing is left then."""
+        held = self._early if self._num_output + depth < self._min_tokens else self._ends
+        if not len(held):
+            return mask
+        without = mask.copy()
+        without[held] = False
+        return without if without.any() else mask
+
+    def _fail(self, reason: str) -> None:
+        # The library's reason is followed by its state, which is long and nobody's business.
+        self.failure = (reason.splitlines() or ["it cannot go on"])[0][:200]
+
+
+class StepGrammars:
+    """The grammars of a batch for one step. states: one per row, None where everything is allowed."""
+
+    def __init__(self, states: Sequence[GrammarState | None]) -> None:
+        self._rows = [(at, state) for at, state in enumerate(states) if state is not None]
+        for _, state in self._rows:
+            state.rewind()  # a step that failed may have read on
+
+    def restrict(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int, caps: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices [m] of the rows that have a grammar, and their logits, -inf where it forbids a token.
+
+        logits: [n, columns, vocab] of the first n rows. Column c follows the row's output and its first `first + c` draft
+        tokens. draft_ids: [n, >= first + columns - 1]; caps: [n], the draft tokens that count, None for all.
+        """
+        present = [(at, state) for at, state in self._rows if at < len(logits)]
+        rows = torch.tensor([at for at, _ in present], dtype=torch.long, device=logits.device)
+        chosen = logits[rows].float()
+        if not present:
+            return rows, chosen
+        drafts, columns = draft_ids[rows].tolist(), logits.shape[1]
+        limits = [len(draft) for draft in drafts] if caps is None else caps[rows].tolist()
+        forbidden = np.zeros(chosen.shape, dtype=bool)
+        for at, (_, state) in enumerate(present):
+            num_columns = min(columns, limits[at] + 1 - first)
+            for column, mask in enumerate(state.masks(drafts[at], first, num_columns)):
+                if mask is not None:
+                    forbidden[at, column] = ~mask
+        return rows, chosen.masked_fill_(torch.from_numpy(forbidden).to(logits.device), float("-inf"))

@@ -1,0 +1,167 @@
+"""Grammars for structured output: what callers wrote becomes masks over tokens, by llguidance.
+
+llguidance since it is one file of 3 MB without dependencies, builds a grammar in about a millisecond, and can go back over
+rejected tokens. (xgrammar brings triton; outlines-core knows no recursion.) It is optional: the extra `grammar`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import select
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speclen.worker.requests.request import StructuredOutput
+from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.service.turnstile import Turnstile
+from speclen.worker.structured import trial
+from speclen.worker.structured.source import reason, shown, source
+
+MAX_WAITING = 16  # new grammars
+TRIAL_S = 5.0  # that one may take
+START_S = 60.0  # that the trial's process may take to read the tokenizer, on a busy machine
+MAX_CACHED = 128  # grammars
+MAX_CACHED_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """num_bytes: of memory that the grammar took."""
+
+    grammar: Grammar
+    num_bytes: int
+
+
+class Grammars:
+    """For one event loop. Each new grammar is tried in a process of its own and then built, both in one thread.
+
+    Callers take turns.
+
+    vocab_size: of the models' logits. end_ids: the target's end tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int], trial_s: float = TRIAL_S) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = list(end_ids)
+        self._trial = Trial(trial_s)
+        self._matching: Any = None  # llguidance's tokenizer
+        self._prepared: OrderedDict[StructuredOutput, Prepared] = OrderedDict()  # the least used first
+        self._turnstile = Turnstile(1, MAX_WAITING)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    @property
+    def num_waiting(self) -> int:
+        return self._turnstile.num_waiting
+
+    async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
+        """Raises ValueError with one sentence when it cannot be served, QueueFullError when too many new ones wait."""
+        if wanted not in self._prepared:
+            async with self._turnstile.turn(caller):
+                if wanted not in self._prepared:
+                    made = await asyncio.wrap_future(self._thread.submit(self._make, wanted))
+                    self._keep(wanted, made)
+        self._prepared.move_to_end(wanted)
+        return self._prepared[wanted].grammar
+
+    def _make(self, wanted: StructuredOutput) -> Prepared:
+        text = source(wanted)
+        if self._matching is None:
+            self._matching = self._make_tokenizer(wanted)
+        error, num_bytes = self._trial.run(text)
+        if error:
+            raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: {reason(error)}")
+        matcher = trial.make_matcher(self._matching, text)
+        return Prepared(Grammar(matcher, self._vocab_size, self._end_ids), num_bytes)
+
+    def _make_tokenizer(self, wanted: StructuredOutput) -> Any:
+        """llguidance's own, which takes up to a second. Raises ValueError where there can be none."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or not self._end_ids:
+            missing = "end token" if backend is not None else "fast tokenizer"
+            raise ValueError(f"{wanted.field} cannot be used: the model has no {missing}")
+        padded = self._vocab_size if self._vocab_size > len(self._tokenizer) else None
+        facts = {"text": backend.to_str(), "vocab_size": padded, "end_ids": self._end_ids}
+        try:
+            made = trial.make_tokenizer(**facts)
+        except ValueError as error:
+            raise ValueError(f"{wanted.field} cannot be used with this model's tokenizer: {error}") from error
+        self._trial.facts = facts
+        return made
+
+    def _keep(self, wanted: StructuredOutput, prepared: Prepared) -> None:
+        self._prepared[wanted] = prepared
+        while len(self._prepared) > 1 and (
+            len(self._prepared) > MAX_CACHED or sum(one.num_bytes for one in self._prepared.values()) > MAX_CACHED_BYTES
+        ):
+            self._prepared.popitem(last=False)
+
+    def close(self) -> None:
+        self._thread.submit(self._trial.stop)
+        self._thread.shutdown(wait=True)
+
+
+class Trial:
+    """The process in which grammars are tried; started when first needed, and again after it has ended. For one thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.facts: dict[str, Any] = {}  # of the tokenizer
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, text: str) -> tuple[str, int]:
+        """What is wrong with a grammar, or nothing; and the bytes of memory that it took."""
+        if self._process is None:
+            self._start()
+        try:
+            line = self._ask(text, self._timeout_s)
+        except TimeoutError:
+            self.stop()
+            return f"preparing it takes more than {self._timeout_s:g} s", 0
+        if not line:
+            self.stop()
+            return "it is too deep or too large", 0
+        answer = json.loads(line)
+        return answer["error"], answer["bytes"]
+
+    def _start(self) -> None:
+        command = [sys.executable, "-P", str(Path(trial.__file__))]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._write(self.facts)
+        self._ask('{"grammars":[{"lark_grammar":"start: /a/"}]}', START_S)  # by then it has read the tokenizer
+
+    def _write(self, content: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # It has ended, which its empty answer says.
+            self._process.stdin.write(json.dumps(content).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _ask(self, text: str, timeout_s: float) -> bytes:
+        """Its answer; nothing if it has ended. Raises TimeoutError."""
+        self._write(text)
+        assert self._process is not None
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            raise TimeoutError
+        return self._process.stdout.readline()
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()

@@ -1,0 +1,69 @@
+"""What a caller wants an output to be, as llguidance takes it. Says what is wrong with it in one sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from speclen.worker.requests.request import StructuredOutput
+
+MAX_TEXT = 64 * 1024  # characters of a schema, a regular expression, a grammar, or a list of choices
+MAX_CHOICES = 4096
+MAX_SHOWN = 80  # characters of a value in an error
+
+
+def source(wanted: StructuredOutput) -> str:
+    """The grammar as llguidance takes it. Raises ValueError for what is too long, or when llguidance is not installed."""
+    if len(wanted.text) > MAX_TEXT:
+        raise ValueError(f"{wanted.field} has {len(wanted.text)} characters, at most {MAX_TEXT} are allowed")
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise ValueError(
+            f"{wanted.field} cannot be used: this worker has no llguidance; pip install 'speclen[grammar]'"
+        ) from error
+    if wanted.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(wanted.text))
+    if wanted.kind == "grammar":
+        return str(LLMatcher.grammar_from_lark(wanted.text))
+    if wanted.kind == "choice":
+        return str(LLMatcher.grammar_from_lark(choice_grammar(wanted)))
+    assert wanted.kind == "json_schema"
+    return json_grammar(wanted)
+
+
+def choice_grammar(wanted: StructuredOutput) -> str:
+    choices = json.loads(wanted.text)
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise ValueError(f"{wanted.field} has {len(choices)} choices, allowed are 1 to {MAX_CHOICES}")
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def json_grammar(wanted: StructuredOutput) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        schema = json.loads(wanted.text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{wanted.field} {shown(wanted.text)} is not valid JSON: {error}") from None
+    if not isinstance(schema, dict) and schema is not True:
+        raise ValueError(f"{wanted.field} {shown(wanted.text)} is no JSON schema that anything fits")
+    options: dict[str, Any] = {} if wanted.whitespace is None else {"whitespace_pattern": wanted.whitespace}
+    if wanted.whitespace == "":
+        options = {"whitespace_flexible": False}
+    text = "{}" if schema is True else wanted.text
+    try:
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+    except ValueError as error:
+        raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: {reason(str(error))}") from None
+
+
+def shown(text: str) -> str:
+    return repr(text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…")
+
+
+def reason(error: str) -> str:
+    """What a library's message comes to, in one line: parsers put that last, after a picture of the place."""
+    lines = [line.strip() for line in error.splitlines() if line.strip() and line.strip(" ^|")]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (told or [line for line in lines if not line.startswith("<")] or ["it is not understood"])[0][:300]
