@@ -20,6 +20,7 @@ from speclen.store.batch import Batches, OnDone
 from speclen.store.connection import (
     Connection,
     CorruptStoreError,
+    FileErrors,
     StoreError,
     connect_reader,
     connect_writer,
@@ -300,7 +301,7 @@ def _open_checked(path: Path, config: StoreConfig) -> Connection:
         migrate(path, connection)
         _check_content(path, connection, config.checked_bytes)
         queries.load_state(connection)
-    except sqlite3.Error as error:
+    except FileErrors as error:
         connection.close()
         raise refusal(path, error) from error
     except BaseException:

@@ -148,7 +148,7 @@ class Presence:
         if file.content != self._file.content and not file.follows(self._file, num_commits):
             raise gone(self.path, "written over")
         moved = wal.size == 0 and number(file.content, USER_VERSION) == num_commits  # PRAGMA wal_checkpoint(TRUNCATE)
-        if wal.is_cut(self._wal) and not moved:
+        if wal.full < wal.size or (wal.is_cut(self._wal) and not moved):
             raise gone(files_of(self.path)[1], "cut short")
         self._file, self._wal = file, wal
 
@@ -168,18 +168,23 @@ FORM, CHANGE_COUNTER, USER_VERSION = slice(16, 24), slice(24, 28), slice(60, 64)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first bytes of a file, and its size. In WAL mode the writer's checkpoints alone change a database's."""
+    """The first bytes of a file, and its size. In WAL mode the writer's checkpoints alone change a database's.
+
+    full: up to where there is no hole. A WAL is written without gaps; one that was cut while a commit ran has one.
+    """
 
     content: bytes
     size: int
+    full: int
 
     @classmethod
     def of(cls, path: Path, num_bytes: int) -> Head:
         try:
             with path.open("rb", buffering=0) as file:
-                return cls(file.read(num_bytes), os.fstat(file.fileno()).st_size)
+                content, size = file.read(num_bytes), os.fstat(file.fileno()).st_size
+                return cls(content, size, os.lseek(file.fileno(), 0, os.SEEK_HOLE) if size else 0)
         except OSError:
-            return cls(b"", 0)
+            return cls(b"", 0, 0)
 
     def is_cut(self, before: Head) -> bool:
         """Whether the end is missing: SQLite shortens a file only when it writes another head."""

@@ -33,7 +33,8 @@ def test_the_million_is_in_the_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "passed"), [(None, True), (BreachError("lost"), False), (CannotRunError("no"), None), (KeyError("x"), False)]
+    ("error", "passed"),
+    [(None, True), (BreachError("lost"), False), (CannotRunError("no"), None), (KeyError("x"), False)],
 )
 def test_a_breach_is_told_from_what_cannot_be_made(tmp_path, error, passed) -> None:
     def run(place: Place) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from store_rows import context, moment, report, rows, store_now, worker
 
-from speclen.store.connection import StoreError, connect_reader, sqlite3
+from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
 from speclen.store.files import StoreGoneError, is_locked, lock_path
 from speclen.store.records import Commit, StateRow
@@ -291,6 +291,23 @@ def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_ano
     assert rows(path, "PRAGMA integrity_check") == [("ok",)]
 
 
+def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch):
+    """What is committed afterwards lies behind the cut, so the file is no shorter than before."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment(range(1, 2000))) is None
+    wal = path.with_name("s.db-wal")
+    reach = store._failpoints.reach
+    monkeypatch.setattr(
+        store._failpoints,
+        "reach",
+        lambda name: os.truncate(wal, wal.stat().st_size // 2) if name == "after_begin" else reach(name),
+    )
+    error = store_now(store, moment(range(2000, 2100)))
+    assert "cut short" in str(error)
+    store.close()
+
+
 def test_a_clock_that_jumps_ahead_makes_no_report_too_old(tmp_path, monkeypatch):
     """Every raw report of a fleet went, a few thousand with each commit, when the clock was wrong for a moment."""
     store = Store.open(tmp_path / "s.db")
@@ -300,3 +317,22 @@ def test_a_clock_that_jumps_ahead_makes_no_report_too_old(tmp_path, monkeypatch)
     assert store_now(store, moment([5])) is None
     store.close()
     assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,), (4,), (5,)]
+
+
+@pytest.mark.parametrize("what", ["schema", "column"])
+def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_path, what):
+    """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    store.close()
+    content = path.read_bytes()
+    old = b"CREATE TABLE workers (" if what == "schema" else b"cpu:test"
+    assert old in content
+    new = b"CREATE TAB\xed\xff workers (" if what == "schema" else b"cpu:\xed\xff\xed\xff"
+    path.write_bytes(content.replace(old, new))
+    with pytest.raises(CorruptStoreError, match=r"is damaged .*--move-corrupt-aside"):
+        Store.open(path)
+    store = Store.open(path, move_corrupt_aside=True)
+    assert store_now(store, moment([1])) is None
+    store.close()

@@ -168,13 +168,16 @@ def huge_texts(place: Place) -> str:
 
 
 class Crowd:
-    """Clients that ask for equally long outputs, all the time. waits_s: of answered requests."""
+    """Clients that ask for equally long outputs, all the time. waits_s: of answered requests.
 
-    def __init__(self, address: str, num_clients: int, seconds: float) -> None:
+    pause_s: after which one that was refused comes back, on average.
+    """
+
+    def __init__(self, address: str, num_clients: int, seconds: float, pause_s: float = 1.0) -> None:
         self.waits_s: list[float] = []
         self.codes: Counter[str] = Counter()
         self.wrong = 0
-        self._address, self._ends_at = address, time.monotonic() + seconds
+        self._address, self._pause_s, self._ends_at = address, pause_s, time.monotonic() + seconds
         threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(num_clients)]
         for thread in threads:
             thread.start()
@@ -192,7 +195,7 @@ class Crowd:
                     )
                 except grpc.RpcError as error:
                     self.codes[error.code().name] += 1
-                    sleep(dice.uniform(0.05, 0.15))
+                    sleep(self._pause_s * dice.uniform(0.5, 1.5))
                     continue
                 self.waits_s.append(time.monotonic() - started)
                 self.codes["OK"] += 1
@@ -209,7 +212,8 @@ class Crowd:
     weight=2,
 )
 def overload(place: Place) -> str:
-    """Ten times as many clients as there are rows ask all the time."""
+    """Ten times as many requests come as there are rows for: eighty clients at eight rows, who come back after a refusal
+    in the time that an answer takes."""
     truth()
     with Fleet(place) as fleet:
         worker = fleet.workers[0]
@@ -217,11 +221,12 @@ def overload(place: Place) -> str:
         full = Crowd(worker.address, 8, max(6.0, place.seconds / 4))
         patient = Crowd(worker.address, 80, max(6.0, place.seconds / 4))
         worker.stop()
-        worker.arguments += ["--max-queue-s", f"{0.5 * statistics.median(full.waits_s):.2f}"]
+        usual_s = statistics.median(full.waits_s)
+        worker.arguments += ["--max-queue-s", f"{0.5 * usual_s:.2f}"]
         worker.start()
         worker.wait_until_serving()
         Crowd(worker.address, 8, 4.0)
-        crowd = Crowd(worker.address, 80, max(6.0, place.seconds / 2))
+        crowd = Crowd(worker.address, 80, max(6.0, place.seconds / 2), usual_s)
         fleet.check_idle()
     require(not full.wrong + patient.wrong + crowd.wrong, "an answer was not the target's own")
     require(set(crowd.codes) == {"OK", "RESOURCE_EXHAUSTED"}, f"overload ended with {dict(crowd.codes)}")

@@ -98,10 +98,9 @@ class Turnstile:
         greediest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=caller)
         own = len(self._waiting.get(caller, ()))
         if greediest == caller or len(self._waiting[greediest]) < own + 2:
-            raise QueueFullError(
-                f"{self.num_waiting} requests are waiting already, for about {self.expected_wait_s(caller):.1f} s: "
-                "try again later"
-            )
+            expected_s = self.expected_wait_s(caller)
+            about = f", for about {expected_s:.1f} s" if expected_s else ""
+            raise QueueFullError(f"{self.num_waiting} requests are waiting already{about}: try again later")
         turn = self._waiting[greediest][-1]
         self._forget(greediest, turn)
         turn.set_exception(QueueFullError("pushed out by a caller with fewer requests"))
