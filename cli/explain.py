@@ -23,6 +23,7 @@ def explain(
     context: str = typer.Option(
         "", help="Number of the context, or part of its name; may be left out if there is one."
     ),
+    worker: str = typer.Option("", help="As this worker sees it, where it is unlike the others."),
     db: Path = DB_OPTION,
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
@@ -37,10 +38,10 @@ def explain(
         key = key_of(row)
         if not 1 <= batch <= row.max_batch_size:
             raise UserError(f"batch size {batch} is beyond this context's workers: use 1 to {row.max_batch_size}")
-        bucket = controller.model(key).buckets[int(controller.model(key).latency.bucket_of[batch])]
+        bucket = controller.context(key).buckets[controller.bucket_index(key, batch)]
         change = last_change(connection, row.context_id, bucket.batch_min)
     try:
-        explanation = explain_choice(controller, key, batch, change)
+        explanation = explain_choice(controller, key, batch, change, worker)
     except ValueError as error:
         raise UserError(str(error)) from error
     if as_json:

@@ -1,35 +1,70 @@
-"""`speclen export`: what was learned as a JSON file, to move it between fleets."""
+"""`speclen export`: what was learned as a JSON file, to move it between fleets, or as a static table for another engine."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from speclen.console.database import DB_OPTION, reading
-from speclen.console.errors import UserError
+from speclen.console.engine_tables.chosen import chosen_table
+from speclen.console.engine_tables.formats import WRITERS
+from speclen.console.errors import UserError, wrapped
 from speclen.console.learned_state import exported
+
+FORMATS = ("json", *WRITERS)
 
 
 def export_state(
     file: Path | None = typer.Argument(None, help="File to write; standard output if left out."),
     db: Path = DB_OPTION,
     context: str = typer.Option("", help="Only contexts of which target, draft, device or dtype contains this."),
+    table_format: Annotated[
+        str, typer.Option("--format", help=f"{', '.join(FORMATS)}: all that was learned, or an engine's table.")
+    ] = "json",
 ) -> None:
     """Write what was learned as JSON: contexts with their step times, pairs with their acceptance; no raw reports.
 
+    With the format of another engine: the lengths in use in one context, as a static table for it.
+
     Example: speclen export learned.json --db .speclen/speclen.db
     """
+    if table_format not in FORMATS:
+        raise UserError(f"--format {table_format!r} is unknown: use {', '.join(FORMATS)}")
+    if table_format != "json":
+        export_table(file, db, context, table_format)
+        return
     with reading(db) as connection:
         document = exported(connection, context)
     text = json.dumps(document, indent=1)
     if file is None:
         print(text)
         return
+    write(file, text)
+    print(f"{file}: {len(document['contexts'])} contexts, {len(document['pairs'])} pairs", file=sys.stderr)
+
+
+def export_table(file: Path | None, db: Path, context: str, table_format: str) -> None:
+    """Write the lengths in use in one context; say on standard error what the format cannot. Raises UserError."""
+    chosen = chosen_table(db, context)
+    try:
+        written = WRITERS[table_format](chosen.ranges)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if file is None:
+        print(written.text)
+    else:
+        write(file, written.text)
+    for note in (f"the lengths in use in {chosen.context}", *written.notes):
+        print(wrapped(f"{table_format}: {note}"), file=sys.stderr)
+
+
+def write(file: Path, text: str) -> None:
+    """Raises UserError naming the file."""
     try:
         file.write_text(text + "\n")
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): choose another place") from error
-    print(f"{file}: {len(document['contexts'])} contexts, {len(document['pairs'])} pairs", file=sys.stderr)

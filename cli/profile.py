@@ -173,7 +173,9 @@ def export(
 @flags_from(WorkerConfig, *MODELS, "backend")
 @flags_from(ClientConfig, *SECURITY)
 def import_(
-    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote."),
+    profile: Path = typer.Argument(help="JSON file that `speclen profile run` or `export` wrote, or a table."),
+    table_format: str = typer.Option("speclen", "--format", help="speclen, or the engine that the table is for."),
+    context: str = typer.Option("", help="With a table: part of the context's name to compare it with."),
     as_prior: bool = typer.Option(False, "--as-prior", help="Accept one of another context, as a starting point only."),
     threads: int = THREADS,
     db: Path = DB,
@@ -183,10 +185,14 @@ def import_(
 ) -> None:
     """Seed the context of this machine and these models with a profile.
 
-    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant.
+    A profile of another model, device, dtype or engine is refused, unless --as-prior says that it is meant. A table of
+    vllm, tensorrt-llm, sglang or llama.cpp holds no times: it is compared with the lengths in use, and nothing is stored.
 
     Example: speclen profile import profile.json --target bundled:target-60m
     """
+    if table_format != "speclen":
+        compare_table(profile, table_format, db, context, as_json)
+        return
     from speclen.bench.profile.document import read_document
     from speclen.bench.profile.importing import check_same_context, find_destination
 
@@ -201,6 +207,19 @@ def import_(
         print(json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": asdict(here)}))
     else:
         print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
+
+
+def compare_table(path: Path, table_format: str, db: Path, context: str, as_json: bool) -> None:
+    """Show another engine's table beside the lengths in use. Raises UserError."""
+    from rich.console import Console
+
+    from speclen.console.engine_tables import chosen
+
+    found = chosen.differences(chosen.table_from(path, table_format), db, context)
+    if as_json:
+        print(json.dumps(chosen.as_json(*found), indent=1))
+    else:
+        Console().print(chosen.as_matrix(*found))
 
 
 @app.command()

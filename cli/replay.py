@@ -15,7 +15,7 @@ from rich.table import Table
 
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
-from speclen.console.history import bucket_spec, events, key_of, name_of, stored_state
+from speclen.console.history import events, key_of, name_of, policy_of, stored_state
 from speclen.controller.analysis.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.controller.estimator.policies import is_policy
@@ -61,11 +61,10 @@ def replay(
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
     state = stored_state(stored, next(row for row in stored.contexts))
-    buckets = bucket_spec(state) if len(stored.contexts) == 1 else "doubling"
-    result = replay_events(history, state["policy"], seed, buckets)
+    result = replay_events(history, policy_of(state), seed)
     agreement = compare(result, decisions, stored)
     again = track(history, "Estimating costs", console=Console(stderr=True))
-    costs = cost_of(again, names, seed, buckets) if names else []
+    costs = cost_of(again, names, seed) if names else []
     if as_json:
         document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
         document["costs"] = [asdict(cost) | {"policy_s": cost.policy_s, "ratio": cost.ratio} for cost in costs]

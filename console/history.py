@@ -13,7 +13,7 @@ from speclen.console.errors import UserError
 from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.wire.flags import named_flags
 from speclen.store.connection import Connection
 from speclen.store.profiles import StoredProfile, stored_profiles
@@ -63,15 +63,24 @@ def bucket_spec(state: dict[str, Any]) -> str:
     return ",".join(str(end) for end in state["buckets"])
 
 
+def policy_of(state: dict[str, Any]) -> str:
+    """The policy that chose."""
+    policy = state["policy"]
+    return str(policy[0] if isinstance(policy, list) else policy)
+
+
 def restored(stored: StoredState, row: ContextRow) -> Estimator:
     """A controller that believes what the database says about one context."""
     state, key = stored_state(stored, row), key_of(row)
-    estimator = Estimator(state["policy"], buckets=bucket_spec(state))
     pair = stored.states.get(("pair", json.dumps(key.pair)))
     try:
+        estimator = Estimator(bucket_spec(state), policy_of(state))
         estimator.restore(key, limits_of(row), state, None if pair is None else json.loads(pair))
-    except ValueError as error:
-        raise UserError(f"the stored {error}: use the version of speclen that wrote it") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"what context {row.context_id} learned was stored by another version of speclen ({error}): start a "
+            "controller on this database once, which learns it again from the reports kept"
+        ) from error
     return estimator
 
 

@@ -78,7 +78,7 @@ def read_document(file: Path) -> dict[str, Any]:
 def check_usable(file: Path, document: dict[str, Any]) -> None:
     """Raises UserError unless a controller could go on from the document, so that no controller fails at its start."""
     from speclen.controller.estimator.core import ContextKey, Limits
-    from speclen.controller.estimator.estimation import Estimator
+    from speclen.controller.estimator.estimator import Estimator
 
     try:
         pairs = {(pair["target"], pair["draft"]): pair["state"] for pair in document["pairs"]}

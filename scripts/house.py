@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- house: made by python scripts/house.py -->", "<!-- house: end -->"
-DIVIDED = ("bench", "controller", "worker")  # shown by their folders
+DIVIDED = ("bench", "controller", "integrations", "worker")  # shown by their folders
 WHOLE = ("cli", "console", "store", "transport")
 
 Arrows = dict[str, set[str]]

@@ -33,8 +33,8 @@ def sensitivity_cell(world: ProfiledMachine, load: float, cv: float, burst: int,
         str(s): lambda seed, s=s: fixed(s) for s in FIXED_LENGTHS if s in world.lengths
     }
     policies["table"] = lambda seed: from_table(world.table())
-    policies["adaptive"] = lambda seed: adaptive(world, seed, seeded=True)
-    policies["adaptive_cold"] = lambda seed: adaptive(world, seed)
+    policies["adaptive"] = lambda seed: adaptive(world, seeded=True)
+    policies["adaptive_cold"] = lambda seed: adaptive(world)
     rate = load * world.capacity_tokens_per_s() / MEAN_TOKENS
     latencies: dict[str, list[float]] = {name: [] for name in policies}
     for seed in range(NUM_SEEDS):

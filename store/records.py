@@ -155,7 +155,8 @@ class DecisionRow:
 
 @dataclass(frozen=True, slots=True)
 class DriftEventRow:
-    """Something was forgotten. factor: "latency" or "acceptance" (a detector fired), or "reset" (a context started anew)."""
+    """Something was forgotten. factor: "latency" or "acceptance" (a detector fired), "reset" (a context started
+    anew), or "worker" (one was found unlike the others)."""
 
     context_id: int
     factor: str

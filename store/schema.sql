@@ -238,17 +238,6 @@ FROM prediction_windows AS w JOIN contexts AS x USING (context_id)
 GROUP BY w.window_start, w.context_id, w.batch_min
 ORDER BY w.window_start, w.context_id, w.batch_min;
 
-CREATE TABLE drift_events (
-  -- Part of what was learned was forgotten: a detector fired, or a context's numbers had left the representable.
-  drift_event_id INTEGER PRIMARY KEY,
-  context_id INTEGER NOT NULL REFERENCES contexts,
-  factor TEXT NOT NULL CHECK (factor IN ('latency', 'acceptance', 'reset')),
-  statistic REAL NOT NULL CHECK (abs(statistic) < 1e300),
-  detail TEXT NOT NULL,
-  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),
-  detected_at REAL NOT NULL CHECK (detected_at >= 0)
-) STRICT;
-
 CREATE TABLE store_events (
   -- What was given up: raw rows dropped while the disk was full (reports_dropped), rows that broke a rule above
   -- (rows_refused), stored states that could not be used (state_set_aside), commits that the file no longer has
@@ -313,3 +302,15 @@ LEFT JOIN latency_cells AS plain
   ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
 WHERE c.is_best
 ORDER BY c.context_id, c.batch_min;
+
+CREATE TABLE drift_events (
+  -- Part of what was learned was forgotten: a detector fired, or a context's numbers had left the representable,
+  -- or a worker turned out to be unlike the others.
+  drift_event_id INTEGER PRIMARY KEY,
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  factor TEXT NOT NULL CHECK (factor IN ('latency', 'acceptance', 'reset', 'worker')),
+  statistic REAL NOT NULL CHECK (abs(statistic) < 1e300),
+  detail TEXT NOT NULL,
+  after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),
+  detected_at REAL NOT NULL CHECK (detected_at >= 0)
+) STRICT;

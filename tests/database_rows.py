@@ -8,7 +8,7 @@ from pathlib import Path
 from store_rows import NOW, cell, context, decision, report, store_now, worker
 
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.database import Store
 from speclen.store.records import AcceptanceRow, Commit, StateRow
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 KEY = ContextKey("target", "draft", "device", "float32")
 LIMITS = Limits(32, 8)
@@ -56,7 +56,7 @@ def profile_of(steps: Steps, factor: float = 1.0) -> Profile:
 
 def controller_for(steps: Steps | None = None, policy: str = "adaptive", factor: float = 1.0) -> Estimator:
     """A controller with one context, seeded from a profile of the steps if there are any."""
-    controller = Estimator(policy)
+    controller = Estimator(policy=policy)
     controller.add_context(KEY, LIMITS)
     if steps is not None:
         controller.seed_profile(KEY, profile_of(steps, factor))

@@ -12,7 +12,7 @@ from speclen.cli.export import export_state
 from speclen.cli.import_state import import_state
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.database import Store
 from speclen.store.records import Commit, StateRow, StoredState
 
@@ -117,7 +117,7 @@ def broken(change) -> str:
         (broken(lambda document: document.update(version=99)), "has version 99, this speclen reads 1"),
         (broken(lambda document: document["contexts"][0].pop("device")), "is damaged"),
         (broken(lambda document: document["contexts"][0].update(max_batch_size="many")), "is damaged"),
-        (broken(lambda document: document["contexts"][0]["state"].pop("model")), "is damaged"),
+        (broken(lambda document: document["contexts"][0]["state"].pop("times")), "is damaged"),
         (broken(lambda document: document["contexts"][0]["latency_cells"][0].pop("step_s")), "is damaged"),
         (broken(lambda document: document["pairs"].clear()), "is damaged"),
     ],

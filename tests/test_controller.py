@@ -6,7 +6,7 @@ import math
 import pytest
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.policies import POLICIES
 from tests.steps_of import KEY, LIMITS, Steps, controller_for, profile_of, serve, step_time
 
@@ -43,12 +43,7 @@ def test_tables_and_versions():
     controller, steps = controller_for(), Steps(3)
     table = controller.table(KEY)
     assert [(choice.bucket.batch_min, choice.bucket.batch_max) for choice in table.choices] == [
-        (1, 1),
-        (2, 2),
-        (3, 4),
-        (5, 8),
-        (9, 16),
-        (17, 32),
+        (size, size) for size in range(1, 33)
     ]
     assert all(choice.ms_per_token is None for choice in table.choices)
     outcome = controller.observe(KEY, [steps.step(1, 2) for _ in range(30)])
@@ -102,7 +97,7 @@ def test_going_on_from_a_stored_state_is_going_on(policy):
     state, pair_state = json.loads(
         json.dumps([controller.export_state(KEY), controller.export_pair_state(KEY.pair)], allow_nan=False)
     )
-    other = Estimator(policy)
+    other = Estimator(policy=policy)
     other.restore(KEY, LIMITS, state, pair_state)
     for batch in (5, 1, 32, 7):
         group = [steps.step(batch, controller.length_for(KEY, batch)) for _ in range(8)]
@@ -115,7 +110,7 @@ def test_going_on_from_a_stored_state_is_going_on(policy):
 def test_a_change_of_policy_keeps_what_was_learned():
     steps, controller = Steps(7), controller_for(Steps(7))
     serve(controller, steps, 6, 80)
-    other = Estimator("fixed:5")
+    other = Estimator(policy="fixed:5")
     other.restore(KEY, LIMITS, controller.export_state(KEY), controller.export_pair_state(KEY.pair))
     assert other.length_for(KEY, 6) == 5
     assert other.survival(KEY) == controller.survival(KEY)
@@ -180,7 +175,7 @@ def test_steps_beyond_the_limits_are_refused_by_name(observation, named):
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="policy 'best'"):
-        Estimator("best")
+        Estimator(policy="best")
     with pytest.raises(ValueError, match="buckets '4,2'"):
         Estimator(buckets="4,2")
     with pytest.raises(KeyError):

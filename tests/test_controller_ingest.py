@@ -113,6 +113,7 @@ def test_the_fast_check_and_the_one_that_explains_agree(message):
         ([pb.STEP_FLAG_PREFILL, pb.STEP_FLAG_PREFILL], "prefill", False, True),
         ([pb.STEP_FLAG_CATCH_UP], "catch_up", False, True),
         ([pb.STEP_FLAG_MIXED_LENGTHS, pb.STEP_FLAG_PREFILL], "mixed_lengths prefill", False, False),
+        ([pb.STEP_FLAG_CHANGED_LENGTH], "changed_length", False, True),
         ([99], "unknown", False, False),
         ([pb.STEP_FLAG_UNSPECIFIED], "unknown", False, False),
     ],

@@ -15,7 +15,7 @@ from speclen.controller.estimator.prediction import PredictionError
 from speclen.controller.service.metrics import ControllerCollector, serve_metrics
 from speclen.v1 import control_pb2 as pb
 
-BUCKET = Bucket(2, 3, 4)
+BUCKET = Bucket(3, 4, 4)
 DOCUMENT = Path(__file__).parent.parent / "docs" / "controller.md"
 
 
@@ -56,7 +56,7 @@ def test_counts_follow_what_happened(tmp_path):
             assert value(text, 'call_errors_total{code="FAILED_PRECONDITION",method="ReportStep"}') == 1
             assert (value(text, "workers"), value(text, "contexts"), value(text, "streams")) == (1, 1, 1)
             assert value(text, "store_ok") == 1
-            labels = '{batch_bucket="3-4",context="t + d on cpu:test, float32"}'
+            labels = '{batch_bucket="4",context="t + d on cpu:test, float32"}'
             length = value(text, f"speculation_length{labels}")
             assert length == next(
                 c.speculation_length for c in at.service.estimator.table(key(at)).choices if c.bucket == BUCKET

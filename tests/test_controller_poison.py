@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.connection import connect_reader, connect_writer
 from speclen.v1 import control_pb2 as pb
 
@@ -97,7 +97,7 @@ def test_two_workers_that_disagree_by_nine_orders_of_magnitude_are_survived(seed
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf, -1e300, 1e300])
-@pytest.mark.parametrize("where", ["mean", "covariance", "variance", "rho"])
+@pytest.mark.parametrize("where", ["phi", "covariance", "mean_log", "rho"])
 def test_a_context_whose_numbers_leave_the_representable_starts_anew_alone(where, damage):
     estimator = Estimator()
     for key in (KEY, NEIGHBOUR):
@@ -105,9 +105,9 @@ def test_a_context_whose_numbers_leave_the_representable_starts_anew_alone(where
         estimator.observe(key, [StepObservation(4, 2, 0.02, (1, 2, 1))] * 20)
     neighbour, survival = estimator.export_state(NEIGHBOUR), estimator.survival(KEY)
     version = estimator.table(KEY).version
-    getattr(estimator.model(KEY).latency, where).flat[0] = damage
+    getattr(estimator.context(KEY).main.times, where).flat[0] = damage
     outcome = estimator.observe(KEY, [StepObservation(4, 2, 0.02, (4, 0, 0), 0.0, True, False)])
-    if not estimator.model(KEY).latency.known:  # some damage is filtered out by the model itself
+    if not estimator.context(KEY).main.times.known:  # some damage is filtered out by the model itself
         assert [event.factor for event in outcome.drift_events] == ["reset"]
         assert estimator.table(KEY).version >= version
     check_sound(estimator, KEY)
@@ -115,17 +115,17 @@ def test_a_context_whose_numbers_leave_the_representable_starts_anew_alone(where
     assert estimator.survival(KEY) == pytest.approx(survival, rel=0.05)
     for _ in range(2):
         estimator.observe(KEY, [StepObservation(4, 2, 0.02, (1, 2, 1))] * 20)
-    assert estimator.model(KEY).latency.known, "and learns again"
+    assert estimator.context(KEY).main.times.known, "and learns again"
 
 
 def test_not_a_number_is_always_an_event():
     estimator = Estimator()
     estimator.add_context(KEY, LIMITS)
     estimator.observe(KEY, [StepObservation(4, 2, 0.02, (1, 2, 1))] * 20)
-    estimator.model(KEY).latency.mean[:] = math.nan
+    estimator.context(KEY).main.times.phi[:] = math.nan
     outcome = estimator.observe(KEY, [StepObservation(4, 2, 0.02, (1, 2, 1))])
     assert [event.factor for event in outcome.drift_events] == ["reset"]
-    assert "forgotten" in outcome.drift_events[0].detail
+    assert "starts anew" in outcome.drift_events[0].detail
 
 
 def test_a_poisoned_context_is_served_and_stored_with_an_event(tmp_path):
@@ -136,7 +136,7 @@ def test_a_poisoned_context_is_served_and_stored_with_an_event(tmp_path):
             await at.stub.RegisterWorker(registration())
             for seq in range(1, 41):
                 await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
-            at.service.estimator.model(next(iter(at.service.contexts))).latency.mean[:] = math.nan
+            at.service.estimator.context(next(iter(at.service.contexts))).main.times.phi[:] = math.nan
             for seq in range(41, 61):
                 await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
             assert at.service.totals.drift["reset"] == 1
@@ -186,8 +186,8 @@ def test_a_probe_that_cannot_be_given_costs_the_context_and_not_the_call(tmp_pat
             await at.stub.RegisterWorker(registration())
             for seq in range(1, 21):
                 await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
-            chooser = next(iter(at.service.estimator._contexts.values()))
-            chooser.policy.probe = lambda bucket, max_length: 1 / 0
+            choice = at.service.estimator.context(next(iter(at.service.contexts))).main.choice
+            choice.probe = lambda *arguments: 1 / 0
             for seq in range(21, 31):
                 await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
             assert at.service.totals.drift["reset"] == 1
@@ -214,21 +214,22 @@ def change_state(path, scope: str, change) -> None:
 def huge(state: str) -> str:
     """The numbers of a context, one of them beyond what a float holds."""
     parsed = json.loads(state)
-    parsed["model"]["latency"]["mean"][0] = 10**400
+    parsed["times"][0]["phi"][0] = 10**400
     return json.dumps(parsed)
 
 
 def overflowing(state: str) -> str:
     """As the defect left it: finite numbers from which only infinities follow."""
     parsed = json.loads(state)
-    parsed["model"]["latency"]["covariance"] = [[1e308] * len(row) for row in parsed["model"]["latency"]["covariance"]]
-    parsed["model"]["latency"]["rho"] = [[1e3] * len(row) for row in parsed["model"]["latency"]["rho"]]
+    times = parsed["times"][0]
+    times["covariance"] = [[1e308] * len(row) for row in times["covariance"]]
+    times["rho"] = [1e3] * len(times["rho"])
     return json.dumps(parsed)
 
 
 def misshapen(state: str) -> str:
     parsed = json.loads(state)
-    parsed["lengths"] = parsed["lengths"][:-1]
+    parsed["groups"][0][2]["lengths"] = parsed["groups"][0][2]["lengths"][:-1]
     return json.dumps(parsed)
 
 

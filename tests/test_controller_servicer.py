@@ -51,7 +51,7 @@ def test_the_life_of_a_report(tmp_path):
             assert [row.seq for row in stored_reports(connect_reader(tmp_path / "test.db"))] == list(range(1, 65))
             learned = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables[0]
             steps = {(row.batch_min, row.speculation_length): row.num_steps for row in learned.rows}
-            assert steps[3, 2] == 64
+            assert steps[4, 2] == 64
             assert sum(steps.values()) == 64
             return learned
 

@@ -11,17 +11,20 @@ from speclen.cli.explain import explain as explain_verb
 from speclen.cli.replay import replay as replay_verb
 from speclen.controller.analysis.explain import Change, explain, in_words
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.connection import connect_reader
 from speclen.v1 import control_pb2 as pb
 from tests.steps_of import KEY, Steps, controller_for, profile_of, serve
 from tests.steps_of import LIMITS as STEP_LIMITS
 
 
-def history(seed: int = 1, rounds: int = 40):
-    """Events of a controller that was seeded with a profile and then served, and what it decided on the way."""
+def history(seed: int = 1, rounds: int = 40, factor: float = 1.3):
+    """Events of a controller that was seeded with a profile and then served, and what it decided on the way.
+
+    factor: by which the profile has steps with draft tokens wrong.
+    """
     steps, controller = Steps(seed), controller_for()
-    profile = profile_of(steps, factor=1.3)
+    profile = profile_of(steps, factor)
     events = [ContextAdded(KEY, STEP_LIMITS), ProfileImported(KEY, profile)]
     decisions = Estimator().add_context(KEY, STEP_LIMITS).decisions
     decisions += controller.seed_profile(KEY, profile).decisions
@@ -43,8 +46,11 @@ def test_a_replay_decides_as_before():
 
 
 def test_another_policy_would_have_cost():
-    """By true means plain decoding costs more than twice as much here; the estimate is within 10% of that ratio."""
-    events, _ = history(rounds=120)
+    """By true means plain decoding costs more than twice as much here; the estimate is within 10% of that ratio.
+
+    It was never played, so what is known of its time is the profile's.
+    """
+    events, _ = history(rounds=120, factor=1.0)
     steps = Steps(1)
     adaptive, none, thompson = cost_of(events, ["adaptive", "none", "thompson"])
     assert adaptive.ratio == pytest.approx(1.0, abs=0.03)
@@ -58,7 +64,7 @@ def test_another_policy_would_have_cost():
         for b in batches
     }
     truth = sum(1 / steps.goodput(b, 0) for b in batches) / sum(1 / steps.goodput(b, played[b]) for b in batches)
-    assert none.ratio == pytest.approx(truth, rel=0.25)
+    assert none.ratio == pytest.approx(truth, rel=0.1)
     assert thompson.ratio > 1.0
     assert none.policy_s == pytest.approx(none.actual_s * none.ratio)
 
@@ -74,7 +80,7 @@ def test_an_explanation_holds_the_numbers_of_the_choice():
     assert explanation.chosen.estimate.ms_per_token <= 1.003 * best.ms_per_token
     assert explanation.runner_up != explanation.speculation_length
     words = " ".join(in_words(explanation))
-    assert "bucket 5 to 8" in words
+    assert "A batch of 6 (bucket 6)" in words
     assert "from length 3 to length 5: it was better" in words
     assert f"length {explanation.runner_up}" in words
 
@@ -154,7 +160,7 @@ def test_a_stored_choice_is_explained(database):
     result = call(explain_verb, "--db", str(database), "--batch", "4", "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
-    assert document["bucket"]["batch_min"] == 3
+    assert document["bucket"]["batch_min"] == 4
     assert len(document["rows"]) == 5
     assert document["last_change"]["when"].endswith("UTC")
     assert any("survive" in sentence for sentence in document["words"])

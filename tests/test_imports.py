@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TOP = ("bench", "cli", "console", "controller", "store", "transport", "worker")
+TOP = ("bench", "cli", "console", "controller", "integrations", "store", "transport", "worker")
 
 # What a folder may import of ours, besides itself: the house, from the ground up.
 ALLOWED = {
@@ -52,7 +52,6 @@ ALLOWED = {
         "worker.reporting",
     },
     "controller.estimator": set(),
-    "controller.successor": {"controller.estimator"},
     "controller.analysis": {"controller.estimator"},
     "controller.config": {"transport"},
     "controller.wire": {"v1", "controller.estimator"},
@@ -62,7 +61,7 @@ ALLOWED = {
     "bench.marked": set(),
     "bench.spread": set(),
     "bench.clients": {"console"},
-    "bench.simulation": {"bench.marked", "console", "controller.estimator", "controller.successor"},
+    "bench.simulation": {"bench.marked", "console", "controller.estimator"},
     "bench.engine": {"bench.machine", "bench.spread", "console", "worker"},
     "bench.gpu": {"bench.machine", "bench.engine", "worker", "controller"},
     "bench.profile": {"bench.machine", "console", "v1", "worker", "controller", "store"},
@@ -78,6 +77,15 @@ ALLOWED = {
     },
     "bench.comparison": {"bench.serving", "bench.marked", "bench.machine", "console", "v1", "transport", "worker"},
     "bench.service": {"bench.spread", "console", "v1", "transport", "controller", "store"},
+    # In other people's processes: what a worker tells a controller, and nothing of what it runs models with.
+    "integrations.vllm": {
+        "v1",
+        "transport",
+        "worker.config",
+        "worker.engine.length_chooser",
+        "worker.models.devices",
+        "worker.reporting",
+    },
     "cli": {"bench", "console", "v1", "transport", "worker", "controller", "store"},
 }
 # What the estimator must not even load: it has no transport, no storage, no clock of its own and no models.
@@ -141,8 +149,7 @@ def test_everything_is_imported_by_its_one_name():
 
 def test_the_estimator_is_pure():
     """No gRPC, no SQLite, no clock in the whole folder: the same observations give the same decisions."""
-    folders = [ROOT / "controller" / name for name in ("estimator", "successor")]
-    modules = [path for path in SOURCES if any(path.is_relative_to(folder) for folder in folders)]
+    modules = [path for path in SOURCES if path.is_relative_to(ROOT / "controller" / "estimator")]
     for path in modules:
         assert not imported(path) & CLOCKS, path
     names = ["speclen." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules]

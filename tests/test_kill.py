@@ -25,7 +25,7 @@ from kill_harness import EPOCH, Lane, step_report
 from store_rows import moment, report, rows, store_now
 
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
 from speclen.store.failpoints import FAILPOINTS, Failpoints

@@ -33,6 +33,9 @@ class WorkerConfig:
         0.0, "A request that would wait longer than these seconds for a row is refused at once; 0: none is.", least=0
     )
     max_kv_tokens: int = setting(0, "Tokens of KV cache over all rows; 0: as many as fit.", least=0)
+    max_cached_tokens: int = setting(
+        8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
+    )
     policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
     quick_profile_s: float = setting(

@@ -14,7 +14,7 @@ from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.gpu.passes import busy_times
 from speclen.bench.gpu.sizes import Sizes
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.wire.flags import named_flags
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult

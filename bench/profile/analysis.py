@@ -9,7 +9,7 @@ from typing import Any
 from speclen.bench.profile.document import ProfileDocument
 from speclen.controller.analysis.paper_model import PaperModel, fit
 from speclen.controller.estimator.core import Limits, Profile, ProfileCell
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 
 @dataclass(frozen=True, slots=True)

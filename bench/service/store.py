@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.store.connection import sqlite3
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit, ContextRow, LatencyCellRow, ReportRow, StateRow, WorkerRow

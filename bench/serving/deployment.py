@@ -93,6 +93,7 @@ class WorkerSettings:
     max_length: int = 8
     threads: int = 0
     backend: str = "auto"
+    max_cached_tokens: int | None = None  # None: a worker's default
 
     def arguments(self) -> list[str]:
         return [
@@ -100,6 +101,7 @@ class WorkerSettings:
             *("--max-batch-size", str(self.max_batch_size), "--max-length", str(self.max_length)),
             # A track may burst far above capacity; what waits is part of the measurement, what is refused is not.
             *("--threads", str(self.threads), "--backend", self.backend, "--max-waiting", "100000"),
+            *(() if self.max_cached_tokens is None else ("--max-cached-tokens", str(self.max_cached_tokens))),
         ]
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from unittest.mock import patch
 
-from speclen.controller.successor import acceptance, change, choice, step_time, surface, workers
+from speclen.controller.estimator import acceptance, change, choice, step_time, surface, workers
 
 NEVER = 1e12  # of a threshold, and a prior that nothing moves
 SWITCHED_OFF: dict[str, tuple[tuple[ModuleType, str, float], ...]] = {

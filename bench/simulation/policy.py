@@ -20,11 +20,11 @@ from rich.table import Table
 
 from speclen.bench.simulation.ablation import SWITCHED_OFF, without
 from speclen.bench.simulation.closed_loop import ClosedLoop
-from speclen.bench.simulation.players import SUCCESSOR, PolicyPlayer, make_player
+from speclen.bench.simulation.players import PolicyPlayer, make_player
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
 from speclen.console.errors import UserError
-from speclen.controller.estimator.policies import POLICIES, is_policy
+from speclen.controller.estimator.policies import ADAPTIVE, POLICIES, is_policy
 
 COMPARED = (
     *("adaptive", "profile", "fixed:1", "fixed:2", "fixed:3", "fixed:4", "fixed:6", "none", "ema", "throughput-aware"),
@@ -174,7 +174,7 @@ def policy(
     steps: int = typer.Option(12_000, min=300, max=1_000_000, help="Steps per run."),
     processes: int = typer.Option(0, min=0, max=256, help="Processes; 0 for one per core."),
     ablate: bool = typer.Option(
-        False, "--ablate", help="Play successor whole, then with one piece at a time switched off."
+        False, "--ablate", help="Play the estimator whole, then with one piece at a time switched off."
     ),
     json_output: bool = typer.Option(False, "--json", help="Print JSON on stdout."),
     plot: Path | None = typer.Option(None, help="Write a picture to this .png or .svg file (needs the extra 'plot')."),
@@ -190,7 +190,7 @@ def policy(
     jobs = [Job(where, seed, tuple(names), steps) for where in chosen for seed in wanted]
     if ablate:
         pieces = ("", *SWITCHED_OFF)
-        jobs = [Job(where, seed, (SUCCESSOR,), steps, piece) for where in chosen for seed in wanted for piece in pieces]
+        jobs = [Job(where, seed, (ADAPTIVE,), steps, piece) for where in chosen for seed in wanted for piece in pieces]
     start = time.monotonic()
     console = Console(stderr=True)
     todo = run_all(jobs, processes or os.cpu_count() or 1)
@@ -213,7 +213,7 @@ def policy(
 
 def _print_worth(summaries: list[Summary]) -> None:
     """By piece: what the median and the worst seed lose without it where it is worth most, and where it does most harm."""
-    whole = {each.scenario: each for each in summaries if each.policy == SUCCESSOR}
+    whole = {each.scenario: each for each in summaries if each.policy == ADAPTIVE}
     table = Table("piece", "median loses at most", "worst seed loses at most", "gains most without it")
     for piece in SWITCHED_OFF:
         rows = [each for each in summaries if each.policy == f"without {piece}"]
@@ -236,8 +236,8 @@ def _check(chosen: list[str], names: list[str], plot: Path | None) -> None:
         if where not in SCENARIOS:
             raise UserError(f"scenario {where!r} is unknown: use one of {', '.join(SCENARIOS)}")
     for name in names:
-        if name != SUCCESSOR and not is_policy(name):
-            known = ", ".join([*POLICIES, SUCCESSOR])
+        if not is_policy(name):
+            known = ", ".join([ADAPTIVE, *POLICIES])
             raise UserError(f"policy {name!r} is unknown: use one of {known}, or fixed:K with a number K")
     if plot is not None:
         if plot.suffix not in (".png", ".svg"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, StepObservation
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 NOISE = 0.05  # log-normal deviation of the step times that the adaptive policy sees and that pass
 KEY = ContextKey("target", "draft", "profile", "any")
@@ -106,9 +106,9 @@ def from_table(table: Sequence[int]) -> Policy:
     return Policy(lambda batch_size: table[batch_size])
 
 
-def adaptive(machine: ProfiledMachine, seed: int = 0, seeded: bool = False) -> Policy:
+def adaptive(machine: ProfiledMachine, seeded: bool = False) -> Policy:
     """Our controller with the probes that it asks for. It knows nothing at the start, or, seeded, the profile."""
-    controller = Estimator(seed=seed)
+    controller = Estimator()
     controller.add_context(KEY, Limits(machine.max_batch_size, machine.max_length))
     if seeded:
         controller.seed_profile(KEY, machine.profile)

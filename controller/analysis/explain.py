@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 
 from speclen.controller.estimator.core import Bucket, ContextKey, LearnedRow
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,6 @@ class Explanation:
     noise: float  # log-sd of one step's time
     speed: float  # how many times their usual time steps take at the moment
     speed_sd: float  # log-sd of how that wanders
-    slow_share: float  # share of steps that take at least half as long again as usual
     resume_s: float  # what the first step after length 0 costs extra
     num_reports: int
     last_change: Change | None
@@ -50,8 +50,10 @@ class Explanation:
         return self.rows[self.speculation_length]
 
 
-def explain(estimator: Estimator, key: ContextKey, batch_size: int, last_change: Change | None = None) -> Explanation:
-    """Why a batch of that size gets its length.
+def explain(
+    estimator: Estimator, key: ContextKey, batch_size: int, last_change: Change | None = None, worker_id: str = ""
+) -> Explanation:
+    """Why a batch of that size gets its length, on most workers, or on one that may be unlike the others.
 
     last_change: from the store; without it, what the controller itself remembers since its start. Raises KeyError for
     an unknown context, ValueError for a batch size beyond its limit or while nothing is known.
@@ -59,36 +61,36 @@ def explain(estimator: Estimator, key: ContextKey, batch_size: int, last_change:
     limit = estimator.limits(key).max_batch_size
     if not 1 <= batch_size <= limit:
         raise ValueError(f"batch size {batch_size} is outside what this context was registered with: use 1 to {limit}")
-    model = estimator.model(key)
-    if not model.latency.known:
+    context = estimator.context(key)
+    times = context.group_of(worker_id).times
+    if not times.known:
         raise ValueError(
             "nothing is known about this context yet: let a worker decode a few steps, or import a profile"
         )
-    index = int(model.latency.bucket_of[batch_size])
-    rows = tuple(row for row in estimator.learned_rows(key) if row.bucket.index == index)
-    length = estimator.length_for(key, batch_size)
+    index = estimator.bucket_index(key, batch_size)
+    rows = tuple(row for row in estimator.learned_rows(key, worker_id) if row.bucket.index == index)
+    length = estimator.length_for(key, batch_size, worker_id)
     others = [row for row in rows if row.estimate.speculation_length != length]
     rival = min(others, key=lambda row: row.estimate.ms_per_token, default=None)
     chosen_ms = rows[length].estimate.ms_per_token
-    decision = estimator.last_decision(key, index)
+    decision = estimator.last_decision(key, index, worker_id)
     if last_change is None and decision is not None:
         last_change = Change(decision.previous_length, decision.speculation_length, decision.reason)
-    slow = model.latency.slow
+    speeds = [times.speed_of(worker_id)] if worker_id else list(times.speeds.values())
     return Explanation(
         context=key,
-        bucket=model.buckets[index],
+        bucket=context.buckets[index],
         batch_size=batch_size,
         speculation_length=length,
         survival=tuple(estimator.survival(key, index)),
         rows=rows,
         runner_up=None if rival is None else rival.estimate.speculation_length,
         advantage=None if rival is None else rival.estimate.ms_per_token / chosen_ms - 1.0,
-        noise=model.latency.sigma,
-        speed=math.exp(model.latency.speed),
-        speed_sd=model.latency.wandering.sd,
-        slow_share=slow.share,
-        resume_s=model.resume_s,
-        num_reports=model.latency.num_reports,
+        noise=times.noise,
+        speed=math.exp(fmean(speed.mean for speed in speeds)) if speeds else 1.0,
+        speed_sd=max((speed.sd for speed in speeds), default=0.0),
+        resume_s=context.resume_s,
+        num_reports=int(times.num_seen.sum()),
         last_change=last_change,
     )
 
@@ -112,10 +114,6 @@ def in_words(explanation: Explanation) -> list[str]:
         sentences.append(
             f"The device's speed wanders by {100 * explanation.speed_sd:.0f}%: the newest steps took "
             f"{explanation.speed:.2f} times their usual time, whatever their length."
-        )
-    if explanation.slow_share > 0.001:
-        sentences.append(
-            f"{100 * explanation.slow_share:.1f}% of steps are slow ones; their extra time is in these figures."
         )
     if explanation.resume_s > 0.0:
         sentences.append(f"Drafting again after length 0 costs {1e3 * explanation.resume_s:.3g} ms once.")

@@ -12,12 +12,12 @@ import numpy as np
 
 from speclen.controller.estimator.acceptance import band_of
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.buckets import DOUBLING
-from speclen.controller.estimator.context import ContextModel
+from speclen.controller.estimator.buckets import FINE
+from speclen.controller.estimator.context import Context
 from speclen.controller.estimator.core import ContextKey, Decision, DriftEvent, Limits, Profile, StepObservation
-from speclen.controller.estimator.estimation import Estimator
-from speclen.controller.estimator.policies import make_policy
-from speclen.controller.estimator.policies.policy import Policy
+from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.policies import ADAPTIVE, make_policy
+from speclen.controller.estimator.policies.policy import Policy, Space
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class Replay:
     num_reports: int = 0
 
 
-def replay(events: Iterable[Event], policy: str = "adaptive", seed: int = 0, buckets: str = DOUBLING) -> Replay:
+def replay(events: Iterable[Event], policy: str = ADAPTIVE, seed: int = 0, buckets: str = FINE) -> Replay:
     """Give the events to a fresh estimator. Raises KeyError if a context reports before it was added."""
-    result = Replay(Estimator(policy, seed, buckets))
+    result = Replay(Estimator(buckets, policy, seed))
     last_group_id = 0
     for event in events:
         decisions: list[Decision] = []
@@ -115,60 +115,63 @@ class PolicyCost:
         return self.policy_raw_s / self.predicted_s if self.predicted_s else 1.0
 
 
-def cost_of(
-    events: Iterable[Event], policies: Sequence[str], seed: int = 0, buckets: str = DOUBLING
-) -> list[PolicyCost]:
+def cost_of(events: Iterable[Event], policies: Sequence[str], seed: int = 0, buckets: str = FINE) -> list[PolicyCost]:
     """What other policies would have cost: for each context, in order of appearance, one entry per policy.
 
     The adaptive estimator follows the events and says what each length would have taken at that moment. Another
     policy sees what it would have seen: for the length that it plays, accepted runs are cut from the real ones, or
     continued by chance with the estimated acceptance, and the real step's noise is put on the predicted time.
     """
-    estimator = Estimator("adaptive", seed, buckets)
+    estimator = Estimator(buckets)
     shadows: dict[ContextKey, list[_Shadow]] = {}
     for event in events:
         match event:
             case ContextAdded():
                 estimator.add_context(event.key, event.limits)
-                model = estimator.model(event.key)
+                context = estimator.context(event.key)
                 if event.key not in shadows:
-                    shadows[event.key] = [
-                        _Shadow(model, make_policy(policy, model, seed), policy, seed) for policy in policies
-                    ]
+                    shadows[event.key] = [_Shadow(context, policy, seed) for policy in policies]
                 for shadow in shadows[event.key]:
-                    shadow.policy.extend()
+                    shadow.widen(context)
             case ProfileImported():
                 estimator.seed_profile(event.key, event.profile)
                 for shadow in shadows[event.key]:
-                    shadow.policy.seed(event.profile)
+                    if shadow.policy is not None:
+                        shadow.policy.seed(event.profile)
             case GroupObserved():
                 estimator.observe(event.key, event.observations, event.workers)
-                model = estimator.model(event.key)
                 for shadow in shadows[event.key]:
-                    shadow.model = shadow.policy.model = model  # another one after a context started anew
                     shadow.follow(event.observations)
     return [shadow.cost for some in shadows.values() for shadow in some]
 
 
 class _Shadow:
-    """A policy that plays along without being heard."""
+    """A policy that plays along without being heard. policy: None for the estimator's own choice."""
 
-    def __init__(self, model: ContextModel, policy: Policy, name: str, seed: int) -> None:
-        self.model = model
-        self.policy = policy
+    def __init__(self, context: Context, name: str, seed: int) -> None:
+        self.context = context
+        space = Space(context.limits, context.buckets)
+        self.policy: Policy | None = None if name == ADAPTIVE else make_policy(name, space, seed)
         self.rng = np.random.default_rng(seed)
         self.cost = PolicyCost(name)
 
+    def widen(self, context: Context) -> None:
+        """The context has larger limits."""
+        self.context = context
+        if self.policy is not None:
+            self.policy.space.limits, self.policy.space.buckets = context.limits, context.buckets
+            self.policy.extend()
+
     def follow(self, observations: Sequence[StepObservation]) -> None:
         """Count what the policy would have cost in these steps, and let it learn from them."""
-        if not self.model.latency.known:
+        main = self.context.main
+        if not main.times.known:
             return
-        rate: FloatArray = self.model.seconds / self.model.tokens
-        bucket_of = self.model.latency.bucket_of
+        rate: FloatArray = 1.0 / main.choice.goodput
         buckets, seen = [], []
         for real in observations:
-            bucket = int(bucket_of[real.batch_size])
-            length = self.policy.pull(bucket)
+            bucket = int(main.times.bucket_of[real.batch_size])
+            length = main.lengths[bucket] if self.policy is None else self.policy.pull(bucket)
             if real.teaches_latency:
                 accepted = sum(run * rows for run, rows in enumerate(real.accepted_histogram))
                 tokens = 1.0 + accepted / real.batch_size
@@ -178,26 +181,23 @@ class _Shadow:
                 self.cost.policy_raw_s += tokens * float(rate[bucket, length])
             buckets.append(bucket)
             seen.append(self._imagine(real, bucket, length))
-        self.policy.update(np.array(buckets), seen)
+        if self.policy is not None:
+            self.policy.update(np.array(buckets), seen)
 
     def _imagine(self, real: StepObservation, bucket: int, length: int) -> StepObservation:
         """The step as it would have been at another length."""
         histogram = list(real.accepted_histogram)
         if length < real.speculation_length:
             histogram = [*histogram[:length], sum(histogram[length:])]
-        chances = self.model.acceptance.band_acceptance[band_of(real.batch_size)]
+        main = self.context.main
+        band = band_of(real.batch_size)
+        chances = self.context.mix[band] @ main.acceptance.acceptance[:, band]
         for position in range(real.speculation_length, length):
             passed = int(self.rng.binomial(histogram[-1], float(chances[position])))
             histogram[-1] -= passed
             histogram.append(passed)
-        seconds = self.model.seconds[bucket]
+        seconds = main.choice.seconds[bucket]
         taken = real.latency_s * float(seconds[length] / seconds[real.speculation_length])
-        return StepObservation(
-            real.batch_size,
-            length,
-            taken,
-            tuple(histogram),
-            real.mean_context_length,
-            real.teaches_latency,
-            real.teaches_acceptance,
+        return real._replace(
+            speculation_length=length, latency_s=taken, accepted_histogram=tuple(histogram), by_class=()
         )

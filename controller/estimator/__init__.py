@@ -1,1 +1,18 @@
-"""What is learned from steps, and which length is chosen: no I/O, no clock, no gRPC."""
+"""The estimator. No I/O, no clock, no gRPC.
+
+It learns acceptance and step times from reports and decides lengths.
+
+    estimator = Estimator()                              # buckets="fine": one length per batch size up to 64
+    estimator.add_context(key, limits)                   # a device with a pair of models; also to widen limits
+    estimator.seed_profile(key, profile)                 # optional, a prior of limited weight
+    outcome = estimator.observe(key, steps, worker_id)   # decisions that changed, and what drifted, in words
+    estimator.table(key, worker_id)                      # best length by bucket; of a worker that is unlike others its own
+    estimator.mix(key, worker_id).length_for(rows)       # the same for rows of several classes of requests
+    estimator.take_probe(key, batch_size, worker=...)    # at most one exploratory step, paid for; mostly None
+    estimator.learned_rows(key)                          # what is believed, beside what was seen
+    state = estimator.export_state(key)                  # plain values; restore() goes on bit for bit
+
+Read in this order: acceptance.py (tokens of a step), step_time.py (its seconds), change.py (jumps, wandering speed),
+choice.py (which length, which probe), workers.py (who is alike), estimator.py (contexts and all of it together).
+docs/policy.md says why it is made so and what it is worth.
+"""

@@ -1,286 +1,257 @@
-"""How many draft tokens the target accepts: a property of the pair of models, shared by all buckets and all hardware.
+"""How many draft tokens the target accepts: a property of the pair of models and of the requests, not of the device.
 
-A step at length s tells about positions 1..s only, and only about rows whose earlier positions were accepted. So the
-model counts, per position, the rows that reached it and the rows that passed it (Kaplan and Meier's estimator: the
-censoring of fully accepted runs does no harm), once for everybody and once per band of load, because who is in the
-batch may differ with the load. No law of decay is assumed: a profile or the shallower positions only serve as priors.
+A step at length s tells about positions 1..s only, and only about rows whose earlier positions were accepted. So rows that
+reached a position and rows that passed it are counted (Kaplan and Meier's estimator: cutting runs off at s does no
+harm), three times: for everybody, by class of request (greedy, cool, hot), and by class and band of load. Each level is
+drawn towards the one above it, the first towards a profile. No law of decay is assumed: a position that was never drafted
+follows the one before it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.change import MOST_WITNESSES, Change
+
+# Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
+# relative to the one before.
+COLD_ACCEPTANCE, COLD_RATIO = 0.7, 0.98
+# Rows that the level above counts for: profile or previous position in the shared counts, those in a class, that in a band.
+PRIOR_ROWS, CLASS_PRIOR_ROWS, BAND_PRIOR_ROWS = 40.0, 40.0, 40.0
+# Reports after which counts have faded to 1/e. Of a class and of a band only reports with such rows that drafted count, so
+# one that is idle forgets nothing meanwhile. Any memory from 300 to 1500 is as good: jumps are the detector's business.
+MEMORY_REPORTS, CLASS_MEMORY_REPORTS, BAND_MEMORY_REPORTS = 600.0, 200.0, 60.0
+# A change is a sum of (|z| - slack) above the threshold; then this share of the counts is kept, and most this many rows.
+SLACK, THRESHOLD, LARGEST_Z, MOST_SURPRISE = 0.5, 9.0, 4.0, 40.0
+KEPT_SHARE, KEPT_ROWS = 0.05, 20.0
+# Requests are easy or hard and stay in the batch for many steps, so neighbouring surprises agree. Their long-run variance
+# relative to independent rows' is tracked (start: recorded traffic shows 3 to 10) and taken out; memory in reports.
+DISPERSION_START, DISPERSION_MOST, DISPERSION_MEMORY = 3.0, 4.0, 400.0
+# Rows beyond this were never counted.
+MOST_COUNT = 1e15
+# Surprises are summed over about 1 / (1 - this) reports to see their long-run variance.
+AGREEMENT = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptanceConfig:
-    """Every knob of the acceptance model, with unit and reason."""
-
-    # Acceptance of the first position before anything is known: a common value for a useful draft.
-    cold_acceptance: float = 0.7
-    # Acceptance of a position relative to the one before, before anything is known: slightly falling.
-    cold_ratio: float = 0.98
-    # Rows that the prior of a position counts for; a batch of 10 rows outweighs it after one step.
-    prior_rows: float = 10.0
-    # Rows that the shared estimate counts for within a band of load.
-    band_prior_rows: float = 40.0
-    # Reports after which a shared count has faded to 1/e. Slow drift only: jumps are the detector's business.
-    memory_reports: float = 600.0
-    # Reports with draft tokens after which a band's count has faded to 1/e.
-    band_memory_reports: float = 150.0
-    # The detector adds |z| - slack per report ...
-    drift_slack: float = 0.5
-    # ... and fires above this sum; 9 with slack 0.5 is rare among independent reports.
-    drift_threshold: float = 9.0
-    # Rows of a batch are easy or hard and stay for many steps, so surprises of neighbouring steps agree. Their variance
-    # over blocks of so many judged reports, relative to independent rows', is tracked and taken out.
-    block_reports: int = 16
-    # Memory of that ratio, in blocks; its start (real traffic shows 3 to 10, the more the fewer rows there are), and the
-    # range it is kept in.
-    block_memory: float = 30.0
-    dispersion_start: float = 4.0
-    dispersion_max: float = 16.0
-    # The same sums over whole blocks, whose surprise counts correctly: finds moderate changes, a little later.
-    block_slack: float = 0.5
-    block_threshold: float = 9.0
-    # Share of all counts kept when it fires, and most rows per position: a memory that one step of a full batch outweighs,
-    # so that nothing jumps to the prior.
-    kept_after_drift: float = 0.05
-    kept_rows: float = 20.0
-    # Largest |z| of one report.
-    largest_z: float = 4.0
+def band_of(batch_size: int) -> int:
+    """Band of load: 1 -> 0, 2 -> 1, 3-4 -> 2, 5-8 -> 3, ..."""
+    return (batch_size - 1).bit_length()
 
 
-class AcceptanceModel:
-    """Per-position acceptance of one target-draft pair.
+class Parts(NamedTuple):
+    """The rows of one class in one report, [p] of them.
 
-    Arrays are indexed by position (0 is the first draft token) and band: band k holds batch sizes 2**(k-1)+1 .. 2**k.
+    passed, reached: rows whose position was accepted, was judged, [p, positions]. kinds: class. bands: of the whole batch.
+    report: which report it belongs to. share: of the batch. workers: who sent it.
     """
 
-    def __init__(self, max_length: int, num_bands: int, config: AcceptanceConfig | None = None) -> None:
-        self.config = config or AcceptanceConfig()
-        self.first_prior = self.config.cold_acceptance
-        self.ratios = np.full(max_length, self.config.cold_ratio)
-        self.reached = np.zeros(max_length)
-        self.accepted = np.zeros(max_length)
-        self.band_reached = np.zeros((num_bands, max_length))
-        self.band_accepted = np.zeros((num_bands, max_length))
-        self.cusum_up = 0.0
-        self.cusum_down = 0.0
-        self.block_up = 0.0
-        self.block_down = 0.0
-        self.dispersion = self.config.dispersion_start
-        self.block_sum, self.block_reports = 0.0, 0  # z of independent rows, of the block that is being filled
-        self.version = 0  # grows with every change; contexts of the pair refresh their tables when it moved
-        self.num_reports = 0
-        self._estimate()
+    passed: FloatArray
+    reached: FloatArray
+    kinds: np.ndarray
+    bands: np.ndarray
+    report: np.ndarray
+    share: FloatArray
+    workers: Sequence[str]
+
+
+class Judged(NamedTuple):
+    """Accepted tokens of each part, how many were expected, and their variance if rows were independent, all [p]."""
+
+    accepted: FloatArray
+    expected: FloatArray
+    variance: FloatArray
+
+
+class Acceptance:
+    """Acceptance by class, band and position of one pair. Position 0 is the first draft token."""
+
+    COUNTS = ("reached", "passed", "class_reached", "class_passed", "band_reached", "band_passed")
+    STATE = (*COUNTS, "ratios", "first", "detectors", "agreeing", "dispersion")
+
+    def __init__(self, num_positions: int, num_bands: int, num_classes: int = 1) -> None:
+        self.first = COLD_ACCEPTANCE
+        self.ratios = np.full(num_positions, COLD_RATIO)
+        self.reached, self.passed = np.zeros((2, num_positions))
+        self.class_reached, self.class_passed = np.zeros((2, num_classes, num_positions))
+        self.band_reached, self.band_passed = np.zeros((2, num_classes, num_bands, num_positions))
+        self.detectors = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
+        self.agreeing: dict[str, float] = {}  # by class and worker, fading sum of surprises
+        self.dispersion = np.full(num_classes, DISPERSION_START)
+        self.version = 0  # grows with every change
+        self.renew()
 
     @property
-    def max_length(self) -> int:
-        """Number of positions known."""
-        return len(self.reached)
+    def shape(self) -> tuple[int, int, int]:
+        """Classes, bands, positions."""
+        classes, bands, positions = self.band_reached.shape
+        return classes, bands, positions
 
-    def extend(self, max_length: int, num_bands: int) -> None:
+    @property
+    def rising(self) -> float:
+        """How far the sums that look for a rise have come, of the class that rose most."""
+        return max(detector.rising for detector in self.detectors)
+
+    @property
+    def sound(self) -> bool:
+        """Whether counts are counts and shares are shares; NaN is neither."""
+        counts = (getattr(self, name) for name in self.COUNTS)
+        return (
+            all(each.size == 0 or (each.min() >= 0.0 and each.max() < MOST_COUNT) for each in counts)
+            and bool((self.tokens >= 1.0).all() and (self.tokens <= self.tokens.shape[2] + 1e-6).all())
+            and bool(np.isfinite(self.dispersion).all())
+        )
+
+    def extend(self, num_positions: int, num_bands: int) -> None:
         """Make room for longer lengths and larger batches; never shrinks."""
-        more = max(0, max_length - self.max_length)
-        bands = max(0, num_bands - len(self.band_reached))
-        if more == 0 and bands == 0:
+        _, bands, positions = self.shape
+        more, higher = max(0, num_positions - positions), max(0, num_bands - bands)
+        if not more and not higher:
             return
-        self.ratios = np.append(self.ratios, np.full(more, self.config.cold_ratio))
-        self.reached, self.accepted = np.pad(self.reached, (0, more)), np.pad(self.accepted, (0, more))
-        self.band_reached = np.pad(self.band_reached, ((0, bands), (0, more)))
-        self.band_accepted = np.pad(self.band_accepted, ((0, bands), (0, more)))
-        self._estimate()
+        self.ratios = np.append(self.ratios, np.full(more, COLD_RATIO))
+        for name in self.COUNTS:
+            values = getattr(self, name)
+            pads = [(0, 0)] * (values.ndim - 1) + [(0, more)]
+            if name.startswith("band"):
+                pads[1] = (0, higher)
+            setattr(self, name, np.pad(values, pads))
+        self.renew()
 
     def seed(self, survival: tuple[float, ...], num_rows: tuple[int, ...]) -> None:
         """Take a profile's survival as the prior: its first acceptance and the ratios between positions.
 
         Positions that fewer than 20 rows reached keep the last ratio: a few rows say nothing.
         """
-        previous, before = 1.0, None
-        for position in range(min(len(survival), self.max_length)):
-            rows_here = num_rows[position] if position < len(num_rows) else 0
-            rows_that_reached = rows_here * previous
-            if rows_that_reached < 20 or previous <= 0.0:
+        positions = self.shape[2]
+        before, survived = 0.0, 1.0
+        for at, (value, rows) in enumerate(zip(survival[:positions], num_rows, strict=False)):
+            if rows * survived < 20.0 or survived <= 0.0:
                 break
-            acceptance = min(max(survival[position] / previous, 0.02), 0.98)
-            if before is None:
-                self.first_prior = acceptance
+            acceptance = min(max(value / survived, 0.02), 0.98)
+            if at == 0:
+                self.first = acceptance
             else:
-                self.ratios[position] = acceptance / before
-            previous, before = survival[position], acceptance
-            self.ratios[position + 1 :] = 1.0 if position == 0 else self.ratios[position]
-        np.clip(self.ratios, 0.5, 1.25, out=self.ratios)
-        self._estimate()
+                self.ratios[at:] = min(max(acceptance / before, 0.5), 1.25)
+            before, survived = acceptance, value
+        self.renew()
 
-    def update(self, passed: FloatArray, reached: FloatArray, bands: np.ndarray) -> float:
-        """Learn from a group of steps; returns the detector's statistic if it fired, else 0.
+    def learn(self, parts: Parts, judged: Judged, weights: FloatArray) -> float:
+        """Learn from a group that was judged before; returns the detector's statistic if one fired, else 0.
 
-        passed[n, i], reached[n, i]: rows of step n whose position i was accepted, was judged. Zeros past the length.
-        bands[n]: band of the step's batch size.
+        Its sign: rose or fell. weights: what each part counts for.
         """
-        fired = self._detect(passed, reached, bands)
-        if fired:
-            self._forget()
-        fade = math.exp(-len(passed) / self.config.memory_reports)
-        self.reached *= fade
-        self.accepted *= fade
-        self.reached += reached.sum(axis=0)
-        self.accepted += passed.sum(axis=0)
-        if self.max_length:
-            member = bands == np.arange(len(self.band_reached))[:, None]
-            visits = member @ (reached[:, 0] > 0.0).astype(float)
-            band_fade = np.exp(-visits / self.config.band_memory_reports)[:, None]
-            self.band_reached *= band_fade
-            self.band_accepted *= band_fade
-            self.band_reached += member @ reached
-            self.band_accepted += member @ passed
-        self.num_reports += len(passed)
-        self._estimate()
+        classes, bands, positions = self.shape
+        fade = math.exp(-len(weights) / MEMORY_REPORTS)
+        drafted = np.flatnonzero(judged.variance > 0.0)
+        fired = self._detect(parts, judged, drafted.tolist()) if len(drafted) else 0.0
+        passed, reached = parts.passed * weights[:, None], parts.reached * weights[:, None]
+        self.reached = self.reached * fade + reached.sum(axis=0)
+        self.passed = self.passed * fade + passed.sum(axis=0)
+        if len(drafted):
+            place = (parts.kinds * bands + parts.bands)[drafted]
+            member = (place == np.arange(classes * bands)[:, None]).astype(float)
+            visits = member.sum(axis=1)
+            band_fade = np.exp(-visits / BAND_MEMORY_REPORTS)[:, None]
+            class_fade = np.exp(-visits.reshape(classes, bands).sum(axis=1) / CLASS_MEMORY_REPORTS)[:, None]
+            for counts, of_class, news in (
+                (self.band_reached, self.class_reached, member @ reached[drafted]),
+                (self.band_passed, self.class_passed, member @ passed[drafted]),
+            ):
+                flat = counts.reshape(-1, positions)
+                flat *= band_fade
+                flat += news
+                of_class *= class_fade
+                of_class += news.reshape(classes, bands, positions).sum(axis=1)
+        self.renew()
         return fired
 
-    def _forget(self) -> None:
-        """Keep a few rows of what was counted before the change."""
-        share, rows = self.config.kept_after_drift, self.config.kept_rows
-        for reached, accepted in ((self.reached, self.accepted), (self.band_reached, self.band_accepted)):
-            keep = np.minimum(share, rows / np.maximum(reached[..., :1], 1.0))
-            reached *= keep
-            accepted *= keep
+    def judge(self, parts: Parts) -> Judged:
+        """Accepted tokens of each part, how many were expected, and their variance if rows were independent."""
+        acceptance = self.acceptance[parts.kinds, parts.bands]
+        expected = parts.reached * acceptance
+        return Judged(parts.passed.sum(axis=1), expected.sum(axis=1), (expected * (1.0 - acceptance)).sum(axis=1))
 
-    def _detect(self, passed: FloatArray, reached: FloatArray, bands: np.ndarray) -> float:
-        """Two-sided CUSUM on how far each step's accepted tokens lie from what was expected at its load."""
-        config, spread = self.config, math.sqrt(self.dispersion)
-        largest, slack, threshold = config.largest_z, config.drift_slack, config.drift_threshold
-        acceptance = self.band_acceptance[bands]
-        expected = reached * acceptance
-        variances = (expected * (1.0 - acceptance)).sum(axis=1)
-        judged = variances > 0.0
-        if not judged.any():
-            return 0.0
-        independent = (passed - expected).sum(axis=1)[judged] / np.sqrt(variances[judged])
-        up, down, fired = self.cusum_up, self.cusum_down, 0.0
-        for z in np.clip(independent / spread, -largest, largest).tolist():
-            up += z - slack
-            down -= z + slack
-            up = up if up > 0.0 else 0.0
-            down = down if down > 0.0 else 0.0
-            if up > threshold or down > threshold:
-                fired = up if up > down else -down
-                up = down = 0.0
-        self.cusum_up, self.cusum_down = up, down
-        of_blocks = self._fill_blocks(independent.tolist())
-        if of_blocks and not fired:
-            fired = of_blocks
-            self.cusum_up = self.cusum_down = 0.0
-        if fired:
-            self.block_up = self.block_down = 0.0
+    def _detect(self, parts: Parts, judged: Judged, drafted: list[int]) -> float:
+        """Two-sided sums, by class, of how far accepted tokens lie from what was expected; returns what one found, or 0."""
+        surprise = (judged.accepted - judged.expected) / np.sqrt(np.maximum(judged.variance, 1e-6))
+        z, kinds, fired = np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE).tolist(), parts.kinds.tolist(), 0.0
+        for (kind, worker), members in groupby(drafted, key=lambda at: (kinds[at], parts.workers[at])):
+            mine = [z[at] for at in members]
+            found = self.detectors[kind].add(worker, self._without_agreement(kind, worker, mine))
+            if found:
+                fired = found
+                self._forget(kind)
         return fired
 
-    def _fill_blocks(self, surprises: list[float]) -> float:
-        """Add independent rows' z to blocks; returns the statistic of whole blocks if it became too high, else 0."""
-        size, fired, start = self.config.block_reports, 0.0, 0
-        while start < len(surprises):
-            part = surprises[start : start + size - self.block_reports]
-            self.block_sum += sum(part)
-            self.block_reports += len(part)
-            start += len(part)
-            if self.block_reports == size:
-                fired = self._close_block() or fired
-        return fired
+    def _without_agreement(self, kind: int, worker: str, surprises: list[float]) -> list[float]:
+        """A worker's surprises in standard deviations; how much neighbouring ones agree is followed on the way."""
+        key, spread, out = f"{kind} {worker}", float(self.dispersion[kind]), []
+        agreeing = self.agreeing.get(key, 0.0)
+        scale = 1.0 / math.sqrt(spread)
+        for z in surprises:
+            each = z * scale
+            out.append(LARGEST_Z if each > LARGEST_Z else -LARGEST_Z if each < -LARGEST_Z else each)
+            agreeing = AGREEMENT * agreeing + (LARGEST_Z if z > LARGEST_Z else -LARGEST_Z if z < -LARGEST_Z else z)
+            spread += (agreeing * agreeing * (1.0 - AGREEMENT**2) - spread) / DISPERSION_MEMORY
+        if key in self.agreeing or len(self.agreeing) < MOST_WITNESSES:
+            self.agreeing[key] = agreeing
+        self.dispersion[kind] = min(max(spread, 1.0), DISPERSION_MOST)
+        return out
 
-    def _close_block(self) -> float:
-        """Learn how blocks vary, and return the blocks' statistic if it is too high, else 0."""
-        config = self.config
-        surprise = self.block_sum / math.sqrt(config.block_reports * self.dispersion)
-        surprise = min(max(surprise, -config.largest_z), config.largest_z)
-        self.block_up = max(0.0, self.block_up + surprise - config.block_slack)
-        self.block_down = max(0.0, self.block_down - surprise - config.block_slack)
-        ratio = min(self.block_sum**2 / config.block_reports, 4.0 * self.dispersion)
-        self.dispersion += (ratio - self.dispersion) / config.block_memory
-        self.dispersion = min(max(self.dispersion, 1.0), config.dispersion_max)
-        self.block_sum, self.block_reports = 0.0, 0
-        statistic = self.block_up if self.block_up > self.block_down else -self.block_down
-        if abs(statistic) <= config.block_threshold:
-            return 0.0
-        self.block_up = self.block_down = 0.0
-        return statistic
+    def forget_all(self) -> None:
+        """Keep a few rows of every class: some of what was counted was not true."""
+        for kind in range(self.shape[0]):
+            self._forget(kind)
+        self.renew()
 
-    def _estimate(self) -> None:
-        """Bring acceptance, survival and expected tokens up to date with the counts."""
-        weight = self.config.prior_rows
-        prior = self.first_prior
-        acceptance: list[float] = []
-        for accepted, reached, ratio in zip(
-            self.accepted.tolist(), self.reached.tolist(), self.ratios.tolist(), strict=True
+    def _forget(self, kind: int) -> None:
+        """Keep a few rows of what was counted before a class changed."""
+        for reached, passed in (
+            (self.reached, self.passed),
+            (self.class_reached[kind], self.class_passed[kind]),
+            (self.band_reached[kind], self.band_passed[kind]),
         ):
-            if acceptance:
-                prior = min(max(acceptance[-1] * ratio, 0.02), 0.98)
-            acceptance.append((accepted + weight * prior) / (reached + weight))
-        self.acceptance = np.array(acceptance)
-        weight = self.config.band_prior_rows
-        self.band_acceptance = (self.band_accepted + weight * self.acceptance) / (self.band_reached + weight)
-        self.band_survival = self.band_acceptance.cumprod(axis=1)
-        # expected_tokens[band, s]: tokens per row and step at length s, the bonus token included.
-        self.expected_tokens = np.ones((len(self.band_reached), self.max_length + 1))
-        np.cumsum(self.band_survival, axis=1, out=self.expected_tokens[:, 1:])
-        self.expected_tokens[:, 1:] += 1.0
+            keep = np.minimum(KEPT_SHARE, KEPT_ROWS / np.maximum(reached[..., :1], 1.0))
+            reached *= keep
+            passed *= keep
+
+    def renew(self) -> None:
+        """Bring acceptance[class, band, position] and tokens[class, band, length] up to date with the counts."""
+        shared: list[float] = []
+        prior = self.first
+        for passed, reached, ratio in zip(
+            self.passed.tolist(), self.reached.tolist(), self.ratios.tolist(), strict=True
+        ):
+            if shared:
+                prior = min(max(shared[-1] * ratio, 0.02), 0.98)
+            shared.append((passed + PRIOR_ROWS * prior) / (reached + PRIOR_ROWS))
+        self.shared = np.array(shared)
+        self.of_class = (self.class_passed + CLASS_PRIOR_ROWS * self.shared) / (self.class_reached + CLASS_PRIOR_ROWS)
+        self.acceptance = (self.band_passed + BAND_PRIOR_ROWS * self.of_class[:, None]) / (
+            self.band_reached + BAND_PRIOR_ROWS
+        )
+        self.tokens = np.ones((*self.acceptance.shape[:2], self.acceptance.shape[2] + 1))
+        np.cumsum(self.acceptance.cumprod(axis=2), axis=2, out=self.tokens[:, :, 1:])
+        self.tokens[:, :, 1:] += 1.0
         self.version += 1
 
-    def log_tokens_variance(self, band: int) -> FloatArray:
-        """Variance of log expected_tokens[band, s] for every s, by the delta method."""
-        return self.log_tokens_covariance(band).diagonal().copy()
+    def of_band(self) -> FloatArray:
+        """Acceptance of all requests together, [bands, positions]."""
+        passed, reached = self.band_passed.sum(axis=0), self.band_reached.sum(axis=0)
+        together: FloatArray = (passed + BAND_PRIOR_ROWS * self.shared) / (reached + BAND_PRIOR_ROWS)
+        return together
 
-    def log_tokens_covariance(self, band: int) -> FloatArray:
-        """Covariance of log expected_tokens between lengths, [S + 1, S + 1]."""
-        acceptance, survival = self.band_acceptance[band], self.band_survival[band]
-        # What is known about a position: its band's rows and, through the shared estimate, everybody's.
-        rows = self.band_reached[band] + self.config.band_prior_rows * self.reached / (
-            self.reached + self.config.band_prior_rows
-        )
-        variance = self.dispersion * acceptance * (1.0 - acceptance) / (rows + 5.0)
-        gain = np.zeros((self.max_length + 1, self.max_length))  # d log tokens_s / d acceptance_i
-        lower = np.tril(np.broadcast_to(survival[:, None], (self.max_length, self.max_length)))
-        gain[1:] = lower.cumsum(axis=0) / acceptance / self.expected_tokens[band, 1:, None]
-        return (gain * variance) @ gain.T
-
-    def export_state(self) -> dict[str, Any]:
-        """Everything needed to go on exactly from here, as JSON-able values."""
-        return {
-            "first_prior": self.first_prior,
-            "ratios": self.ratios.tolist(),
-            "reached": self.reached.tolist(),
-            "accepted": self.accepted.tolist(),
-            "band_reached": self.band_reached.tolist(),
-            "band_accepted": self.band_accepted.tolist(),
-            "dispersion": self.dispersion,
-            "block": [self.block_sum, self.block_reports],
-            "cusum_up": self.cusum_up,
-            "cusum_down": self.cusum_down,
-            "block_up": self.block_up,
-            "block_down": self.block_down,
-            "num_reports": self.num_reports,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from an exported state. Raises KeyError or ValueError if it is not one."""
-        self.first_prior = float(state["first_prior"])
-        for name in ("ratios", "reached", "accepted", "band_reached", "band_accepted"):
-            setattr(self, name, np.array(state[name], dtype=float))
-        self.band_reached = self.band_reached.reshape(-1, self.max_length)
-        self.band_accepted = self.band_accepted.reshape(-1, self.max_length)
-        self.dispersion = float(state["dispersion"])
-        self.block_sum, self.block_reports = float(state["block"][0]), int(state["block"][1])
-        self.cusum_up, self.cusum_down = float(state["cusum_up"]), float(state["cusum_down"])
-        self.block_up, self.block_down = float(state["block_up"]), float(state["block_down"])
-        self.num_reports = int(state["num_reports"])
-        self._estimate()
-
-
-def band_of(batch_size: int) -> int:
-    """Band of load: 1 -> 0, 2 -> 1, 3-4 -> 2, 5-8 -> 3, ..."""
-    return (batch_size - 1).bit_length()
+    def log_tokens_variance(self, kind: int, band: int) -> FloatArray:
+        """Variance of log tokens at every length, by the delta method."""
+        acceptance, positions = self.acceptance[kind, band], self.shape[2]
+        shared = PRIOR_ROWS + self.reached
+        rows = self.band_reached[kind, band] + BAND_PRIOR_ROWS * shared / (shared + BAND_PRIOR_ROWS)
+        variance = self.dispersion[kind] * acceptance * (1.0 - acceptance) / rows
+        lower = np.tril(np.broadcast_to(acceptance.cumprod()[:, None], (positions, positions)))
+        gain = lower.cumsum(axis=0) / acceptance / self.tokens[kind, band, 1:, None]
+        return np.append(0.0, (gain**2 * variance).sum(axis=1))

@@ -1,269 +1,242 @@
-"""Everything believed about one context: its step times, and its view of the acceptance that its pair shares."""
+"""One context: models of step times and of acceptance, and the groups of workers that share one of each."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import chain, compress, groupby
-from typing import Any
 
 import numpy as np
 
-from speclen.controller.estimator.acceptance import AcceptanceModel, band_of
-from speclen.controller.estimator.agreement import LARGEST_FLEET, Agreement
-from speclen.controller.estimator.arrays import FloatArray, distinct
-from speclen.controller.estimator.core import (
-    Bucket,
-    ContextKey,
-    DriftEvent,
-    LengthEstimate,
-    Limits,
-    Profile,
-    StepObservation,
-)
-from speclen.controller.estimator.latency import LatencyModel
+from speclen.controller.estimator.acceptance import Acceptance, Parts, band_of
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.choice import LengthChoice
+from speclen.controller.estimator.core import Bucket, ContextKey, Decision, DriftEvent, Limits, StepObservation
+from speclen.controller.estimator.policies.policy import Policy
+from speclen.controller.estimator.step_time import MOST_EVIDENCE, UNLIKE_SD, Steps, StepTimes
+from speclen.controller.estimator.workers import ACCEPTANCE, TIMES, Workers
 
-# What can be believed of a step, in seconds: beyond it the numbers have lost their meaning, not the device its speed.
-LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
-# Log of anything relative that can be believed: a factor of 1e13.
-MOST_LOG = 30.0
-# Rows that can be behind a count.
-MOST_COUNT = 1e15
-# The widest interval told, as a factor around the estimate: it says that nothing is known, and stays a number.
-MOST_SPREAD = 500.0
-
+# Reports of a band of load over which its usual mix of classes is averaged.
+MIX_REPORTS = 100.0
 # Resumptions over which their cost is averaged, and the most that one may count, in usual steps.
-RESUMES_REMEMBERED = 20
-LARGEST_RESUME_STEPS = 5.0
+RESUMES_REMEMBERED, LARGEST_RESUME_STEPS = 20, 5.0
+# Drift is named as the reason of a decision for so many reports. Workers whose newest length is remembered.
+DRIFT_NAMED_REPORTS, WORKERS_REMEMBERED = 1000, 128
 
 
-class ContextModel:
-    """Learns from groups of observations and predicts time and tokens of every bucket and length.
+class Group:
+    """Workers that are alike: what is believed about them, and what they play."""
 
-    tokens, seconds: [buckets, lengths], expected tokens per row and step, and mean step time.
+    STATE = ("choice", "version", "lengths")
+
+    def __init__(self, times: StepTimes, acceptance: Acceptance, choice: LengthChoice) -> None:
+        self.times, self.acceptance, self.choice = times, acceptance, choice
+        self.version, self.seen_acceptance = 0, -1
+        self.lengths: list[int] = []
+        self.last_decision: dict[int, Decision] = {}
+
+
+class Context:
+    """A new worker shares the first models; the first acceptance is that of the pair, for all devices.
+
+    policy: chooses instead of the estimates, where another one was asked for.
     """
 
+    STATE = (
+        "workers",
+        "mix",
+        "last_length",
+        "resume_s",
+        "num_resumes",
+        "reports_since_drift",
+        "next_probe_id",
+        "recent",
+    )
+
     def __init__(
-        self, key: ContextKey, limits: Limits, buckets: tuple[Bucket, ...], acceptance: AcceptanceModel
+        self,
+        key: ContextKey,
+        limits: Limits,
+        buckets: tuple[Bucket, ...],
+        acceptance: Acceptance,
+        policy: Policy | None = None,
     ) -> None:
-        self.key = key
-        self.limits = limits
-        self.buckets = buckets
-        self.acceptance = acceptance
-        self.latency = LatencyModel(buckets, limits.max_speculation_length)
-        self.agreement = Agreement(limits.max_speculation_length + 1)
-        # What resuming after length 0 costs on top of an ordinary step (the draft catches up), in seconds.
-        self.resume_s = 0.0
-        self.num_resumes = 0
-        self.last_length: dict[str, int] = {}  # by worker, of its newest step; the longest silent first
-        self._band_batches()
-        self.refresh()
+        self.key, self.limits, self.buckets, self.policy = key, limits, buckets, policy
+        self.times = [self.new_times()]
+        self.acceptances = [acceptance]
+        self.groups: dict[tuple[int, int], Group] = {}
+        self.main = self.group((0, 0))
+        self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1))
+        self.bands = np.array([band_of(bucket.batch_max) for bucket in buckets])
+        self.mix = np.zeros((self.bands.max() + 1, acceptance.shape[0]))  # usual share of classes by band
+        self.mix[:, 0] = 1.0
+        self.last_length: dict[str, int] = {}
+        self.resume_s, self.num_resumes = 0.0, 0
+        self.last_drift: DriftEvent | None = None
+        self.reports_since_drift, self.next_probe_id = 0, 1
+        self.recent: list[int] = []  # buckets of the newest reports
 
-    def _band_batches(self) -> None:
-        self.bands = np.array([band_of(bucket.batch_max) for bucket in self.buckets])
-        self.band_of_size = np.array([0, *(band_of(size) for size in range(1, self.limits.max_batch_size + 1))])
+    def new_times(self) -> StepTimes:
+        """Step times that know nothing."""
+        return StepTimes(self.buckets, self.limits.max_speculation_length)
 
-    def extend(self, limits: Limits, buckets: tuple[Bucket, ...]) -> None:
-        """Make room for larger limits, keeping what was learned."""
-        self.limits, self.buckets = limits, buckets
-        self.latency.extend(buckets, limits.max_speculation_length)
-        self.agreement.extend(limits.max_speculation_length + 1)
-        self._band_batches()
-        self.refresh()
+    def new_acceptance(self) -> Acceptance:
+        """An acceptance that knows nothing."""
+        classes, bands, positions = self.acceptances[0].shape
+        return Acceptance(positions, bands, classes)
 
-    def seed(self, profile: Profile) -> None:
-        """Start step times from a profile, unless steps have already told more; see AcceptanceModel.seed for the rest."""
-        if self.latency.num_reports == 0:
-            self.latency.seed(profile)
-        self.refresh()
+    def group_of(self, worker: str) -> Group:
+        """The group that a worker belongs to."""
+        peer = self.workers.peers.get(worker)
+        return self.main if peer is None else self.group((peer.models[TIMES], peer.models[ACCEPTANCE]))
 
-    def refresh(self) -> None:
-        """Bring tokens and seconds up to date with both models."""
-        count = self.limits.max_speculation_length + 1
-        self.tokens: FloatArray = self.acceptance.expected_tokens[self.bands, :count]
-        self.seconds: FloatArray = self.latency.predict()
+    def group(self, models: tuple[int, int], like: Group | None = None) -> Group:
+        """The group with these models, a new one if need be; `like` gives its first lengths."""
+        group = self.groups.get(models)
+        if group is None:
+            choice = LengthChoice(len(self.buckets), self.limits.max_speculation_length)
+            group = self.groups[models] = Group(self.times[models[TIMES]], self.acceptances[models[ACCEPTANCE]], choice)
+            if like is not None:
+                group.version, group.lengths = like.version, list(like.lengths)
+        return group
 
-    def learn(self, observations: Sequence[StepObservation], workers: Sequence[str]) -> list[DriftEvent]:
-        """Update both models with a group; returns what drifted.
+    def tokens(self, group: Group) -> FloatArray:
+        """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
+        known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
+        mixed: FloatArray = np.einsum("kc,ckl->kl", self.mix, known)[self.bands]
+        return mixed
 
-        workers: who sent each observation; those of one worker stand side by side.
-        """
-        events = []
-        steps = StepColumns(observations)
-        fired = self._learn_acceptance(steps)
-        if fired:
-            events.append(self._event("acceptance", fired))
-        for worker_id, span in spans_of(workers):
-            self._learn_resuming(observations[span], worker_id)
-        fired = self._learn_latency(steps, workers)
-        if fired:
-            events.append(self._event("latency", fired))
-        self.refresh()
-        return events
+    def redecide(self, group: Group, cause: str = "") -> list[Decision]:
+        """Choose anew by the newest estimates; returns what changed, and why."""
+        group.seen_acceptance = group.acceptance.version
+        group.choice.decide(self.tokens(group), group.times, self.resume_s)
+        chosen: list[int] = group.choice.lengths.tolist() if self.policy is None else self.policy.pull_all()
+        if chosen == group.lengths:
+            return []
+        before, group.lengths = group.lengths + [None] * (len(chosen) - len(group.lengths)), chosen
+        group.version += 1
+        changed = [
+            self._explained(group, bucket, old, new, cause)
+            for bucket, old, new in zip(self.buckets, before, chosen, strict=True)
+            if old != new
+        ]
+        group.last_decision |= {decision.bucket.index: decision for decision in changed}
+        return changed
 
-    def _learn_acceptance(self, steps: StepColumns) -> float:
-        positions, length = self.acceptance.max_length, steps.length
-        width = length + 1
-        last = width.cumsum()
-        values = np.fromiter(chain.from_iterable(steps.histograms), float, int(last[-1]))
-        # Where each report's histogram goes in a table of equal rows: its own row, from the first column on.
-        place = np.arange(len(values)) + np.repeat(np.arange(len(length)) * (positions + 2) - (last - width), width)
-        histogram = np.zeros((len(length), positions + 2))
-        histogram.reshape(-1)[place] = values
-        histogram[~steps.teaches_acceptance] = 0.0
-        # at_least[:, i]: rows with i or more accepted. Position i is judged in rows with i - 1 or more, up to the length.
-        at_least = histogram[:, ::-1].cumsum(axis=1)[:, ::-1]
-        inside = np.arange(positions) < length[:, None]
-        bands = self.band_of_size[steps.batch]
-        return self.acceptance.update(at_least[:, 1:-1] * inside, at_least[:, :-2] * inside, bands)
+    def _explained(self, group: Group, bucket: Bucket, old: int | None, new: int, cause: str) -> Decision:
+        if not group.times.known:
+            reason = "nothing is known yet: a cautious length until the first steps were measured"
+            return Decision(self.key, bucket, group.version, old, new, None, None, reason)
+        per_token = 1e3 / group.choice.goodput[bucket.index]
+        now, then = float(per_token[new]), None if old is None else float(per_token[old])
+        if then is None:
+            reason = f"first choice: length {new} at {now:.4g} ms per token"
+        else:
+            gain = 100.0 * (then / now - 1.0)
+            reason = f"length {new} promises {now:.4g} ms per token, length {old} {then:.4g} ({gain:+.1f}% goodput)"
+        drift = self.last_drift
+        if not cause and drift is not None and self.reports_since_drift < DRIFT_NAMED_REPORTS:
+            verb = "rose" if drift.statistic > 0 else "fell"
+            cause = f"{drift.factor} {verb} {self.reports_since_drift} reports ago"
+        return Decision(self.key, bucket, group.version, old, new, then, now, f"{reason}; {cause}" if cause else reason)
 
-    def _learn_latency(self, steps: StepColumns, workers: Sequence[str]) -> float:
-        teaches = steps.teaches_latency
-        if not teaches.any():
-            return 0.0
-        size, length = steps.batch[teaches].astype(float), steps.length[teaches]
-        context, seconds = steps.context[teaches], steps.seconds[teaches]
-        senders = list(compress(workers, teaches.tolist()))
-        names, sender = distinct(senders)
-        offsets, trusted = self.agreement.judge(names)
-        offset, use = offsets[sender], trusted[sender]
-        deviation = np.zeros(len(size))
-        if not trusted.all():
-            self._leave_out(list(compress(names, ~trusted)), senders, size)
-            odd = ~use
-            deviation[odd] = self.latency.residuals(size[odd], length[odd], context[odd], seconds[odd])
-        self.agreement.readmit(list(compress(names, trusted)))
-        fired = 0.0
-        if use.any():
-            fired, residual = self.latency.update(
-                size[use], length[use], context[use], seconds[use], offset[use], list(compress(senders, use.tolist()))
-            )
-            deviation[use] = residual + offset[use]
-            if fired:
-                self.agreement.forget()
-        self.agreement.record(names, sender, length, deviation)
-        return fired
+    def learn_mix(self, parts: Parts) -> None:
+        """Follow which classes of requests are usual at each load."""
+        if not parts.kinds.any() and (self.mix[:, 0] == 1.0).all():
+            return
+        rows = np.zeros(self.mix.shape)
+        np.add.at(rows, (parts.bands, parts.kinds), parts.share)
+        seen = rows.sum(axis=1, keepdims=True)
+        self.mix += (1.0 - np.exp(-seen / MIX_REPORTS)) * (rows / np.maximum(seen, 1e-9) - self.mix)
 
-    def _leave_out(self, excluded: list[str], senders: list[str], size: FloatArray) -> None:
-        """Reports of these workers are not learned from; what was, a moment ago, is doubted."""
-        for worker_id in excluded:
-            mine = [index for index, sender in enumerate(senders) if sender == worker_id]
-            if self.agreement.exclude(worker_id, len(mine)):
-                self.latency.doubt(size[mine])
-
-    def _learn_resuming(self, observations: Sequence[StepObservation], worker_id: str) -> None:
+    def learn_resuming(self, steps: Sequence[StepObservation], worker: str) -> None:
         """Track what the first step with draft tokens after length 0 takes longer: the draft catches up in it.
 
         Workers flag such a step, so that it teaches no latency. Other flags may fall on it, hence the bounds.
         """
-        previous = self.last_length.pop(worker_id, -1)
-        for each in observations:
-            length = each.speculation_length
-            if previous == 0 and length > 0 and not each.teaches_latency and self.latency.known:
-                usual = float(self.seconds[self.latency.bucket_of[each.batch_size], length])
-                extra = min(max(each.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
+        group, previous = self.group_of(worker), self.last_length.pop(worker, -1)
+        for step in steps:
+            if previous == 0 < step.speculation_length and not step.teaches_latency and group.choice.decided:
+                usual = float(group.choice.seconds[group.times.bucket_of[step.batch_size], step.speculation_length])
+                extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
                 self.num_resumes += 1
                 self.resume_s += (extra - self.resume_s) / min(self.num_resumes, RESUMES_REMEMBERED)
-            previous = length
-        self.last_length[worker_id] = previous
-        if len(self.last_length) > LARGEST_FLEET:
+            previous = step.speculation_length
+        self.last_length[worker] = previous
+        if len(self.last_length) > WORKERS_REMEMBERED:
             del self.last_length[next(iter(self.last_length))]
 
-    def _event(self, factor: str, statistic: float) -> DriftEvent:
-        direction = "rose" if statistic > 0 else "fell"
-        if factor == "acceptance":
-            detail = f"accepted tokens {direction} against expectation; 95% of the acceptance counts were forgotten"
-        else:
-            detail = f"step times {direction} against prediction; the latency surface may move again, cells were kept"
-        return DriftEvent(self.key, factor, statistic, detail)
+    def record(self, group: Group, steps: Steps) -> None:
+        """Keep for comparison what step times have just learned: clipped, so that pauses do not make a suspect."""
+        times = group.times
+        if len(times.surprise) != len(steps.batch):
+            return  # nothing was known yet
+        cell = times.bucket_of[steps.batch] * times.num_lengths + steps.length
+        surprise = times.surprise + steps.offset
+        log_s = times.log_seconds[cell] + surprise
+        for worker, span in steps.spans:
+            peer = self.workers.peer(worker)
+            if peer is not None:
+                speed = times.speed_of(worker).mean
+                self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed)
 
-    def sound(self) -> bool:
-        """Whether every number can still be worked with; where not, the context has to start anew."""
-        return (
-            within(self.seconds, LEAST_SECONDS, MOST_SECONDS)
-            and within(self.tokens, 1.0, self.tokens.shape[1] + 1e-6)
-            and math.isfinite(self.resume_s)
-            and latency_is_sound(self.latency)
-            and acceptance_is_sound(self.acceptance)
-        )
+    def compare(self, num_reports: int) -> list[DriftEvent]:
+        """Compare workers when it is time; returns who was found unlike the others."""
+        workers, events = self.workers, []
+        if not workers.due(num_reports):
+            return []
+        for model in range(len(self.times)):
+            alone = workers.sharing(TIMES, model)
+            if len(alone) == 1 and len(self.times) > 1:
+                self._rejoin(alone[0][0])
+            while (worker := workers.unlike_in_time(model, self.times[model].noise)) is not None:
+                events.append(self._set_times_apart(worker))
+        for model in range(len(self.acceptances)):
+            dispersion = float(self.acceptances[model].dispersion.max())
+            if (worker := workers.unlike_in_acceptance(model, dispersion)) is not None:
+                events.append(self._set_acceptance_apart(worker))
+        return events
 
-    def estimates(self, bucket: int) -> list[LengthEstimate]:
-        """What is believed about every length in one bucket, with 95% intervals."""
-        latency, tokens = (
-            self.latency.log_variance(bucket),
-            self.acceptance.log_tokens_variance(int(self.bands[bucket])),
-        )
-        out = []
-        for length in range(self.limits.max_speculation_length + 1):
-            expected, seconds = float(self.tokens[bucket, length]), float(self.seconds[bucket, length])
-            spread = min(
-                math.exp(min(1.96 * math.sqrt(float(latency[length] + tokens[length])), MOST_LOG)), MOST_SPREAD
-            )
-            ms = 1e3 * seconds / expected
-            out.append(LengthEstimate(length, expected, seconds, ms, ms / spread, ms * spread))
-        return out
+    def _rejoin(self, worker: str) -> None:
+        """A worker with step times of its own that clearly agrees with others shares theirs, if it was apart but once."""
+        peer, like = self.workers.peers[worker], self.group_of(worker)
+        for model in range(len(self.times)) if peer.times_apart <= 1 else ():
+            if model != peer.models[TIMES] and self.workers.fits(worker, model, like.times.noise):
+                peer.models[TIMES] = model
+                peer.level = peer.offset = peer.over(self.times[model].log_seconds)
+                self.group((model, peer.models[ACCEPTANCE]), like)
+                return
 
-    def export_state(self) -> dict[str, Any]:
-        """JSON-able values from which to go on, the pair's acceptance not included."""
-        return {
-            "latency": self.latency.export_state(),
-            "fleet": self.agreement.export_state(),
-            "resume_s": self.resume_s,
-            "num_resumes": self.num_resumes,
-            "last_length": list(self.last_length.items()),
-        }
+    def _set_times_apart(self, worker: str) -> DriftEvent:
+        """A worker whose times are unlike: it shares those of workers that it fits, or gets its own."""
+        workers, peer, like = self.workers, self.workers.peers[worker], self.group_of(worker)
+        old = peer.models[TIMES]
+        fitting = (at for at in range(len(self.times)) if at != old and workers.fits(worker, at, like.times.noise))
+        new = next(fitting, len(self.times))
+        if new == len(self.times):
+            self.times.append(self.new_times())
+            self.times[new].seed_from(like.times, UNLIKE_SD)
+        peer.models[TIMES] = new
+        peer.times_apart += 1
+        for model in (old, new):
+            sharing = [each for _, each in workers.sharing(TIMES, model)]
+            for each in sharing:
+                each.offset = 0.0
+            self.times[model].rebuild(*workers.evidence(model, MOST_EVIDENCE))
+            for each in sharing:
+                each.level = each.over(self.times[model].log_seconds)
+        self.group((new, peer.models[ACCEPTANCE]), like)
+        return self._apart(worker, "step times")
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from an exported state."""
-        self.latency.restore(state["latency"])
-        self.agreement.restore(state["fleet"])
-        self.resume_s, self.num_resumes = float(state["resume_s"]), int(state["num_resumes"])
-        self.last_length = {worker_id: int(length) for worker_id, length in state["last_length"]}
-        self.refresh()
+    def _set_acceptance_apart(self, worker: str) -> DriftEvent:
+        """A worker whose accepted tokens are unlike gets its own; the others' forget what was learned from it."""
+        peer, like = self.workers.peers[worker], self.group_of(worker)
+        peer.models[ACCEPTANCE] = len(self.acceptances)
+        self.acceptances.append(self.new_acceptance())
+        like.acceptance.forget_all()
+        for each in self.workers.peers.values():
+            each.tokens = [0.0, 0.0, 0.0]
+        self.group((peer.models[TIMES], peer.models[ACCEPTANCE]), like)
+        return self._apart(worker, "accepted tokens")
 
-
-class StepColumns:
-    """A group of observations as arrays [n]; batch, length: whole numbers."""
-
-    __slots__ = ("batch", "context", "histograms", "length", "seconds", "teaches_acceptance", "teaches_latency")
-
-    def __init__(self, observations: Sequence[StepObservation]) -> None:
-        batch, length, seconds, self.histograms, context, teaches_latency, teaches_acceptance, _ = zip(
-            *observations, strict=True
-        )
-        self.batch, self.length = np.array(batch), np.array(length)
-        self.seconds, self.context = np.array(seconds), np.array(context)
-        self.teaches_latency, self.teaches_acceptance = np.array(teaches_latency), np.array(teaches_acceptance)
-
-
-def within(values: FloatArray, least: float, most: float) -> bool:
-    """Whether all values lie in [least, most]; NaN lies nowhere."""
-    return values.size == 0 or bool(least <= values.min() and values.max() <= most)
-
-
-def latency_is_sound(model: LatencyModel) -> bool:
-    """Whether weights, variances and deviations are numbers of a believable size."""
-    return (
-        math.isfinite(model.mean.sum())
-        and math.isfinite(model.covariance.sum())
-        and within(model.variance, 0.0, MOST_LOG**2)
-        and within(model.rho, -MOST_LOG, MOST_LOG)
-        and abs(model.speed) <= MOST_LOG
-        and math.isfinite(model.sigma)
-    )
-
-
-def acceptance_is_sound(model: AcceptanceModel) -> bool:
-    """Whether the counts are counts and the shares are shares."""
-    counts = (model.reached, model.accepted, model.band_reached, model.band_accepted)
-    return all(within(values, 0.0, MOST_COUNT) for values in counts) and within(model.band_acceptance, 0.0, 1.0)
-
-
-def spans_of(workers: Sequence[str]) -> list[tuple[str, slice]]:
-    """Each worker with its place in the group. A worker that appears twice has two places."""
-    spans, start = [], 0
-    for worker_id, members in groupby(workers):
-        end = start + sum(1 for _ in members)
-        spans.append((worker_id, slice(start, end)))
-        start = end
-    return spans
+    def _apart(self, worker: str, what: str) -> DriftEvent:
+        detail = f"{what} of worker {worker} are unlike the others': in this it is learned from for itself"
+        return DriftEvent(self.key, "worker", 1.0, detail)

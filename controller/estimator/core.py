@@ -142,7 +142,8 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class DriftEvent:
     """What was forgotten, and why. factor: "latency" or "acceptance" where a detector fired, statistic says how strongly;
-    "reset" where the context's numbers had left what can be represented and it started anew.
+    "reset" where the context's numbers had left what can be represented and it started anew; "worker" where one was found
+    unlike the others.
     """
 
     context: ContextKey

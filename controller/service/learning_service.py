@@ -23,10 +23,9 @@ from speclen.controller.estimator.core import (
     ObserveOutcome,
     Probe,
     Profile,
-    StepObservation,
     Table,
 )
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.prediction import PredictionError
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.news import News
@@ -88,10 +87,10 @@ class LearningService:
         self.totals = Totals()
         self.prediction: dict[ContextKey, PredictionError] = {}
         self.news = news
-        self._tables: dict[ContextKey, Table] = {}
+        self._tables: dict[ContextKey, dict[tuple[int, int], Table]] = {}
         self._waiting: dict[str, Worker] = {}
         # Buckets for which a context has no probe to give until it has learned more.
-        self._no_probe: dict[ContextKey, set[int]] = {}
+        self._no_probe: dict[ContextKey, set[tuple[tuple[int, int], int]]] = {}
 
     def register(self, registration: Registration) -> Worker:
         """Introduce a worker; raises what Registry.register raises."""
@@ -160,7 +159,7 @@ class LearningService:
         observations = [step for worker in workers for step in worker.group.observations]
         senders = [worker.worker_id for worker in workers for _ in worker.group.observations]
         try:
-            self._compare(context, observations)
+            self._compare(workers)
             outcome = self.estimator.observe(context.key, observations, senders)
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", workers=sorted(set(senders)))
@@ -221,11 +220,14 @@ class LearningService:
         self.totals.num_repeated += window.num_repeated - repeated
         return list(compress(reports, new))
 
-    def _compare(self, context: RegisteredContext, steps: Sequence[StepObservation]) -> None:
-        prediction = self.prediction.get(context.key)
+    def _compare(self, workers: Sequence[Worker]) -> None:
+        """Note what each worker's table had promised for its steps."""
+        key = workers[0].context.key
+        prediction = self.prediction.get(key)
         if prediction is None:
-            prediction = self.prediction[context.key] = PredictionError()
-        prediction.add(self.table(context), steps)
+            prediction = self.prediction[key] = PredictionError()
+        for worker in workers:
+            prediction.add(self.table(worker), worker.group.observations)
 
     def _note(self, context: RegisteredContext, outcome: ObserveOutcome) -> None:
         if outcome.decisions or outcome.drift_events:
@@ -239,11 +241,17 @@ class LearningService:
             if outcome.decisions:
                 self.news.note(context.workers)
 
-    def table(self, context: RegisteredContext) -> Table:
+    def kind_of(self, worker: Worker) -> tuple[int, int]:
+        """Workers of one context and kind have one table; (0, 0) is everybody who is not unlike the others."""
+        return self.estimator.models_of(worker.context.key, worker.worker_id)
+
+    def table(self, worker: Worker) -> Table:
         """The table in use. Its lengths are of this moment, its expected times at most as old as `refresh` allows."""
-        table = self._tables.get(context.key)
+        key, kind = worker.context.key, self.kind_of(worker)
+        tables = self._tables.setdefault(key, {})
+        table = tables.get(kind)
         if table is None:
-            table = self._tables[context.key] = self.estimator.table(context.key)
+            table = tables[kind] = self.estimator.table(key, worker.worker_id)
         return table
 
     def refresh(self) -> None:
@@ -256,7 +264,7 @@ class LearningService:
         if probe is None:
             return []
         second = None
-        if self.estimator.probe_goes_on(worker.context.key, batch_size):
+        if self.estimator.probe_goes_on(worker.context.key, batch_size, worker.worker_id):
             second = self.take_probe(worker, batch_size)
         return [probe] if second is None else [probe, second]
 
@@ -266,17 +274,18 @@ class LearningService:
         if worker.policy not in FOLLOWS_TABLE or not 0 < batch_size <= worker.limits.max_batch_size:
             return None
         asked = self._no_probe.setdefault(key, set())
-        bucket = self.estimator.bucket_index(key, batch_size)
-        if bucket in asked:
+        place = self.kind_of(worker), self.estimator.bucket_index(key, batch_size)
+        if place in asked:
             return None
         try:
-            probe = self.estimator.take_probe(key, batch_size, worker.limits.max_speculation_length)
+            longest = worker.limits.max_speculation_length
+            probe = self.estimator.take_probe(key, batch_size, longest, worker.worker_id)
         except Exception:
             log.exception("the estimator failed to give a probe", context=str(key))
             self._start_anew(worker.context)
             return None
         if probe is None:
-            asked.add(bucket)
+            asked.add(place)
             return None
         self.totals.num_probes += 1
         return probe

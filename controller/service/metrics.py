@@ -81,7 +81,7 @@ class ControllerCollector:
         yield counter("decisions", "Changes of a bucket's length", service.totals.num_decisions)
         yield counter("probes", "Exploratory lengths handed out", service.totals.num_probes)
         drift = CounterMetricFamily(f"{PREFIX}_drift_events", "Times something was forgotten", labels=["factor"])
-        for factor in ("latency", "acceptance", "reset"):
+        for factor in ("latency", "acceptance", "reset", "worker"):
             drift.add_metric([factor], service.totals.drift[factor])
         yield drift
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.service.journal import Journal, JournalSettings
 from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News

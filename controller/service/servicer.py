@@ -169,7 +169,7 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def _next_length(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
         """The length for the next step of this batch size: a probe if it is this worker's turn, else the table's."""
-        table = self.service.table(worker.context)
+        table = self.service.table(worker)
         response = pb.ReportStepResponse(
             speculation_length=min(table.length_for(batch_size), worker.limits.max_speculation_length),
             decision_version=table.version,

@@ -10,9 +10,9 @@ from typing import Any
 
 import structlog
 
-from speclen.controller.estimator.acceptance import AcceptanceModel
+from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.core import ContextKey, Limits, ObserveOutcome, Profile
-from speclen.controller.estimator.estimation import Estimator
+from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.service.registry import RegisteredContext, Registry, Worker
 from speclen.controller.service.sequence import SeqWindow
 from speclen.store.records import (
@@ -54,8 +54,7 @@ class Snapshots:
         estimates = Estimates()
         for context in contexts:
             self._add_context(estimates, context, now)
-            acceptance = self.estimator.model(context.key).acceptance  # one for all contexts of the pair
-        estimates.acceptance = acceptance_rows(pair, acceptance, now)
+        estimates.acceptance = acceptance_rows(pair, self.estimator.acceptance(pair), now)
         state = self.estimator.export_pair_state(pair)
         estimates.states.append(StateRow("pair", json.dumps(pair), state_text(state), now))
         return estimates
@@ -168,10 +167,10 @@ def state_text(state: dict[str, Any]) -> str:
     return json.dumps(state, allow_nan=False)
 
 
-def acceptance_rows(pair: tuple[str, str], model: AcceptanceModel, now: float) -> list[AcceptanceRow]:
+def acceptance_rows(pair: tuple[str, str], model: Acceptance, now: float) -> list[AcceptanceRow]:
     """Survival by position: of everybody (batch sizes 0 to 0), then of every band of load."""
-    rows = survival_rows(pair, (0, 0), model.acceptance.cumprod().tolist(), model.reached.tolist(), now)
-    bands = zip(model.band_survival.tolist(), model.band_reached.tolist(), strict=True)
+    rows = survival_rows(pair, (0, 0), model.shared.cumprod().tolist(), model.reached.tolist(), now)
+    bands = zip(model.of_band().cumprod(axis=1).tolist(), model.band_reached.sum(axis=0).tolist(), strict=True)
     for band, (survival, reached) in enumerate(bands):
         rows += survival_rows(pair, ((1 << band) // 2 + 1, 1 << band), survival, reached, now)
     return rows

@@ -80,7 +80,7 @@ class Stream:
         self.end: asyncio.Future[StreamEndError] = asyncio.get_running_loop().create_future()
         self._num_refused = 0
         self._last_refusal = ""
-        self._sent_version: int | None = None
+        self._sent_table: pb.LengthTable | None = None
         self._sent_durable_seq = -1
         self._lock = asyncio.Lock()
 
@@ -164,10 +164,7 @@ class Stream:
         worker = self.worker
         if worker is None or worker.epoch != self.epoch:
             return False
-        return (
-            worker.durable_seq != self._sent_durable_seq
-            or self.service.table(worker.context).version != self._sent_version
-        )
+        return worker.durable_seq != self._sent_durable_seq or self.hub.table(worker) is not self._sent_table
 
     @property
     def is_busy(self) -> bool:
@@ -199,10 +196,10 @@ class Stream:
             num_refused=self._num_refused,
             last_refusal=self._last_refusal,
         )
-        version = self.service.table(worker.context).version
-        if version != self._sent_version:
-            response.table.CopyFrom(self.hub.table(worker))
-            self._sent_version = version
+        table = self.hub.table(worker)
+        if table is not self._sent_table:
+            response.table.CopyFrom(table)
+            self._sent_table = table
         return response
 
     async def _wait_until_durable(self) -> None:
@@ -236,7 +233,7 @@ class Streams:
         self._with_news: set[Stream] = set()
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        self._tables: dict[tuple[object, int], tuple[int, pb.LengthTable]] = {}
+        self._tables: dict[object, tuple[int, pb.LengthTable]] = {}
 
     async def serve(self, call: StreamContext) -> None:
         """One call from beginning to end. Raises FullError when too many are open."""
@@ -288,14 +285,15 @@ class Streams:
 
     def table(self, worker: Worker) -> pb.LengthTable:
         """The table, with lengths that this worker can use; built once per version."""
-        table = self.service.table(worker.context)
+        table = self.service.table(worker)
         most = worker.limits.max_speculation_length
-        kept = self._tables.get((worker.context.key, most))
+        place = worker.context.key, self.service.kind_of(worker), most
+        kept = self._tables.get(place)
         if kept is None or kept[0] != table.version:
             message = table_message(table)
             for choice in message.choices:
                 choice.speculation_length = min(choice.speculation_length, most)
-            kept = self._tables[worker.context.key, most] = (table.version, message)
+            kept = self._tables[place] = (table.version, message)
         return kept[1]
 
     async def deliver(self) -> None:

@@ -22,6 +22,7 @@ TEACHES = {
     "prefill": (False, True),
     "catch_up": (False, True),
     "mixed_lengths": (False, False),
+    "changed_length": (False, True),
     "unknown": (False, False),  # a reason that this version does not know is still a reason
 }
 

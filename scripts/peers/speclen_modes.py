@@ -42,7 +42,12 @@ def main(
     """Measure closed loops, one concurrency after the other, and print a JSON line each."""
     requests = Requests.read(folder / "requests.json")
     settings = WorkerSettings(
-        str(folder / "target"), str(folder / "draft"), "cpu", max_batch_size=max(concurrency), threads=threads
+        str(folder / "target"),
+        str(folder / "draft"),
+        "cpu",
+        max_batch_size=max(concurrency),
+        threads=threads,
+        max_cached_tokens=0,
     )
     contender = Contender(policy, policy, profile, seeded=policy == "adaptive" and profile is not None)
     with Deployment(contender, settings) as deployment, grpc.insecure_channel(deployment.worker.address) as channel:

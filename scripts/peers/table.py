@@ -11,19 +11,28 @@ from typing import Any
 
 Rows = list[dict[str, Any]]
 
+ANYONE = "any of them"
+# Modes that do not speculate.
+PLAIN = ("none", "no draft", "generate, static batches", "continuous batching")
+
 
 def read_lines(path: Path) -> Rows:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.startswith("{")]
 
 
 def best_threads(rows: Rows) -> Rows:
-    """Per peer, mode and concurrency: the number of threads with the highest mean throughput, over its rounds."""
+    """Per peer, mode and concurrency: the number of threads with the highest mean throughput, over its rounds.
+
+    Numbers of threads that were left out of later rounds do not count.
+    """
     groups: dict[tuple[str, str, int], dict[int, Rows]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         groups[row["peer"], row["mode"], row["concurrency"]][row["threads"]].append(row)
     found = []
     for (peer, mode, concurrency), by_threads in groups.items():
-        rounds = max(by_threads.values(), key=lambda rows: statistics.fmean(row["tokens_per_s"] for row in rows))
+        num_rounds = max(len(rows) for rows in by_threads.values())
+        complete = [rows for rows in by_threads.values() if len(rows) == num_rounds]
+        rounds = max(complete, key=lambda rows: statistics.fmean(row["tokens_per_s"] for row in rows))
         rates = [row["tokens_per_s"] for row in rounds]
         found.append(
             {
@@ -60,18 +69,9 @@ def markdown(rows: Rows, ratios: Rows, facts: dict[str, Any]) -> str:
             for row in found
         ]
         lines.append(f"| {peer}, {mode} | {' | '.join(texts)} |")
-    lines += [
-        "",
-        f"| throughput of adaptive over the best mode of | {heading} |",
-        "|---|" + "---|" * len(concurrencies),
-    ]
-    for peer in dict.fromkeys(ratio["peer"] for ratio in ratios):
-        by_concurrency = {ratio["concurrency"]: ratio for ratio in ratios if ratio["peer"] == peer}
-        texts = [
-            "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}), {best_mode}".format(**by_concurrency[number])
-            for number in concurrencies
-        ]
-        lines.append(f"| {peer} | {' | '.join(texts)} |")
+    for what in dict.fromkeys(ratio["what"] for ratio in ratios):
+        lines += ["", f"| {what} | {heading} |", "|---|" + "---|" * len(concurrencies)]
+        lines += ratio_lines([ratio for ratio in ratios if ratio["what"] == what], concurrencies)
     about = ", ".join(f"{key} {value}" for key, value in facts.items())
     return (
         "# Peers on the same machine, weights and requests\n\n"
@@ -83,33 +83,60 @@ def markdown(rows: Rows, ratios: Rows, facts: dict[str, Any]) -> str:
     )
 
 
-def over_best(rows: Rows) -> Rows:
-    """Throughput of speclen with the learned length over the best mode of every peer, by concurrency.
+def ratio_lines(ratios: Rows, concurrencies: list[int]) -> list[str]:
+    """A line of a table for every peer."""
+    lines = []
+    for peer in dict.fromkeys(ratio["peer"] for ratio in ratios):
+        found = {ratio["concurrency"]: ratio for ratio in ratios if ratio["peer"] == peer}
+        texts = [
+            "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}), {best_mode}".format(**found[number])
+            if number in found
+            else "–"
+            for number in concurrencies
+        ]
+        lines.append(f"| {peer} | {' | '.join(texts)} |")
+    return lines
 
-    ratio: of the means over rounds. ratio_low, ratio_high: of the rounds.
+
+def over_best(rows: Rows) -> Rows:
+    """Throughput of speclen over the best mode of every peer and of all peers, by concurrency.
+
+    With the learned length over all modes, without speculation over those without. ratio: of the means over rounds.
+    ratio_low, ratio_high: of the rounds that both took part in.
     """
+    peers = [*sorted({row["peer"] for row in rows} - {"speclen"}), ANYONE]
     found = []
-    for row in rows:
-        if (row["peer"], row["mode"]) != ("speclen", "adaptive"):
-            continue
-        for peer in sorted({other["peer"] for other in rows} - {"speclen"}):
-            modes = [other for other in rows if (other["peer"], other["concurrency"]) == (peer, row["concurrency"])]
-            if not modes:
-                continue
-            best = max(modes, key=lambda other: other["tokens_per_s"])
-            pairs = zip(row["tokens_per_s_by_round"], best["tokens_per_s_by_round"], strict=True)
-            rounds = [ours / theirs for ours, theirs in pairs]
-            found.append(
-                {
-                    "peer": peer,
-                    "best_mode": best["mode"],
-                    "concurrency": row["concurrency"],
-                    "ratio": row["tokens_per_s"] / best["tokens_per_s"],
-                    "ratio_low": min(rounds),
-                    "ratio_high": max(rounds),
-                }
-            )
+    for mode, what in (
+        ("adaptive", "throughput of adaptive over the best mode of"),
+        ("none", "throughput of none over the best mode without speculation of"),
+    ):
+        ours = [row for row in rows if (row["peer"], row["mode"]) == ("speclen", mode)]
+        for peer in peers:
+            theirs = [
+                row
+                for row in rows
+                if row["peer"] in ((peer,) if peer != ANYONE else peers)
+                and (mode == "adaptive" or row["mode"] in PLAIN)
+            ]
+            found += [{"what": what, "peer": peer, **ratio} for row in ours if (ratio := over(row, theirs))]
     return found
+
+
+def over(row: dict[str, Any], others: Rows) -> dict[str, Any] | None:
+    """A row over the best of the others at its load; None when there are none."""
+    others = [other for other in others if other["concurrency"] == row["concurrency"]]
+    if not others:
+        return None
+    best = max(others, key=lambda other: other["tokens_per_s"])
+    pairs = zip(row["tokens_per_s_by_round"], best["tokens_per_s_by_round"], strict=False)
+    rounds = [ours / theirs for ours, theirs in pairs]
+    return {
+        "best_mode": f"{best['peer']}, {best['mode']}",
+        "concurrency": row["concurrency"],
+        "ratio": row["tokens_per_s"] / best["tokens_per_s"],
+        "ratio_low": min(rounds),
+        "ratio_high": max(rounds),
+    }
 
 
 def main() -> None:

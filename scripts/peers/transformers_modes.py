@@ -114,20 +114,22 @@ def continuous(model: Any, requests: Requests, concurrency: int, seconds: float)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="holds target, draft and requests.json")
+    parser.add_argument("--mode", choices=("static", "assisted", "continuous"), required=True)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     requests = Requests.read(options.folder / "requests.json")
-    target, draft = load(options.folder / "target"), load(options.folder / "draft")
+    target = load(options.folder / "target")
+    if options.mode == "assisted":
+        draft = load(options.folder / "draft")
+        for length in (None, 3, 6):
+            assisted(target, draft, requests, options.seconds, length).print()
+        return
+    measured = static if options.mode == "static" else continuous
     for concurrency in options.concurrency:
-        static(target, requests, concurrency, options.seconds).print()
-    for length in (None, 3, 6):
-        assisted(target, draft, requests, options.seconds, length).print()
-    # Last, since it changes the model's attention.
-    for concurrency in options.concurrency:
-        continuous(target, requests, concurrency, options.seconds).print()
+        measured(target, requests, concurrency, options.seconds).print()
 
 
 if __name__ == "__main__":

@@ -77,6 +77,13 @@ def _made_anew(table: str, create: str, columns: str) -> tuple[str, ...]:
     )
 
 
+DRIFT_EVENTS_3 = DRIFT_EVENTS_2.replace(
+    "numbers had left the representable.",
+    "numbers had left the representable,\n  -- or a worker turned out to be unlike the others.",
+).replace("'acceptance', 'reset')", "'acceptance', 'reset', 'worker')")
+
+DRIFT_EVENT_COLUMNS = "drift_event_id, context_id, factor, statistic, detail, after_group_id, detected_at"
+
 # For current_choice and for the history of one bucket.
 DECISIONS_BY_BUCKET = "CREATE INDEX decisions_by_bucket ON decisions (context_id, batch_min, decision_id)"
 
@@ -120,7 +127,7 @@ STEPS: dict[str, tuple[str, ...]] = {
         *_made_anew(
             "drift_events",
             DRIFT_EVENTS_2,
-            "drift_event_id, context_id, factor, statistic, detail, after_group_id, detected_at",
+            DRIFT_EVENT_COLUMNS,
         ),
         *_made_anew("store_events", STORE_EVENTS_2, "store_event_id, kind, num_rows, detail, happened_at"),
         CONTEXT_LIMITS,
@@ -128,4 +135,5 @@ STEPS: dict[str, tuple[str, ...]] = {
         WORKER_HEALTH_2,
     ),
     "m006_choices": (CHOICES,),
+    "m007_unlike_workers": _made_anew("drift_events", DRIFT_EVENTS_3, DRIFT_EVENT_COLUMNS),
 }

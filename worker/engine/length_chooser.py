@@ -15,6 +15,7 @@ class StepFlag(enum.Enum):
     PREFILL = "prefill"
     CATCH_UP = "catch_up"
     MIXED_LENGTHS = "mixed_lengths"
+    CHANGED_LENGTH = "changed_length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def device_name(device: torch.device) -> str:
     """Kind of device as people say it, for example "cuda:NVIDIA H200" or "cpu:AMD EPYC x2"."""
     if device.type == "cuda":
+        import torch  # only here: vLLM's processes ask for the processor's name alone
+
         return f"cuda:{torch.cuda.get_device_name(device)}"
     return f"cpu:{processor_name()} x{os.cpu_count()}"
 

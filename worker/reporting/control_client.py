@@ -22,6 +22,7 @@ from speclen.transport.aio import prepare_aio
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
+from speclen.worker.reporting.advice import why
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
 
 log = structlog.get_logger()
@@ -32,6 +33,7 @@ FLAGS = {
     StepFlag.PREFILL: pb.STEP_FLAG_PREFILL,
     StepFlag.CATCH_UP: pb.STEP_FLAG_CATCH_UP,
     StepFlag.MIXED_LENGTHS: pb.STEP_FLAG_MIXED_LENGTHS,
+    StepFlag.CHANGED_LENGTH: pb.STEP_FLAG_CHANGED_LENGTH,
 }
 
 # Keepalive alone does not notice a stopped peer for more than a minute; with the ping timeout it takes seconds.
@@ -232,7 +234,7 @@ class ControlClient:
         self, target: str, credentials: grpc.ChannelCredentials | None, metadata: aio.Metadata
     ) -> None:
         prepare_aio()
-        pause = self.settings.retry_s
+        pause, told = self.settings.retry_s, ""
         while True:
             started = self.clock()
             channel = (
@@ -244,7 +246,7 @@ class ControlClient:
                 async with channel:
                     await self._converse(rpc.ControlServiceStub(channel), metadata)
             except grpc.RpcError as error:
-                reason = f"{error.code().name}: {error.details()}" if isinstance(error, aio.AioRpcError) else str(error)
+                reason = why(error)
             except StreamClosedError:
                 reason = "closed by the controller"
             except TimeoutError:
@@ -254,7 +256,8 @@ class ControlClient:
                 self.connected = False
                 if self.follow and self.table.source == "controller":
                     self.table = self._with_source("last table")
-            elif pause == self.settings.retry_s:
+            elif (kind := reason.partition(":")[0]) != told:  # once: the next attempts fail likewise
+                told = kind
                 log.warning("no controller yet", controller=target, reason=reason, table=self.table.source)
             if self.clock() - started > self.settings.max_retry_s:
                 pause = self.settings.retry_s

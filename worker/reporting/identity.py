@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import socket
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.models.devices import device_name
 from speclen.worker.models.loading import ModelPair
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+from speclen.worker.reporting.model_label import digest, model_label
 
 
 def model_name(name: str, model: torch.nn.Module | None) -> str:
-    """Name with a digest of the configuration, so that two models of one name are told apart."""
+    """Label of a model; "none" for none."""
     if model is None:
         return "none"
-    config = model.config.to_dict()  # type: ignore[union-attr, operator]
-    # Where it lies, and who wrote the file, is not what it is: workers on other machines share what is learned.
-    what = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
-    short = name if name.startswith("bundled:") else Path(name).name
-    return f"{short}#{digest(json.dumps(what, sort_keys=True, default=str))}"
+    return model_label(name, model.config.to_dict())  # type: ignore[union-attr, operator]
 
 
 def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from speclen.controller.estimator.context import ContextModel
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.policies.cells import CellPolicy, tokens_per_row
+from speclen.controller.estimator.policies.policy import Space
 
 DELTA = 0.05
 
@@ -23,8 +23,8 @@ class UcbSpecPolicy(CellPolicy):
 
     STATE: ClassVar[tuple[str, ...]] = ("arms",)
 
-    def __init__(self, model: ContextModel, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, space: Space, seed: int) -> None:
+        super().__init__(space, seed)
         self.arms = np.zeros((2, self.num_lengths))
 
     def pull(self, bucket: int) -> int:
@@ -45,7 +45,7 @@ class UcbSpecPolicy(CellPolicy):
 
     def extend(self) -> None:
         """Arms have no buckets."""
-        self.num_buckets, self.num_lengths = len(self.model.buckets), self.model.limits.max_speculation_length + 1
+        self.num_buckets, self.num_lengths = len(self.space.buckets), self.space.limits.max_speculation_length + 1
         self.arms = np.pad(self.arms, ((0, 0), (0, self.num_lengths - self.arms.shape[1])))
 
 
@@ -57,8 +57,8 @@ class Exp3SpecPolicy(CellPolicy):
 
     STATE: ClassVar[tuple[str, ...]] = ("arms",)
 
-    def __init__(self, model: ContextModel, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, space: Space, seed: int) -> None:
+        super().__init__(space, seed)
         self.arms = np.zeros((2, self.num_lengths))
 
     def _chances(self) -> np.ndarray:
@@ -85,5 +85,5 @@ class Exp3SpecPolicy(CellPolicy):
 
     def extend(self) -> None:
         """Arms have no buckets."""
-        self.num_buckets, self.num_lengths = len(self.model.buckets), self.model.limits.max_speculation_length + 1
+        self.num_buckets, self.num_lengths = len(self.space.buckets), self.space.limits.max_speculation_length + 1
         self.arms = np.pad(self.arms, ((0, 0), (0, self.num_lengths - self.arms.shape[1])))

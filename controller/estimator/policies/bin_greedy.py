@@ -1,4 +1,4 @@
-"""Nightjar's rule as its paper describes it (arXiv 2512.22420): per batch size, arms locked in bins.
+"""Nightjar's rule as its paper describes it (arXiv 2512.22420): per batch size, space locked in bins.
 
 Block j of a bucket has 2**j bins of 2**j steps. The b-th bin of a block explores with probability 1 / sqrt(b): one random
 length for the whole bin; otherwise the length with the least mean time per token is kept for the whole bin.
@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from speclen.controller.estimator.context import ContextModel
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.policies.cells import CellPolicy
+from speclen.controller.estimator.policies.policy import Space
 
 
 class BinGreedyPolicy(CellPolicy):
@@ -20,8 +20,8 @@ class BinGreedyPolicy(CellPolicy):
 
     STATE: ClassVar[tuple[str, ...]] = ("num_steps", "tokens", "seconds", "bins")
 
-    def __init__(self, model: ContextModel, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, space: Space, seed: int) -> None:
+        super().__init__(space, seed)
         self.bins = np.zeros((self.num_buckets, 4))
         for bucket in range(self.num_buckets):
             self._open_bin(bucket, 0, 1)

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from speclen.controller.estimator.context import ContextModel
 from speclen.controller.estimator.core import StepObservation
-from speclen.controller.estimator.policies.policy import Policy
+from speclen.controller.estimator.policies.policy import Policy, Space
 
 
 def tokens_per_row(observation: StepObservation) -> float:
@@ -26,11 +25,11 @@ class CellPolicy(Policy):
 
     STATE: ClassVar[tuple[str, ...]] = ("num_steps", "tokens", "seconds")
 
-    def __init__(self, model: ContextModel, seed: int) -> None:
-        super().__init__(model)
+    def __init__(self, space: Space, seed: int) -> None:
+        super().__init__(space)
         self.rng = np.random.default_rng(seed)
-        self.num_buckets = len(model.buckets)
-        self.num_lengths = model.limits.max_speculation_length + 1
+        self.num_buckets = len(space.buckets)
+        self.num_lengths = space.limits.max_speculation_length + 1
         # Steps, tokens per row and seconds by [bucket, length], summed.
         shape = (self.num_buckets, self.num_lengths)
         self.num_steps, self.tokens, self.seconds = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -49,7 +48,7 @@ class CellPolicy(Policy):
 
     def extend(self) -> None:
         """Make room for more buckets and lengths."""
-        self.num_buckets, self.num_lengths = len(self.model.buckets), self.model.limits.max_speculation_length + 1
+        self.num_buckets, self.num_lengths = len(self.space.buckets), self.space.limits.max_speculation_length + 1
         for name in self.STATE:
             values = getattr(self, name)
             if values.ndim == 2:

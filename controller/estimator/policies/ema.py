@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from speclen.controller.estimator.context import ContextModel
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.policies.cells import CellPolicy, tokens_per_row
+from speclen.controller.estimator.policies.policy import Space
 
 TIERS = (1, 3, 7)
 ALPHA = 0.2
@@ -26,8 +26,8 @@ class EmaPolicy(CellPolicy):
 
     STATE: ClassVar[tuple[str, ...]] = ("buckets",)
 
-    def __init__(self, model: ContextModel, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, space: Space, seed: int) -> None:
+        super().__init__(space, seed)
         self.tiers = [tier for tier in TIERS if tier < self.num_lengths] or [self.num_lengths - 1]
         start = min(1, len(self.tiers) - 1)
         self.buckets = np.tile([float(self.tiers[start]), 0.0, float(start)], (self.num_buckets, 1))
@@ -51,5 +51,5 @@ class EmaPolicy(CellPolicy):
     def extend(self) -> None:
         """New buckets start in the middle tier."""
         before = self.buckets
-        EmaPolicy.__init__(self, self.model, 0)
+        EmaPolicy.__init__(self, self.space, 0)
         self.buckets[: len(before)] = before

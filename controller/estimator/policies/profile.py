@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from speclen.controller.estimator.context import ContextModel
 from speclen.controller.estimator.core import Bucket, Profile
-from speclen.controller.estimator.policies.policy import Policy
+from speclen.controller.estimator.policies.policy import Policy, Space
 
 DEFAULT_LENGTH = 2
 
@@ -38,8 +37,8 @@ def profile_tokens(profile: Profile, length: int) -> float:
 class ProfilePolicy(Policy):
     """Best length of the profile in every bucket."""
 
-    def __init__(self, model: ContextModel) -> None:
-        super().__init__(model)
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
         self.profile: Profile | None = None
         self.lengths: list[int] = []
         self.extend()
@@ -55,10 +54,10 @@ class ProfilePolicy(Policy):
 
     def extend(self) -> None:
         """Compute the table for the buckets there are."""
-        self.lengths = [self._best(bucket) for bucket in self.model.buckets]
+        self.lengths = [self._best(bucket) for bucket in self.space.buckets]
 
     def _best(self, bucket: Bucket) -> int:
-        longest = self.model.limits.max_speculation_length
+        longest = self.space.limits.max_speculation_length
         if self.profile is None or not self.profile.cells:
             return min(DEFAULT_LENGTH, longest)
         profile = self.profile

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from speclen.controller.estimator.context import ContextModel
 from speclen.controller.estimator.core import Profile, StepObservation
 from speclen.controller.estimator.policies.cells import CellPolicy
+from speclen.controller.estimator.policies.policy import Space
 from speclen.controller.estimator.policies.profile import profile_seconds
 
 WINDOW_STEPS = 200
@@ -23,8 +23,8 @@ class ThroughputAwarePolicy(CellPolicy):
 
     STATE: ClassVar[tuple[str, ...]] = ("num_steps", "seconds", "window", "prior")
 
-    def __init__(self, model: ContextModel, seed: int) -> None:
-        super().__init__(model, seed)
+    def __init__(self, space: Space, seed: int) -> None:
+        super().__init__(space, seed)
         self.window = np.zeros((WINDOW_STEPS, 2, self.num_lengths - 1))
         self.prior = np.full(self.num_lengths - 1, 0.7)
         self.totals = np.zeros((2, self.num_lengths - 1))
@@ -53,7 +53,7 @@ class ThroughputAwarePolicy(CellPolicy):
 
     def seed(self, profile: Profile) -> None:
         """Take the cost table and the first guess of acceptance from the profile."""
-        for bucket in self.model.buckets:
+        for bucket in self.space.buckets:
             times = profile_seconds(profile, (bucket.batch_min + bucket.batch_max) / 2.0)
             for length, seconds in times.items():
                 self.seconds[bucket.index, length] = seconds

@@ -36,6 +36,8 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """The draft caught up on tokens it had missed while the length was 0."""
     STEP_FLAG_MIXED_LENGTHS: _StepFlag.ValueType  # 5
     """Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
+    STEP_FLAG_CHANGED_LENGTH: _StepFlag.ValueType  # 40
+    """The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 
 class StepFlag(_StepFlag, metaclass=_StepFlagEnumTypeWrapper):
     """Why a step must not teach."""
@@ -51,6 +53,8 @@ STEP_FLAG_CATCH_UP: StepFlag.ValueType  # 4
 """The draft caught up on tokens it had missed while the length was 0."""
 STEP_FLAG_MIXED_LENGTHS: StepFlag.ValueType  # 5
 """Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
+STEP_FLAG_CHANGED_LENGTH: StepFlag.ValueType  # 40
+"""The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final

@@ -62,6 +62,8 @@ class BlockPool:
         self._free: list[int] = []  # with memory
         self._bare: list[int] = []  # without
         self._num_touched = 0  # blocks from here on were never used
+        self._reached_for: tuple[int, bytes] | None = None  # what `reach` was asked last; None once it may be wrong
+        self._reached = np.zeros(0, np.int32), np.zeros(1, np.int32)
 
     def _reserve(self) -> mmap.mmap:
         num_bytes = self.num_blocks * BLOCK_TOKENS * self.bytes_per_token
@@ -82,13 +84,24 @@ class BlockPool:
         return [flat[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
 
     def reach(self, first_row: int, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Let rows first_row, ... have room for ends[r] tokens; returns their blocks, row after row, and how many each."""
-        needed = -(-ends // BLOCK_TOKENS)
-        rows = slice(first_row, first_row + len(ends))
+        """Let rows first_row, ... have room for ends[r] tokens.
+
+        Returns their blocks, row after row, and where each row's begin in that, as int32. The same arrays as long as the
+        answer is the same: passes that follow each other ask for the same blocks but for one in 32.
+        """
+        needed = (ends + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
+        asked = first_row, needed.tobytes()
+        if asked != self._reached_for:
+            self._reached = self._reach(first_row, needed)
+            self._reached_for = asked
+        return self._reached
+
+    def _reach(self, first_row: int, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(first_row, first_row + len(needed))
         if (needed > self._held[rows]).any():
             self._grow(first_row, needed)
         tables = self._tables[rows, : needed.max()]
-        return tables[np.arange(tables.shape[1]) < needed[:, None]], needed
+        return tables[np.arange(tables.shape[1]) < needed[:, None]], begins_of(needed)
 
     def _grow(self, first_row: int, needed: np.ndarray) -> None:
         for row, blocks in enumerate(needed.tolist(), first_row):
@@ -106,6 +119,7 @@ class BlockPool:
 
     def begin(self, row: int, ids: Sequence[int]) -> int:
         """As RowStore."""
+        self._reached_for = None
         blocks = self._prefixes.match(ids)
         self._tables[row, : len(blocks)] = blocks
         self._owners[blocks] += 1
@@ -139,11 +153,13 @@ class BlockPool:
 
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """As RowStore."""
+        self._reached_for = None
         for array in (self._tables, self._held):
             array[[first, second]] = array[[second, first]]
 
     def release(self, row: int) -> None:
         """As RowStore."""
+        self._reached_for = None
         blocks = self._tables[row, : self._held[row]]
         self._held[row] = 0
         self._disown(blocks)
@@ -170,3 +186,10 @@ class BlockPool:
         """Memory behind the rows, blocks that they share counted once, without what is remembered only."""
         held = [self._tables[row, :blocks] for row, blocks in enumerate(self._held)]
         return len(np.unique(np.concatenate(held))) * BLOCK_TOKENS * self.bytes_per_token
+
+
+def begins_of(counts: np.ndarray) -> np.ndarray:
+    """Where each of several runs begins that follow each other, and where the last one ends. int32."""
+    begins = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=begins[1:])
+    return begins

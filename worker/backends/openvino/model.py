@@ -12,7 +12,7 @@ import openvino as ov
 import torch
 
 from speclen.worker.backends.kv_cache import free_memory
-from speclen.worker.backends.openvino.blocks import BlockPool
+from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
 from speclen.worker.backends.passes import PassPart
 
@@ -42,9 +42,9 @@ class OpenVinoModel:
         self._num_weight_bytes = num_weight_bytes
         self._seen: set[tuple[int, ...]] = set()  # threads, tokens and wanted logits of passes
         self._threads = num_threads
-        self._inputs = {name: ov.Tensor(ov.Type.i64, [1]) for name in TOKEN_INPUTS}
-        self._inputs |= {name: ov.Tensor(ov.Type.i32, [1]) for name in BLOCK_INPUTS[:-1]}
-        self._inputs[BLOCK_INPUTS[-1]] = ov.Tensor(ov.Type.i32, [])
+        self._inputs = {name: _Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
+        self._inputs |= {name: _Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
+        self._inputs[BLOCK_INPUTS[-1]] = _Input(ov.Type.i32, 0)
         self._requests = {num_threads: self._make_request(num_threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
@@ -60,8 +60,8 @@ class OpenVinoModel:
         request = ov.Core().compile_model(self._model, "CPU", options).create_infer_request()
         for name, cache in zip(cache_names(len(self.pool.shapes)), self.pool.caches, strict=True):
             request.set_tensor(name, ov.Tensor(cache, list(cache.shape), CACHE_TYPES[self.pool.dtype]))
-        for name, tensor in self._inputs.items():
-            request.set_tensor(name, tensor)  # Filled and cut to size before every pass.
+        for name, one in self._inputs.items():
+            request.set_tensor(name, one.tensor)  # Filled and cut to size before every pass.
         return request
 
     def use_threads(self, num_threads: int) -> None:
@@ -75,21 +75,23 @@ class OpenVinoModel:
 
     def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
         """As PassModel."""
-        layout = _layout(tuple((*part.ids.shape, part.num_logits) for part in parts))
+        layout = _layout(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
         past = _joined([part.rows.starts + part.column for part in parts])
         ends = past + layout.counts
-        blocks, num_blocks = self._blocks(parts, ends)
-        begins = np.zeros(len(ends) + 1, np.int32)
-        np.cumsum(num_blocks, out=begins[1:])
+        blocks, begins = self._blocks(parts, ends)
+        longest = int(ends.max())
+        positions = past if layout.is_single else past[layout.rows] + layout.offsets
+        if longest > self.max_context_length:
+            positions = np.minimum(positions, self.max_context_length - 1)
         logits = self._infer(
             input_ids=_joined([part.ids.numpy().reshape(-1) for part in parts]),
-            position_ids=np.minimum(past[layout.rows] + layout.offsets, self.max_context_length - 1),
+            position_ids=positions,
             wanted=layout.wanted,
             past_lens=past,
             subsequence_begins=layout.begins,
             block_indices=blocks,
             block_indices_begins=begins,
-            max_context_len=ends.max(),
+            max_context_len=longest,
         )
         if len(parts) == 1:
             return [logits.view(parts[0].rows.num_rows, parts[0].num_logits, -1)]
@@ -97,34 +99,60 @@ class OpenVinoModel:
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
     def _blocks(self, parts: Sequence[PassPart], ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of all rows of the pass, row after row, and how many each has."""
+        """Blocks of all rows of the pass, row after row, and where each row's begin."""
+        if len(parts) == 1:
+            return self.pool.reach(parts[0].rows.first_row, ends)
         found, at = [], 0
         for part in parts:
             found.append(self.pool.reach(part.rows.first_row, ends[at : at + part.rows.num_rows]))
             at += part.rows.num_rows
-        blocks, numbers = zip(*found, strict=True)
-        return _joined(blocks), _joined(numbers)
+        blocks, begins = zip(*found, strict=True)
+        return np.concatenate(blocks), begins_of(np.concatenate([np.diff(one) for one in begins]))
 
-    def _infer(self, **inputs: np.ndarray) -> torch.Tensor:
+    def _infer(self, **inputs: np.ndarray | int) -> torch.Tensor:
         """Logits [wanted, vocab]; they lie in the request's own memory."""
         for name, array in inputs.items():
-            tensor = self._inputs[name]
-            tensor.shape = array.shape
-            tensor.data[...] = array
-        request = self._requests[self._threads]
-        request.infer()
-        shape = self._threads, inputs["input_ids"].size, inputs["wanted"].size
+            self._inputs[name].fill(array)
+        # Not the wrapper's default, which would copy the logits.
+        logits = self._requests[self._threads].infer(share_outputs=True)[0]
+        shape = self._threads, self._inputs["input_ids"].size, len(logits)
         if shape not in self._seen:
             self._seen.add(shape)
             self.num_first_uses += 1
-        return torch.from_numpy(request.get_output_tensor(0).data)
+        return torch.from_numpy(logits)
+
+
+class _Input:
+    """An input of the compiled model, in a tensor that it reads at every pass. What stays as it is is not filled again.
+
+    Arrays are known by identity, so whoever fills it must not change them afterwards.
+    """
+
+    def __init__(self, kind: ov.Type, rank: int) -> None:
+        self.tensor = ov.Tensor(kind, [1] * rank)
+        self._view = self.tensor.data
+        self._filled: object = None
+
+    @property
+    def size(self) -> int:
+        return self._view.size
+
+    def fill(self, array: np.ndarray | int) -> None:
+        if array is self._filled:
+            return
+        if isinstance(array, np.ndarray) and array.shape != self._view.shape:
+            self.tensor.shape = array.shape
+            self._view = self.tensor.data
+        self._view[...] = array
+        self._filled = array
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """How the tokens of a pass follow each other. Of every row of the pass: counts, its tokens, and begins, where they do.
 
-    Of every token: rows, whose it is, and offsets, its place among those. wanted: tokens whose logits are.
+    Of every token: rows, whose it is, and offsets, its place among those. wanted: tokens whose logits are. is_single:
+    whether every row has one token.
     """
 
     counts: np.ndarray
@@ -132,14 +160,14 @@ class _Layout:
     rows: np.ndarray
     offsets: np.ndarray
     wanted: np.ndarray
+    is_single: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def _layout(shapes: tuple[tuple[int, int, int], ...]) -> _Layout:
     """shapes: rows, queries and wanted logits a row, of every part."""
     counts = np.concatenate([np.full(rows, queries) for rows, queries, _ in shapes])
-    begins = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=begins[1:])
+    begins = begins_of(counts)
     ends = begins[1:].astype(np.int64)
     num_wanted = np.concatenate([np.full(rows, wanted) for rows, _, wanted in shapes])
     return _Layout(
@@ -148,6 +176,7 @@ def _layout(shapes: tuple[tuple[int, int, int], ...]) -> _Layout:
         np.repeat(np.arange(len(counts)), counts),
         np.concatenate([np.arange(count) for count in counts]),
         np.concatenate([np.arange(end - wanted, end) for end, wanted in zip(ends, num_wanted, strict=True)]),
+        bool((counts == 1).all()),
     )
 
 

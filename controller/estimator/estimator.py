@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import Acceptance, band_of
 from speclen.controller.estimator.buckets import FINE, buckets_for
+from speclen.controller.estimator.context import Context, Group
 from speclen.controller.estimator.core import (
     Choice,
     ContextKey,
@@ -27,11 +29,11 @@ from speclen.controller.estimator.core import (
     StepObservation,
     Table,
 )
-from speclen.controller.successor.acceptance import Acceptance, band_of
-from speclen.controller.successor.context import Context, Group
-from speclen.controller.successor.reports import Reports
-from speclen.controller.successor.state import exported, restored
-from speclen.controller.successor.step_time import Steps, spans_of
+from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
+from speclen.controller.estimator.policies.policy import Space
+from speclen.controller.estimator.reports import Reports
+from speclen.controller.estimator.state import exported, restored
+from speclen.controller.estimator.step_time import Steps, spans_of
 
 # Classes of requests that a report may tell apart: greedy, cool, hot. Reports that don't are all of the first.
 NUM_CLASSES = 3
@@ -44,12 +46,16 @@ FORMAT = 2
 class Estimator:
     """Contexts by key. One thread calls it."""
 
-    def __init__(self, buckets: str = FINE) -> None:
-        """buckets: see `speclen.controller.estimator.buckets`; ValueError if unknown."""
-        self.bucket_spec = buckets
+    def __init__(self, buckets: str = FINE, policy: str = ADAPTIVE, seed: int = 0) -> None:
+        """buckets: see `buckets`; policy: what chooses, a name of `policies`; ValueError if one is unknown."""
+        self.bucket_spec, self.policy_name, self.seed = buckets, check_policy(policy), seed
         self._contexts: dict[ContextKey, Context] = {}
         self._acceptance: dict[tuple[str, str], Acceptance] = {}
         buckets_for(buckets, 1)
+
+    def knows(self, key: ContextKey) -> bool:
+        """Whether the context was added."""
+        return key in self._contexts
 
     @property
     def contexts(self) -> tuple[ContextKey, ...]:
@@ -64,25 +70,31 @@ class Estimator:
         """The largest limits of a context's workers. KeyError if it is unknown."""
         return self._contexts[key].limits
 
-    def add_context(self, key: ContextKey, limits: Limits) -> list[Decision]:
-        """Make a context known, or extend it to larger limits; returns its first decisions.
+    def acceptance(self, pair: tuple[str, str]) -> Acceptance:
+        """What all contexts of a pair share, for reading. KeyError if it is unknown."""
+        return self._acceptance[pair]
+
+    def add_context(self, key: ContextKey, limits: Limits) -> ObserveOutcome:
+        """Make a context known, or extend it to larger limits; returns the choices that this brought.
 
         A new one starts with its pair's acceptance, and with the step times of the nearest context on its device.
         """
         known = self._contexts.get(key)
         if known is not None:
-            return self._widen(known, limits)
+            return ObserveOutcome(self._widen(known, limits))
         context = self._new_context(key, limits)
         for other in self._contexts.values():
             if (other.key.pair, other.key.device, other.key.dtype) == (key.pair, key.device, key.dtype):
                 context.main.times.seed_from(other.main.times, NEAREST_SD)
         self._contexts[key] = context
-        return context.redecide(context.main)
+        return ObserveOutcome(context.redecide(context.main))
 
     def _new_context(self, key: ContextKey, limits: Limits) -> Context:
-        return Context(
-            key, limits, buckets_for(self.bucket_spec, limits.max_batch_size), self._shared(key.pair, limits)
-        )
+        buckets, policy = buckets_for(self.bucket_spec, limits.max_batch_size), None
+        if self.policy_name != ADAPTIVE:
+            seed = self.seed * 1_000_003 + len(self._contexts)  # a stream of random numbers of its own
+            policy = make_policy(self.policy_name, Space(limits, buckets), seed)
+        return Context(key, limits, buckets, self._shared(key.pair, limits), policy)
 
     def _shared(self, pair: tuple[str, str], limits: Limits) -> Acceptance:
         """The acceptance that all contexts of a pair share, large enough for these limits."""
@@ -107,7 +119,21 @@ class Estimator:
         for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
             setattr(new, name, getattr(old, name))
         new.mix[: len(old.mix)] = old.mix
-        return new.redecide(new.main)
+        if old.policy is not None:
+            new.policy, old.policy.space.limits, old.policy.space.buckets = old.policy, wider, new.buckets
+            old.policy.extend()
+        cause = f"the context was widened to {wider.max_batch_size} rows and length {wider.max_speculation_length}"
+        return new.redecide(new.main, cause)
+
+    def start_anew(self, key: ContextKey, reason: str) -> ObserveOutcome:
+        """Forget what is believed of a context. KeyError if it is unknown."""
+        old, shared = self._contexts[key], self._acceptance[key.pair]
+        if not shared.sound:
+            restored(shared, exported(old.new_acceptance())).renew()
+        new = self._contexts[key] = self._new_context(key, old.limits)
+        new.main.version, new.main.lengths, new.next_probe_id = old.main.version, old.main.lengths, old.next_probe_id
+        event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
+        return ObserveOutcome(new.redecide(new.main, "the context started anew"), [event])
 
     def seed_profile(self, key: ContextKey, profile: Profile) -> ObserveOutcome:
         """Take an offline profile as a prior of limited weight for step times and acceptance. ValueError beyond limits."""
@@ -124,6 +150,8 @@ class Estimator:
             main.acceptance.seed(profile.survival, profile.num_survival_rows)
         if profile.cells and not main.times.evidence.any():
             main.times.seed(profile)
+        if context.policy is not None:
+            context.policy.seed(profile)
         return ObserveOutcome(context.redecide(main, f"a profile was imported ({profile.source or 'unnamed'})"))
 
     def observe(
@@ -142,19 +170,33 @@ class Estimator:
         touched = {id(group): group for group in (context.group_of(worker) for worker, _ in spans)}
         for group in touched.values():
             mine = [at for w, span in spans if context.group_of(w) is group for at in range(span.start, span.stop)]
-            with np.errstate(all="ignore"):  # what comes of it is looked at
-                reports = Reports([observations[at] for at in mine], [workers[at] for at in mine], context.limits)
-                outcome.drift_events += self._learn(context, group, reports)
+            reports = Reports([observations[at] for at in mine], [workers[at] for at in mine], context.limits)
+            outcome.drift_events += self._learn_soundly(context, group, reports)
         for worker, span in spans:
             context.learn_resuming(observations[span], worker)
         outcome.drift_events += context.compare(len(observations))
         context.reports_since_drift += len(observations)
         if outcome.drift_events:
             context.last_drift, context.reports_since_drift = outcome.drift_events[-1], 0
+        if context.policy is not None:
+            context.policy.update(
+                context.main.times.bucket_of[[step.batch_size for step in observations]], observations
+            )
         for group in context.groups.values():
             if id(group) in touched or group.seen_acceptance != group.acceptance.version:
                 outcome.decisions += context.redecide(group)
         return outcome
+
+    def _learn_soundly(self, context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
+        """Learn; where that takes numbers out of what can be represented, the group starts anew, alone."""
+        try:
+            with np.errstate(all="ignore"):  # what comes of it is looked at
+                events = self._learn(context, group, reports)
+                if group.times.sound and group.acceptance.sound:
+                    return events
+                return [*events, _reset(context, group)]
+        except (ArithmeticError, ValueError, IndexError):
+            return [_reset(context, group)]
 
     def _learn(self, context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
         """Update a group's models with reports of its workers; returns what drifted."""
@@ -187,7 +229,12 @@ class Estimator:
         buckets = times.bucket_of[reports.batch]
         group.choice.earn(buckets, acceptance.rising)
         context.recent = list(dict.fromkeys(buckets.tolist()))
-        return events if times.sound and acceptance.sound else [*events, _reset(context, group)]
+        return events
+
+    def models_of(self, key: ContextKey, worker_id: str) -> tuple[int, int]:
+        """Which step times and which acceptance a worker shares with others; (0, 0) unless it is unlike them."""
+        peer = self._contexts[key].workers.peers.get(worker_id)
+        return (0, 0) if peer is None else (peer.models[0], peer.models[1])
 
     def table(self, key: ContextKey, worker_id: str = "") -> Table:
         """The best length known for every bucket for a worker. No exploration in it."""
@@ -203,7 +250,7 @@ class Estimator:
         """The numbers by which a worker finds the length for the classes of its rows; None while nothing is known."""
         context = self._contexts[key]
         group = context.group_of(worker_id)
-        if not group.times.known:
+        if not group.times.known or context.policy is not None:
             return None
         tokens = group.acceptance.tokens[:, context.bands, : context.limits.max_speculation_length + 1]
         counted = group.choice.seconds * np.exp(group.choice.doubt)
@@ -227,6 +274,8 @@ class Estimator:
         context's. A probe is one step of one worker and is never repeated.
         """
         context = self._contexts[key]
+        if context.policy is not None:
+            return None
         group, longest = context.group_of(worker_id), context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
         for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
@@ -244,11 +293,11 @@ class Estimator:
         """The newest change of a bucket's choice since the start of this process."""
         return self._contexts[key].group_of(worker_id).last_decision.get(bucket)
 
-    def survival(self, key: ContextKey, bucket: int | None = None, kind: int = 0) -> list[float]:
-        """P(draft tokens 0..i all accepted) by position; of everybody, or of a class of requests in a bucket's band."""
+    def survival(self, key: ContextKey, bucket: int | None = None) -> list[float]:
+        """P(draft tokens 0..i all accepted) by position; of everybody, or of everybody at a bucket's load."""
         context = self._contexts[key]
         model = context.main.acceptance
-        values = model.shared if bucket is None else model.acceptance[kind, context.bands[bucket]]
+        values = model.shared if bucket is None else model.of_band()[context.bands[bucket]]
         return [float(value) for value in values.cumprod()[: context.limits.max_speculation_length]]
 
     def learned_rows(self, key: ContextKey, worker_id: str = "") -> list[LearnedRow]:
@@ -285,6 +334,7 @@ class Estimator:
         state: dict[str, Any] = exported(context)
         return state | {
             "format": FORMAT,
+            "policy": [self.policy_name, None if context.policy is None else context.policy.export_state()],
             "buckets": [bucket.batch_max for bucket in context.buckets],
             "lengths": context.limits.max_speculation_length,
             "times": exported(context.times),
@@ -303,33 +353,44 @@ class Estimator:
     ) -> None:
         """Go on from exported states: of every context before the first observation.
 
-        ValueError if one is not of this format or these limits: such a context is new, to be taught by the reports kept.
+        ValueError if one is not of this format or these limits; nothing has changed then.
         """
+        shared = self._acceptance.get(key.pair)
         try:
-            if pair_state is not None and key.pair not in self._acceptance:
-                self._acceptance[key.pair] = _restored_acceptance(pair_state)
-            context = self._new_context(key, limits)
-            if state is not None:
-                _restore_context(context, state)
+            with np.errstate(all="ignore"):  # what comes of it is looked at
+                if pair_state is not None and shared is None:
+                    self._acceptance[key.pair] = _restored_acceptance(pair_state)
+                context = self._new_context(key, limits)
+                self._restore_context(context, state)
             self._contexts[key] = context
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            self._contexts[key] = self._new_context(key, limits)
-            reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error}"
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
+            if shared is None:
+                self._acceptance.pop(key.pair, None)
+            reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"
             raise ValueError(reason) from error
-        finally:
-            self._contexts[key].redecide(self._contexts[key].main)
+
+    def _restore_context(self, context: Context, state: dict[str, Any] | None) -> None:
+        if state is None:
+            context.redecide(context.main)
+            return
+        _restore_models(context, state)
+        before, values = state["policy"]
+        if before != self.policy_name:
+            context.redecide(context.main, f"the policy changed from {before} to {self.policy_name}")
+        elif context.policy is not None:
+            context.policy.restore(values)
 
 
 def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
     classes, bands, positions = np.shape(state["band_reached"])
     model: Acceptance = restored(Acceptance(positions, bands, classes), state)
-    if classes != NUM_CLASSES or not np.isfinite(np.array(state["band_reached"])).all():
-        raise ValueError(f"it has {classes} classes of requests, or numbers that are none")
     model.renew()
+    if classes != NUM_CLASSES or not model.sound:
+        raise ValueError(f"it has {classes} classes of requests, or counts that are none")
     return model
 
 
-def _restore_context(context: Context, state: dict[str, Any]) -> None:
+def _restore_models(context: Context, state: dict[str, Any]) -> None:
     if state["format"] != FORMAT or state["buckets"] != [bucket.batch_max for bucket in context.buckets]:
         raise ValueError("it is of another version or has other buckets")
     restored(context, state)
@@ -344,6 +405,9 @@ def _restore_context(context: Context, state: dict[str, Any]) -> None:
     for at_times, at_acceptance, values in state["groups"]:
         group = restored(context.group((at_times, at_acceptance)), values)
         group.seen_acceptance = group.acceptance.version
+        longest = context.limits.max_speculation_length
+        if len(group.lengths) != len(context.buckets) or not all(0 <= each <= longest for each in group.lengths):
+            raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")
         if group.choice.decided:
             group.choice.assess(context.tokens(group), group.times)
     context.main = context.group((0, 0))
@@ -353,8 +417,7 @@ def _restore_context(context: Context, state: dict[str, Any]) -> None:
 
 def _reset(context: Context, group: Group) -> DriftEvent:
     """Numbers have left the representable: this group starts anew, alone, and its acceptance if that is what it was."""
-    if not group.times.sound:
-        restored(group.times, exported(context.new_times())).renew()
+    restored(group.times, exported(context.new_times())).renew()
     if not group.acceptance.sound:
         restored(group.acceptance, exported(context.new_acceptance())).renew()
     restored(group.choice, exported(type(group.choice)(len(context.buckets), context.limits.max_speculation_length)))

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.successor.state import restored
+from speclen.controller.estimator.state import restored
 
 # Reports of a worker after which what is kept of it has faded to 1/e.
 MEMORY_REPORTS = 300.0

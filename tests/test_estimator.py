@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from speclen.bench.simulation.players import KEY, SuccessorPlayer
+from speclen.bench.simulation.players import KEY, EstimatorPlayer
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
+from speclen.controller.estimator import surface
 from speclen.controller.estimator.buckets import buckets_for
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.successor import surface
-from speclen.controller.successor.estimator import Estimator
-from speclen.controller.successor.step_time import StepTimes
+from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.step_time import StepTimes
 
 LIMITS = Limits(16, 6)
 PAIR = ContextKey("target", "draft", "device", "float32")
@@ -144,7 +144,7 @@ def test_what_leaves_the_representable_starts_anew_with_an_event():
 def test_a_stored_state_goes_on_bit_for_bit(scenario):
     world = World(SCENARIOS[scenario], 920, 1600 if scenario != "first-minute-foreign" else 6000)
     reports: list[tuple[int, list[StepObservation]]] = []
-    player = SuccessorPlayer(world)
+    player = EstimatorPlayer(world)
     learn = player.report
 
     def record(worker: int, steps: list[StepObservation]) -> None:
@@ -176,6 +176,8 @@ def test_a_state_of_another_version_is_refused_in_a_sentence_and_the_context_is_
     state = taught().export_state(PAIR) | {"buckets": [1, 2]} if spoiled is None else spoiled
     with pytest.raises(ValueError, match="state of target with draft on device is not usable"):
         estimator.restore(PAIR, LIMITS, state, None)
+    assert not estimator.knows(PAIR)
+    estimator.restore(PAIR, LIMITS, None, None)
     assert estimator.learned_rows(PAIR) == []
     estimator.observe(PAIR, group(np.random.default_rng(0)), "w")
 
@@ -184,7 +186,7 @@ def test_a_state_of_another_version_is_refused_in_a_sentence_and_the_context_is_
 def test_what_is_shown_is_what_was_seen(scenario):
     """Every cell with five reports that teach: its interval holds their mean, which stands beside it."""
     world = World(SCENARIOS[scenario], 921, 3000 if scenario != "first-minute" else 12_000)
-    player = SuccessorPlayer(world)
+    player = EstimatorPlayer(world)
     seen: dict[tuple[int, int], list[float]] = {}
     learn = player.report
 
@@ -260,7 +262,7 @@ BOUNDS = {"liar-times": 4.0, "liar-turns": 3.0, "liar-all": 6.0, "liar-none": 6.
 @pytest.mark.parametrize("scenario", BOUNDS)
 def test_a_liar_costs_the_others_little(scenario):
     world = World(SCENARIOS[scenario], 922, 1500 * SCENARIOS[scenario].num_workers)
-    assert world.play(SuccessorPlayer(world)).score > 100.0 - BOUNDS[scenario]
+    assert world.play(EstimatorPlayer(world)).score > 100.0 - BOUNDS[scenario]
 
 
 def test_one_length_per_batch_size_and_a_few_percent_beyond_64():
@@ -273,7 +275,7 @@ def test_one_length_per_batch_size_and_a_few_percent_beyond_64():
 
 def test_a_profile_of_other_hardware_is_let_go():
     world = World(SCENARIOS["never"], 923, 3000)
-    assert world.play(SuccessorPlayer(world)).score > 96.0
+    assert world.play(EstimatorPlayer(world)).score > 96.0
 
 
 def test_wider_limits_keep_what_is_believed():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.successor.step_time import StepTimes
+from speclen.controller.estimator.step_time import StepTimes
 
 # Relative gain in goodput that a change of length must promise: against flapping between near-ties.
 MARGIN = 0.002

@@ -7,10 +7,10 @@ from itertools import chain
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import Parts
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.successor.acceptance import Parts
-from speclen.controller.successor.step_time import spans_of
+from speclen.controller.estimator.step_time import spans_of
 
 
 class Reports:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.change import MOST_WITNESSES, Change, Speed
 from speclen.controller.estimator.core import Bucket, Profile
-from speclen.controller.successor.change import MOST_WITNESSES, Change, Speed
-from speclen.controller.successor.state import restored
-from speclen.controller.successor.surface import (
+from speclen.controller.estimator.state import restored
+from speclen.controller.estimator.surface import (
     CONTEXT_UNIT,
     HELD,
     HELD_DRAFT,
@@ -66,6 +66,8 @@ SHOWN_REPORTS, LEAST_EVIDENCE = 5, 0.01
 SHORTEST_S, LONGEST_S = 1e-7, 1e5
 # Of an interval, in log time: a factor of 400 says that nothing is known.
 LARGEST_SPREAD = 6.0
+# A log time or a variance beyond this comes of numbers that are none.
+MOST_LOG = 100.0
 
 
 class Steps(NamedTuple):
@@ -397,8 +399,8 @@ class StepTimes:
 
     @property
     def sound(self) -> bool:
-        """Whether all numbers can be represented."""
-        return bool(np.isfinite(self.log_seconds).all() and np.isfinite(self.variance).all())
+        """Whether all numbers are of a believable size; NaN is of none."""
+        return bool(np.abs(self.log_seconds).max() < MOST_LOG and np.abs(self.variance).max() < MOST_LOG)
 
     def renew(self) -> None:
         """Derive everything else after a state was restored."""

@@ -1,0 +1,1 @@
+"""Lengths by batch size as the tables of other engines."""

@@ -1,0 +1,1 @@
+"""speclen inside other people's engines. Nothing else of ours imports it."""

@@ -1,0 +1,119 @@
+"""What step times under vLLM depend on, and which lengths it was configured with, read from its configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import groupby
+from typing import Any
+
+from speclen.integrations.vllm.settings import VllmSettings
+from speclen.v1 import control_pb2 as pb
+from speclen.worker.config import parse_policy
+from speclen.worker.models.devices import processor_name
+from speclen.worker.reporting.length_table import BucketLength, LengthTable
+from speclen.worker.reporting.model_label import digest, model_label
+
+NGRAM = ("ngram", "ngram_gpu")
+# They propose what they find: nothing, or less than what was asked for.
+RAGGED = (*NGRAM, "suffix")
+# Lengths of these are the draft's own, or none.
+WITHOUT_LENGTHS = ("extract_hidden_states", "custom_class")
+MAX_BATCH_SIZE, MAX_LENGTH = 4096, 64  # of the protocol
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError for a configuration of vLLM whose lengths cannot be chosen. config: VllmConfig."""
+    speculative = config.speculative_config
+    if speculative is None:
+        raise ValueError(
+            "vLLM has no speculative config, so there are no lengths to choose: give --speculative-config with a method, "
+            "num_speculative_tokens and num_speculative_tokens_per_batch_size"
+        )
+    if speculative.method in WITHOUT_LENGTHS:
+        raise ValueError(
+            f"the method {speculative.method!r} has no lengths to choose: use draft_model, eagle, mtp or ngram"
+        )
+    replicas = config.parallel_config.data_parallel_size
+    if replicas > 1:
+        raise ValueError(
+            f"data_parallel_size is {replicas}, for which vLLM switches lengths by batch size off: start {replicas} "
+            "servers of one replica each, which are one worker each"
+        )
+    if speculative.num_speculative_tokens > MAX_LENGTH:
+        raise ValueError(
+            f"num_speculative_tokens is {speculative.num_speculative_tokens}, over speclen's {MAX_LENGTH}: give less"
+        )
+    if not speculative.num_speculative_tokens_per_batch_size:
+        length, rows = speculative.num_speculative_tokens, config.scheduler_config.max_num_seqs
+        raise ValueError(
+            "num_speculative_tokens_per_batch_size is not given, and without it vLLM keeps one length: add "
+            f'"num_speculative_tokens_per_batch_size": [[1, {rows}, {length}]] to --speculative-config'
+        )
+
+
+def context_key(config: Any, settings: VllmSettings, platform: Any, vllm_version: str) -> pb.ContextKey:
+    """The context whose step times this engine measures. platform: vllm.platforms.current_platform."""
+    model, speculative = config.model_config, config.speculative_config
+    return pb.ContextKey(
+        target=model_label(settings.target or model.model, model.hf_config.to_dict()),
+        draft=draft_label(speculative, settings.draft),
+        device=device_label(platform, config.parallel_config.world_size),
+        dtype=str(model.dtype).removeprefix("torch."),
+        engine_fingerprint=fingerprint(config, vllm_version),
+    )
+
+
+def draft_label(speculative: Any, name: str) -> str:
+    """Name of what drafts: a model, or the method and its settings."""
+    if speculative.method in NGRAM:
+        return name or f"{speculative.method} {speculative.prompt_lookup_min}-{speculative.prompt_lookup_max}"
+    draft = speculative.draft_model_config
+    if draft is None or speculative.method in RAGGED:
+        return name or speculative.method
+    return model_label(name or speculative.model or speculative.method, draft.hf_config.to_dict())
+
+
+def device_label(platform: Any, world_size: int) -> str:
+    """As our workers name it; several devices of one engine with their number."""
+    if platform.is_cpu():
+        return f"cpu:{processor_name()} x{os.cpu_count()}"
+    several = f" x{world_size}" if world_size > 1 else ""
+    return f"{platform.device_type}:{platform.get_device_name()}{several}"
+
+
+def fingerprint(config: Any, vllm_version: str) -> str:
+    """Engine, version and method in words, and a digest of whatever else of vLLM's settings changes step times."""
+    parallel, compilation, cache = config.parallel_config, config.compilation_config, config.cache_config
+    rest = (
+        f"torch {version('torch')} eager {config.model_config.enforce_eager} "
+        f"quantization {config.model_config.quantization} kv {cache.cache_dtype} "
+        f"graphs {compilation.cudagraph_mode} compilation {compilation.mode} "
+        f"async {config.scheduler_config.async_scheduling} threads {os.environ.get('OMP_NUM_THREADS')} "
+        f"batched {config.scheduler_config.max_num_batched_tokens} v2 {config.use_v2_model_runner} "
+        f"draft tp {config.speculative_config.draft_tensor_parallel_size}"
+    )
+    sizes = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
+    return f"vllm {vllm_version},{config.speculative_config.method},{sizes},{digest(rest)}"
+
+
+def configured_table(lookup: Sequence[int], policy: str, max_length: int) -> LengthTable:
+    """The lengths to use until a controller says others, by policy. lookup[b]: vLLM's configured length at batch size b.
+
+    Raises ValueError for a fixed length over max_length.
+    """
+    max_batch_size = min(len(lookup) - 1, MAX_BATCH_SIZE)
+    kind, length = parse_policy(policy)
+    if kind in ("fixed", "none"):
+        length = length or 0
+        if length > max_length:
+            raise ValueError(
+                f"--policy {policy} is over num_speculative_tokens, which is {max_length}: raise that, or use less"
+            )
+        return LengthTable.constant(length, max_batch_size, "policy")
+    buckets = []
+    for value, sizes in groupby(range(1, max_batch_size + 1), key=lambda size: lookup[size]):
+        run = list(sizes)
+        buckets.append(BucketLength(run[0], run[-1], value))
+    return LengthTable.from_buckets(buckets, max_batch_size, max_length, 0, "configured")

@@ -1,0 +1,74 @@
+"""Puts an engine's steering together from vLLM's configuration and the environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import structlog
+
+from speclen.integrations.vllm.background import Reporting
+from speclen.integrations.vllm.context import RAGGED, check_config, configured_table, context_key
+from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
+from speclen.integrations.vllm.steering import Steering
+from speclen.integrations.vllm.steps import StepTracker
+from speclen.integrations.vllm.versions import check_version
+from speclen.worker.engine.length_chooser import LengthChoice
+from speclen.worker.reporting.control_client import ControlClient, WorkerCard
+
+log = structlog.get_logger()
+
+
+class Engine(Protocol):
+    """vLLM's scheduler, as far as it is looked at."""
+
+    vllm_config: Any
+    num_spec_tokens: int
+    dynamic_sd_lookup: list[int] | None
+
+
+def steering_for(
+    engine: Engine, environment: Mapping[str, str], platform: Any, version: str, worker_id: str
+) -> Steering:
+    """Steering that reports already. Raises ValueError with one sentence, naming variables, for what cannot work."""
+    try:
+        settings = settings_from(environment)
+        check_version(version, settings.any_version)
+        check_config(engine.vllm_config)
+        control = control_for(engine, settings, platform, version, worker_id)
+        credentials, metadata = settings.security.credentials(), settings.security.metadata()
+    except ValueError as error:
+        raise ValueError(as_variables(str(error))) from error
+    reporting = Reporting(control, settings.controller, credentials, metadata)
+    tracker = StepTracker(
+        ragged=engine.vllm_config.speculative_config.method in RAGGED,
+        overlapped=engine.vllm_config.scheduler_config.async_scheduling,
+        first=LengthChoice(engine.num_spec_tokens),
+    )
+    reporting.start()
+    log.info(
+        "lengths come from the controller",
+        controller=settings.controller,
+        worker=control.card.worker_id,
+        policy=settings.policy,
+        engine=control.card.context.engine_fingerprint,
+    )
+    return Steering(control, tracker, reporting)
+
+
+def control_for(engine: Engine, settings: VllmSettings, platform: Any, version: str, worker_id: str) -> ControlClient:
+    """The control client with the engine's name, context and first table. Raises ValueError."""
+    assert engine.dynamic_sd_lookup is not None, "check_config has seen it"
+    table = configured_table(engine.dynamic_sd_lookup, settings.policy, engine.num_spec_tokens)
+    card = WorkerCard(
+        worker_id=settings.worker_id or worker_id,
+        epoch=time.time_ns(),
+        context=context_key(engine.vllm_config, settings, platform, version),
+        max_batch_size=len(table.lengths) - 1,
+        max_speculation_length=engine.num_spec_tokens,
+        address="",  # vLLM's own, which its engine is not told
+        policy=settings.policy,
+        run_id=settings.run_id,
+    )
+    return ControlClient(card, table, follow=settings.policy == "adaptive")

@@ -1,0 +1,212 @@
+"""vLLM's scheduler interface without vLLM: what its 0.32 hands to a subclass, in the order in which it does.
+
+`install` puts the modules where `speclen.integrations.vllm.scheduler` imports them from. The model accepts what it is told.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+VERSION = "0.32.0"
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_prompt_tokens: int
+    num_tokens: int = 0  # prompt and output
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    is_prefill_chunk: bool = False
+    spec_token_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+
+@dataclass
+class SchedulerOutput:
+    scheduled_new_reqs: list[Any]
+    scheduled_cached_reqs: Any
+    num_scheduled_tokens: dict[str, int]
+    scheduled_spec_decode_tokens: dict[str, list[int]]
+    num_spec_tokens_to_schedule: int
+
+
+class Scheduler:
+    """As vllm.v1.core.sched.scheduler.Scheduler, as far as lengths go."""
+
+    chunk = 64  # prompt tokens a step
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.num_spec_tokens = (
+            vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
+        )
+        self.dynamic_sd_lookup = lookup_of(vllm_config)
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.ended = False
+
+    def add(self, name: str, num_prompt_tokens: int) -> None:
+        request = self.requests[name] = Request(name, num_prompt_tokens)
+        self.waiting.append(request)
+
+    def finish(self, name: str) -> None:
+        request = self.requests.pop(name)
+        self.running = [each for each in self.running if each is not request]
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        new = list(self.waiting)
+        cached, tokens, drafts = list(self.running), {}, {}
+        self.waiting.clear()
+        self.running += new
+        for request in (*cached, *new):
+            wanted = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            tokens[request.request_id] = min(wanted + len(request.spec_token_ids), self.chunk)
+            if request.spec_token_ids:
+                drafts[request.request_id] = request.spec_token_ids
+                request.spec_token_ids = []
+        length = self.dynamic_sd_lookup[len(tokens)] if self.dynamic_sd_lookup and tokens else self.num_spec_tokens
+        output = SchedulerOutput(
+            [SimpleNamespace(req_id=each.request_id) for each in new],
+            SimpleNamespace(resumed_req_ids=set(), num_computed_tokens=[each.num_computed_tokens for each in cached]),
+            tokens,
+            drafts,
+            length,
+        )
+        self._update_after_schedule(output)
+        return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        for name, tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[name]
+            request.num_computed_tokens += tokens
+            request.is_prefill_chunk = (
+                request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+            )
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
+        for name, index in model_runner_output.req_id_to_index.items():
+            request = self.requests.get(name)
+            new = model_runner_output.sampled_token_ids[index]
+            if request is None:
+                continue
+            rejected = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ())) - (len(new) - 1)
+            if name in scheduler_output.scheduled_spec_decode_tokens:
+                request.num_computed_tokens -= rejected
+            self.deliver(request, new, rejected, name in scheduler_output.scheduled_spec_decode_tokens)
+        return {}
+
+    def deliver(self, request: Request, new: list[int], rejected: int, drafted: bool) -> None:
+        request.num_tokens += len(new)
+
+    def update_draft_token_ids(self, scheduler_output: SchedulerOutput) -> None:
+        """What the engine does between two steps that do not overlap."""
+        for name in scheduler_output.num_scheduled_tokens:
+            if (request := self.requests.get(name)) and not request.is_prefill_chunk:
+                request.spec_token_ids = [7] * scheduler_output.num_spec_tokens_to_schedule
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+class AsyncScheduler(Scheduler):
+    """As vllm.v1.core.sched.async_scheduler.AsyncScheduler: output and drafts are placeholders until they are there."""
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for name in scheduler_output.num_scheduled_tokens:
+            request = self.requests[name]
+            if not request.is_prefill_chunk:
+                drafted = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
+                request.num_output_placeholders += 1 + drafted
+                request.spec_token_ids = [-1] * scheduler_output.num_spec_tokens_to_schedule
+
+    def deliver(self, request: Request, new: list[int], rejected: int, drafted: bool) -> None:
+        request.num_output_placeholders -= len(new) + (rejected if drafted else 0)
+        request.num_tokens += len(new)
+
+
+def lookup_of(config: Any) -> list[int] | None:
+    if config.speculative_config is None or not config.speculative_config.num_speculative_tokens_per_batch_size:
+        return None
+    lookup = [0] * (config.scheduler_config.max_num_seqs + 1)
+    for low, high, length in config.speculative_config.num_speculative_tokens_per_batch_size:
+        lookup[low : high + 1] = [length] * (high - low + 1)
+    return lookup
+
+
+def sampled(accepted: dict[str, int | None]) -> Any:
+    """A ModelRunnerOutput: by row the accepted run, or None for one that is still in its prompt."""
+    rows = [[] if run is None else [1] * (run + 1) for run in accepted.values()]
+    return SimpleNamespace(sampled_token_ids=rows, req_id_to_index={name: i for i, name in enumerate(accepted)})
+
+
+class HfConfig:
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+def config(**changes: Any) -> Any:
+    """A VllmConfig: what of it is looked at. changes: by the dotted name, with __ for the dot."""
+    draft = SimpleNamespace(hf_config=HfConfig(model_type="llama", hidden_size=64))
+    whole = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="/models/target",
+            dtype="torch.bfloat16",
+            hf_config=HfConfig(model_type="llama", hidden_size=768),
+            enforce_eager=True,
+            quantization=None,
+        ),
+        speculative_config=SimpleNamespace(
+            method="draft_model",
+            model="/models/draft",
+            num_speculative_tokens=5,
+            num_speculative_tokens_per_batch_size=[(1, 4, 5), (5, 8, 2)],
+            draft_model_config=draft,
+            draft_tensor_parallel_size=1,
+            prompt_lookup_min=2,
+            prompt_lookup_max=4,
+        ),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, world_size=1
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=8, max_num_batched_tokens=2048),
+        compilation_config=SimpleNamespace(cudagraph_mode="NONE", mode="NONE"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        use_v2_model_runner=False,
+    )
+    for name, value in changes.items():
+        part, _, field_name = name.partition("__")
+        setattr(*((getattr(whole, part), field_name) if field_name else (whole, part)), value)
+    return whole
+
+
+PLATFORM = SimpleNamespace(is_cpu=lambda: True, device_type="cpu", get_device_name=lambda: "cpu")
+
+
+def install(monkeypatch: Any, version: str = VERSION) -> None:
+    """Make `import vllm` find the above, and forget the module that imported it before."""
+    contents = {
+        "vllm": {"__version__": version},
+        "vllm.platforms": {"current_platform": PLATFORM},
+        "vllm.v1": {},
+        "vllm.v1.core": {},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
+        "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+    }
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "speclen.integrations.vllm.scheduler", raising=False)

@@ -1,0 +1,273 @@
+"""A step of vLLM means in a report what a step of our worker means.
+
+Batch size is rows that decode; prompts are apart and flagged; a step that verified one length and drafted another teaches
+no time. The steps come from a scheduler with vLLM's interface, and from the real one as it was recorded.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_vllm
+import pytest
+
+from speclen.integrations.vllm.steering import Steering
+from speclen.integrations.vllm.steps import StepTracker
+from speclen.worker.engine.length_chooser import LengthChoice, StepFlag
+
+RECORDED = Path(__file__).parent / "data" / "vllm_steps.jsonl"
+
+
+class Control:
+    """Lengths by batch size as a test says; keeps the reports."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+        self.probes = []
+        self.asked, self.reports = [], []
+        self.card = SimpleNamespace(max_batch_size=8)
+
+    def choice_for(self, batch_size, with_prompts=False):
+        self.asked.append((batch_size, with_prompts))
+        if self.probes and not with_prompts:
+            return self.probes.pop()
+        return LengthChoice(self.lengths(batch_size), decision_version=3)
+
+    def report(self, choice, result):
+        self.reports.append((choice, result))
+
+
+class Engine:
+    """Steps a scheduler as vLLM's engine core does, with or without overlap; every row accepts `accepts` drafts."""
+
+    def __init__(self, lengths, overlapped=False, ragged=False):
+        base = fake_vllm.AsyncScheduler if overlapped else fake_vllm.Scheduler
+        control = self.control = Control(lengths)
+        steering = self.steering = Steering(
+            control, StepTracker(ragged, overlapped, LengthChoice(5)), SimpleNamespace(stop=lambda: None)
+        )
+        engine = self
+
+        class Scheduler(base):
+            def _update_after_schedule(self, scheduler_output):
+                steering.scheduled(scheduler_output, self.requests, bool(self.waiting), engine.started)
+                super()._update_after_schedule(scheduler_output)
+
+        self.scheduler = Scheduler(fake_vllm.config())
+        self.overlapped = overlapped
+        self.now = self.started = 0.0
+        self.accepts = 1
+        self.on_their_way = []
+
+    def schedule(self):
+        self.started = self.now
+        self.on_their_way.append(self.scheduler.schedule())
+
+    def end(self, took_s):
+        output = self.on_their_way.pop(0)
+        self.now += took_s
+        rows = {}
+        for name in output.num_scheduled_tokens:
+            drafts = output.scheduled_spec_decode_tokens.get(name)
+            request = self.scheduler.requests.get(name)
+            in_prompt = request is not None and not drafts and request.num_computed_tokens < request.num_prompt_tokens
+            rows[name] = None if in_prompt else min(self.accepts, len(drafts or ()))
+        sampled = fake_vllm.sampled(rows)
+        self.scheduler.update_from_output(output, sampled)
+        self.steering.finished(output, sampled, self.now, bool(self.scheduler.running))
+        if not self.overlapped:
+            self.scheduler.update_draft_token_ids(output)
+
+    def step(self, took_s=0.01):
+        if self.overlapped and not self.on_their_way:
+            self.schedule()
+        self.schedule()
+        self.end(took_s)
+
+    def results(self):
+        return [result for _, result in self.control.reports]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_steady_batch_teaches_its_length_and_its_time(overlapped):
+    engine = Engine(lambda size: 2, overlapped)
+    for name in "abc":
+        engine.scheduler.add(name, 10)
+    for _ in range(6):
+        engine.step(0.02)
+    last = engine.results()[-1]
+    assert (last.batch_size, last.speculation_length, last.accepted_histogram) == (3, 2, (0, 3, 0))
+    assert last.latency_s == pytest.approx(0.02)
+    assert last.flags == frozenset()
+    assert engine.control.reports[-1][0].decision_version == 3
+    # The first step is a prompt alone, which is no decoding step; the next one is the first of its shape.
+    assert engine.results()[0].flags == {StepFlag.FIRST_USE}
+    assert engine.steering.num_reported == len(engine.results())
+
+
+def test_prompts_are_no_decoding_rows_and_flag_the_step():
+    engine = Engine(lambda size: 2)
+    engine.scheduler.add("a", 10)
+    engine.step()
+    engine.step()
+    engine.scheduler.add("b", 100)  # two chunks
+    engine.step()
+    assert engine.results()[-1].batch_size == 1
+    assert StepFlag.PREFILL in engine.results()[-1].flags
+    assert engine.control.asked[-1][0] == 1, "the prompt is not done, so one row decodes next"
+    engine.step()
+    assert (engine.results()[-1].batch_size, engine.control.asked[-1][0]) == (1, 2)
+    assert StepFlag.PREFILL in engine.results()[-1].flags
+    engine.step()
+    assert (engine.results()[-1].batch_size, engine.results()[-1].accepted_histogram) == (2, (0, 2, 0))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_step_between_two_lengths_teaches_no_time(overlapped):
+    length = 4
+    engine = Engine(lambda size: length, overlapped)
+    engine.scheduler.add("a", 10)
+    for _ in range(5):
+        engine.step()
+    length = 1
+    for _ in range(5):
+        engine.step()
+    seen = [(r.speculation_length, StepFlag.CHANGED_LENGTH in r.flags) for r in engine.results()]
+    assert seen.count((4, True)) == 1, "verified four, drafted one"
+    before, after = seen[: seen.index((4, True))], seen[seen.index((4, True)) + 1 :]
+    assert set(before) == {(4, False)}
+    assert set(after) == {(1, False)}
+
+
+def test_length_zero_is_plain_decoding():
+    engine = Engine(lambda size: 0)
+    engine.scheduler.add("a", 10)
+    for _ in range(4):
+        engine.step()
+    last = engine.results()[-1]
+    assert (last.speculation_length, last.accepted_histogram, last.flags) == (0, (1,), frozenset())
+
+
+def test_a_probe_takes_two_steps_and_teaches_once():
+    engine = Engine(lambda size: 2)
+    engine.scheduler.add("a", 10)
+    for _ in range(3):
+        engine.step()
+    engine.control.probes = [LengthChoice(4, 3, probe_id=9)]
+    for _ in range(5):
+        engine.step()
+    told = [(c.probe_id, r.speculation_length, StepFlag.CHANGED_LENGTH in r.flags) for c, r in engine.control.reports]
+    assert told[-5:] == [(0, 2, True), (9, 4, False), (0, 4, True), (0, 2, False), (0, 2, False)]
+
+
+def test_a_wait_for_requests_is_nobodys_time():
+    engine = Engine(lambda size: 2)
+    engine.scheduler.add("a", 10)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.finish("a")
+    engine.step()  # nothing to do, and nothing scheduled
+    engine.now += 100.0
+    engine.scheduler.add("b", 10)
+    engine.step()
+    engine.step(0.03)
+    assert engine.results()[-1].latency_s == pytest.approx(0.03)
+
+
+def test_rows_with_shorter_drafts_are_ordinary_for_ngrams_and_mixed_for_a_draft_model():
+    for ragged in (True, False):
+        engine = Engine(lambda size: 3, ragged=ragged)
+        for name in "ab":
+            engine.scheduler.add(name, 10)
+        for _ in range(3):
+            engine.step()
+        engine.scheduler.requests["a"].spec_token_ids = []  # nothing found
+        engine.step()
+        last = engine.results()[-1]
+        assert (last.batch_size, last.speculation_length, last.accepted_histogram) == (2, 3, (1, 1, 0, 0))
+        assert (StepFlag.MIXED_LENGTHS in last.flags) is not ragged
+
+
+def test_a_request_that_ends_while_its_step_is_under_way_changes_nothing_of_the_others():
+    engine = Engine(lambda size: 2, overlapped=True)
+    for name in "ab":
+        engine.scheduler.add(name, 10)
+    for _ in range(4):
+        engine.step()
+    engine.schedule()
+    engine.scheduler.finish("a")
+    engine.end(0.01)
+    engine.end(0.01)
+    assert engine.steering.tracker.num_odd == 0
+    assert [r.batch_size for r in engine.results()[-2:]] == [2, 2]
+    engine.step()
+    assert engine.results()[-1].batch_size == 1
+
+
+def test_rows_that_do_not_add_up_are_not_reported():
+    engine = Engine(lambda size: 2)
+    engine.scheduler.add("a", 10)
+    for _ in range(3):
+        engine.step()
+    before = len(engine.results())
+    engine.accepts = 1
+    engine.schedule()
+    output = engine.on_their_way.pop()
+    engine.steering.finished(output, fake_vllm.sampled({"a": 6}), 1.0, True)
+    assert (len(engine.results()), engine.steering.tracker.num_odd) == (before, 1)
+
+
+def test_what_an_engine_gives_up_is_not_kept():
+    engine = Engine(lambda size: 2)
+    engine.scheduler.add("a", 10)
+    for _ in range(500):
+        engine.schedule()
+    assert len(engine.steering.tracker._pending) <= 64
+
+
+def recorded_runs():
+    """By run of the real scheduler: its steps as `scripts/vllm/record.py` wrote them."""
+    runs = {}
+    for line in RECORDED.read_text().splitlines():
+        step = json.loads(line)
+        runs.setdefault(step["run"], []).append(step)
+    return runs
+
+
+@pytest.mark.parametrize("run", ["draft_model", "ngram"])
+def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
+    """What was read of each step while vLLM ran is read again from the record; and all of it adds up."""
+    steps = recorded_runs()[run]
+    tracker = StepTracker(run == "ngram", False, LengthChoice(5))
+    num_read = 0
+    for step in steps:
+        output = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in step["new"]],
+            scheduled_cached_reqs=SimpleNamespace(
+                resumed_req_ids=set(step["resumed"]), num_computed_tokens=step["contexts"]
+            ),
+            num_scheduled_tokens=step["tokens"],
+            scheduled_spec_decode_tokens={name: [0] * n for name, n in step["drafts"].items()},
+        )
+        requests = {name: SimpleNamespace(**values) for name, values in step["requests"].items()}
+        pending = tracker.scheduled(output, requests, step["started"])
+        if pending is not None:
+            tracker.drafts(pending, LengthChoice(step["drafting"]))
+        rows = SimpleNamespace(
+            sampled_token_ids=[[0] * n for n in step["sampled"].values()],
+            req_id_to_index={name: i for i, name in enumerate(step["sampled"])},
+        )
+        found = tracker.finished(output, rows, step["ended"], step["busy"])
+        decoding = [name for name in step["tokens"] if name not in step["in_prompt"]]
+        assert (found is not None) == bool(decoding)
+        if found is None:
+            continue
+        num_read += 1
+        _, result = found
+        assert result.batch_size == len(decoding)
+        accepted = sum(run * rows for run, rows in enumerate(result.accepted_histogram))
+        assert accepted == sum(max(step["sampled"][name] - 1, 0) for name in decoding)
+        assert (StepFlag.PREFILL in result.flags) == bool(step["in_prompt"])
+        assert result.latency_s > 0
+    assert num_read > 50
+    assert tracker.num_odd == 0
