@@ -24,15 +24,18 @@ class ServerSecurity:
     """How a server protects itself. Raises ValueError, naming flags, for a combination that cannot work.
 
     tls_cert, tls_key: PEM files, both or none. tls_client_ca: clients must show a certificate it signed.
-    token_file: file with the token that every call must carry.
+    token_file: file with the token that every call must carry. read_token_file: with another one, for calls that only read.
     """
 
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     token_file: Path | None = None
+    read_token_file: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.read_token_file is not None and self.token_file is None:
+            raise ValueError("--read-token-file needs --token-file: without that one anybody may call everything")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together: give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -68,7 +71,17 @@ class ServerSecurity:
 
     def interceptors(self) -> list[aio.ServerInterceptor]:
         """The token check, when there is a token. Raises ValueError."""
-        return [] if self.token_file is None else [TokenInterceptor(read_token("--token-file", self.token_file))]
+        if self.token_file is None:
+            return []
+        token = read_token("--token-file", self.token_file)
+        if self.read_token_file is None:
+            return [TokenInterceptor(token)]
+        read_only = read_token("--read-token-file", self.read_token_file)
+        if read_only == token:
+            raise ValueError(
+                "--read-token-file holds the token of --token-file: whoever may only read needs another one"
+            )
+        return [TokenInterceptor(token, read_only)]
 
     def add_port(self, server: aio.Server, address: str) -> int:
         """Bind the server, with TLS when it is configured; the port. Raises OSError when the address is taken."""
@@ -87,14 +100,19 @@ def check_pages(address: str, security: ServerSecurity, insecure: bool) -> None:
     check_exposure("--metrics-listen", address, security.encrypted, authenticated, insecure, means="")
 
 
+# What a method that changes nothing begins with: ours, and those of health and reflection.
+READING = ("Get", "Check", "Watch", "List", "ServerReflectionInfo")
+
+
 class TokenInterceptor(aio.ServerInterceptor):
-    """Refuses calls without `authorization: Bearer TOKEN`.
+    """Refuses calls without `authorization: Bearer TOKEN`. read_token: another one, good for reading alone.
 
     Digests are compared, in constant time, so that neither the token's length nor its beginning leaks.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, read_token: str = "") -> None:
         self._expected = digest(f"Bearer {token}")
+        self._reading = digest(f"Bearer {read_token}") if read_token else None
 
     async def intercept_service(
         self,
@@ -105,6 +123,10 @@ class TokenInterceptor(aio.ServerInterceptor):
         given = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
         if len(given) == 1 and hmac.compare_digest(digest(given[0]), self._expected):
             return handler
+        if len(given) == 1 and self._reading is not None and hmac.compare_digest(digest(given[0]), self._reading):
+            if handler_call_details.method.rpartition("/")[2].startswith(READING):
+                return handler
+            return refusing(handler, grpc.StatusCode.PERMISSION_DENIED, "this token is for reading alone")
         return refusing(handler)
 
 
@@ -112,11 +134,15 @@ def digest(text: str | bytes) -> bytes:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).digest()
 
 
-def refusing(handler: grpc.RpcMethodHandler[Any, Any] | None) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same shape that answers UNAUTHENTICATED; an unknown method is not told from a known one."""
+def refusing(
+    handler: grpc.RpcMethodHandler[Any, Any] | None,
+    code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED,
+    words: str = "send the metadata `authorization: Bearer TOKEN`",
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of the same shape that answers with the code; an unknown method is not told from a known one."""
 
     async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send the metadata `authorization: Bearer TOKEN`")
+        await context.abort(code, words)
 
     if handler is None or not (handler.request_streaming or handler.response_streaming):
         return grpc.unary_unary_rpc_method_handler(refuse)

@@ -63,6 +63,7 @@ class WorkerConfig:
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
     token_file: Path | None = setting(None, "File with the bearer token that every call must carry.")
+    read_token_file: Path | None = setting(None, "File with a second token, for calls that only read.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     controller_ca: Path | None = setting(None, "Authority of the controller's certificate, PEM.")
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
@@ -84,7 +85,7 @@ class WorkerConfig:
 
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file)
+        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file, self.read_token_file)
 
     def http_security(self) -> ServerSecurity:
         """As the Generate service, with a key of its own if there is one. Raises as `server_security`."""

@@ -135,7 +135,8 @@ def slow_reading(place: Place) -> str:
 
 
 @fault(
-    "Health and everybody's streams go on; a text over the context's length is refused by name; memory is given back."
+    "Health and everybody's streams go on, a text over the context's length is refused by name, and memory grows by less "
+    "than 1 GB."
 )
 def huge_texts(place: Place) -> str:
     """Texts of 3.9 MB are sent six at a time."""
@@ -163,6 +164,7 @@ def huge_texts(place: Place) -> str:
                 codes.update(each.result() for each in sent)
         grown_mb = worker.resident_mb() - before_mb
     require(set(codes) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}, f"huge texts ended with {dict(codes)}")
+    require(grown_mb < 1000, f"memory grew by {grown_mb:.0f} MB")
     require(longest_s < 3.0, f"health took {longest_s:.1f} s beside huge texts")
     return f"{dict(codes)}; health took {longest_s:.2f} s at most; memory +{grown_mb:.0f} MB; {load.summary()}"
 
