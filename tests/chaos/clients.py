@@ -21,7 +21,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
 
-@fault("Their rows are free after the running step; nobody else's answer changes.", brief=True)
+@fault("Their rows are free after the running step; nobody else's answer changes.")
 def disconnects(place: Place) -> str:
     """Clients cancel, close their connection or let a deadline pass, after no, one or some messages."""
     ends: Counter[str] = Counter()
