@@ -14,6 +14,7 @@ import torch
 
 from speclen.worker.backends import openvino
 from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength, LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.preparation import prepare
@@ -72,6 +73,17 @@ class RandomLengths:
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.choices.append(choice)
         self.results.append(result)
+
+
+@dataclass
+class RandomPlans(RandomLengths):
+    """Another plan at every step: plain, drafting, copying, and both in either way."""
+
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+        draw = self.generator.randint
+        drafted, copying = draw(1, self.longest), (draw(1, 3), draw(1, 6))
+        plans = [Plan(), Plan(drafted), Plan(0, *copying), Plan(drafted, *copying), Plan(drafted, *copying, True)]
+        return LengthChoice.of(self.generator.choice(plans), decision_version=7)
 
 
 @dataclass
@@ -134,6 +146,13 @@ def generate(engine: Engine, *requests: GenerationRequest) -> Collected:
         engine.submit(one, collected)
     finish(engine)
     return collected
+
+
+def repeating_prompt(generator: random.Random, longest: int = 40) -> list[int]:
+    """Pieces that come again, some often: there is always something to copy, mostly in vain."""
+    pieces = [random_prompt(generator, 4) for _ in range(generator.randint(1, 3))]
+    prompt = [token for _ in range(12) for token in generator.choice(pieces)]
+    return prompt[: generator.randint(1, longest)]
 
 
 def random_prompt(generator: random.Random, longest: int = 40) -> list[int]:

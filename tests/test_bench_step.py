@@ -91,8 +91,12 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
         assert cell["full_batch_tokens_per_s"] == pytest.approx(full)
     assert [b["batch_size"] for b in content["baselines"]] == [1, 2, 1, 1, 1]
     assert {r["what"] for r in content["ratios"]} >= {f"torch, length 0 / generate, batch {size}" for size in (1, 2)}
+    memory = content["memory"]
+    assert memory["least_pass_ms"] == pytest.approx(memory["weight_mb_per_pass"] / memory["read_gb_per_s"]["median"])
+    assert memory["pass_over_least"]["torch"] > 1  # tiny models: starting operators is what takes the time
     shown = CliRunner().invoke(app, [*arguments[:-3], "--no-baselines"], catch_exceptions=False)
     assert "per step" in shown.stdout
+    assert "a pass over one row takes that times torch" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")

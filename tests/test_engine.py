@@ -10,10 +10,11 @@ import engines
 import pytest
 import tiny_models
 import torch
-from engines import Collected, RandomLengths, finish, generate, make_engine, make_pair, request
+from engines import Collected, RandomLengths, RandomPlans, finish, generate, make_engine, make_pair, request
 
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.engine.length_chooser import FixedLength, LengthChoice, StepFlag, StepResult
+from speclen.worker.drafting.plan import Plan
+from speclen.worker.engine.length_chooser import FixedLength, FixedPlan, LengthChoice, StepFlag, StepResult
 from speclen.worker.requests.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
@@ -84,12 +85,14 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> No
     settings = {"temperature": 0.9, "top_p": 0.95, "min_p": 0.01, "max_tokens": 24, "seed": 5, "n": 2}
     alone = generate(make_engine(chooser=0), request("x", PROMPT, **settings))
     generator = random.Random(0)
-    for lengths in (FixedLength(4), RandomLengths(1), RandomLengths(2)):
+    choosers = (FixedLength(4), RandomLengths(1), RandomLengths(2), FixedPlan(Plan(0, 1, 6)), RandomPlans(3))
+    for lengths in choosers:
         others = [
             request(str(at), engines.random_prompt(generator), max_tokens=20, temperature=generator.choice([0, 1.0]))
             for at in range(6)
         ]
-        busy = generate(make_engine(chooser=lengths), *others[:3], request("x", PROMPT, **settings), *others[3:])
+        engine = make_engine(chooser=lengths, max_copied_tokens=6)
+        busy = generate(engine, *others[:3], request("x", PROMPT, **settings), *others[3:])
         for index in range(2):
             assert busy.ids("x", index) == alone.ids("x", index)
     assert alone.ids("x", 0) != alone.ids("x", 1)

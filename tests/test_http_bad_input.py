@@ -77,7 +77,9 @@ def post(worker, body, path="/v1/completions"):
         ({"prompt": "a", "speculation": "fast"}, 400, "speculation", ""),
         ({"prompt": "a", "echo": True}, 400, "echo", "not supported"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "json_object"),
-        ({"prompt": "a", "best_of": 3}, 400, "best_of", "not supported"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of", "not supported by this server: use n"),
+        ({"prompt": "a", "bad_words": ["x"]}, 400, "bad_words", "not supported"),
+        ({"prompt": "a", "allowed_token_ids": [3]}, 400, "allowed_token_ids", "not supported"),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
         ({"prompt": "a", "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", ""),
@@ -196,6 +198,12 @@ def test_a_draining_worker_says_so():
         worker.engine.drain()
         answer = post(worker, {"prompt": "a"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+
+
+def test_options_of_a_stream_that_is_none(worker):
+    answer = post(worker, {"prompt": "a", "stream_options": {"include_usage": True}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "stream_options"
 
 
 def test_a_failure_while_it_streams_is_told_on_a_data_line(worker, monkeypatch):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from http_worker import HttpWorker, http_worker
 
+from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.requests.request import EngineFailedError
@@ -72,6 +74,31 @@ def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWo
         release(worker)
         assert [answer.result().status_code for answer in answers] == [200] * 4
     assert worker.async_engine.num_open == 0
+
+
+def test_holders_of_keys_take_turns(tmp_path: Path) -> None:
+    """All from one address. Before, the second one waited for everything that the first had sent."""
+    keys = ["0123456789abcdef", "fedcba9876543210"]
+    (tmp_path / "keys").write_text("\n".join(keys))
+    security = ServerSecurity(token_file=tmp_path / "keys")
+    with http_worker(max_batch_size=1, max_waiting=8, security=security) as worker, ThreadPoolExecutor(8) as pool:
+        hold(worker)
+        ended: list[str] = []
+
+        def ask(name: str, key: str) -> None:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = ENDLESS | {"max_tokens": 2}
+            assert httpx.post(f"{worker.url}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
+            ended.append(name)
+
+        tasks = []
+        for number, (name, key) in enumerate([("a", keys[0])] * 6 + [("b", keys[1])]):
+            tasks.append(pool.submit(ask, name, key))
+            until(lambda number=number: worker.async_engine.num_open == number + 1)  # type: ignore[misc]
+        release(worker)
+        for task in tasks:
+            task.result()
+        assert ended.index("b") <= 3, "two are in the engine by then, and one of the first caller's is before it"
 
 
 def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import engines
 import pytest
 import tiny_models
-from engines import Collected, RandomLengths
+from engines import Collected, RandomLengths, RandomPlans
 
 from speclen.worker.backends.captured_model import Recorder
 from speclen.worker.engine.length_chooser import StepFlag
@@ -49,10 +49,11 @@ class Traffic:
     recorder: Recorder | None = None
     num_requests: int = NUM_REQUESTS
     backend: str = "torch"
+    plans: bool = False
 
     def run(self) -> tuple[list[GenerationRequest], Collected, RandomLengths]:
         generator = random.Random(self.seed)
-        chooser = RandomLengths(self.seed, longest=4)
+        chooser = (RandomPlans if self.plans else RandomLengths)(self.seed, longest=4)
         engine = engines.make_engine(
             engines.make_pair(self.family),
             chooser,
@@ -63,11 +64,12 @@ class Traffic:
             max_kv_tokens=400,
             max_waiting=999,
             backend=self.backend,
+            max_copied_tokens=6 if self.plans else 0,
         )
         collected, requests, cancelled = Collected(), [], 0
         while len(requests) < self.num_requests or engine.load().num_running or engine.load().num_waiting:
             if len(requests) < self.num_requests and generator.random() < 0.6:
-                requests.append(self.make_request(generator, str(len(requests))))
+                requests.append(self.make_request(generator, str(len(requests)), self.plans))
                 engine.submit(requests[-1], collected)
             if generator.random() < 0.1 and requests:
                 cancelled += engine.abort(generator.choice(requests[-8:]).request_id)
@@ -78,12 +80,13 @@ class Traffic:
         return requests, collected, chooser
 
     @staticmethod
-    def make_request(generator: random.Random, name: str) -> GenerationRequest:
+    def make_request(generator: random.Random, name: str, repeating: bool = False) -> GenerationRequest:
+        make_prompt = engines.repeating_prompt if repeating else engines.random_prompt
         return engines.request(
             name,
-            engines.random_prompt(generator, 32),
+            make_prompt(generator, 32),
             fixed_length=generator.choice([None] * 8 + [0, 0, 1, 5]),
-            max_tokens=generator.randint(1, 14),
+            max_tokens=generator.randint(1, 30 if repeating else 14),
         )
 
 
@@ -94,6 +97,24 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str, backe
         pytest.skip("OpenVINO's attention has no softcap: torch runs Gemma 2")
     seed = list(tiny_models.FAMILIES).index(family)
     requests, collected, chooser = Traffic(family, seed, backend=backend).run()
+    check_outputs(family, requests, collected)
+    check_reports(chooser, {StepFlag.COMPILATION} if backend == "openvino" else set())
+
+
+@pytest.mark.parametrize("backend", engines.BACKENDS)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_plans_that_change_with_every_step_put_out_what_the_target_alone_would(family: str, backend: str) -> None:
+    """Copied tokens, drafted ones, one after the other and neither, for rows of one step that each propose their own."""
+    if backend == "openvino" and family == "gemma2":
+        pytest.skip("OpenVINO's attention has no softcap: torch runs Gemma 2")
+    seed = 50 + list(tiny_models.FAMILIES).index(family)
+    requests, collected, chooser = Traffic(family, seed, backend=backend, plans=True).run()
+    check_outputs(family, requests, collected)
+    check_copies(chooser)
+
+
+def check_outputs(family: str, requests: list[GenerationRequest], collected: Collected) -> None:
+    """All are the target's own, and end where they should."""
     target, _ = engines.models(family)
     num_ties = num_tokens = 0
     for one in requests:
@@ -114,7 +135,34 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str, backe
             assert last.num_draft_tokens == 0
     assert num_ties <= 2
     assert num_tokens > 1000
-    check_reports(chooser, {StepFlag.COMPILATION} if backend == "openvino" else set())
+
+
+def check_copies(chooser: RandomLengths) -> None:
+    """Steps were of all kinds, some copies were kept, and every report is consistent."""
+    num_proposed = num_accepted = 0
+    for choice, result in zip(chooser.choices, chooser.results, strict=True):
+        assert (choice.plan is not None) == (StepFlag.COPIED in result.flags) == (result.copying is not None)
+        assert len(result.accepted_histogram) == result.speculation_length + 1
+        assert sum(result.accepted_histogram) == result.batch_size
+        if (copying := result.copying) is None:
+            continue
+        num_matches = sum(run.num_rows for run in copying.runs)
+        assert num_matches <= copying.num_searched_rows <= result.batch_size
+        assert result.batch_size <= copying.num_verified_tokens
+        assert all(choice.plan.copy_min_match <= run.match_length for run in copying.runs)
+        assert all(run.num_accepted <= run.num_proposed <= choice.plan.copy_max_tokens for run in copying.runs)
+        if choice.plan.draft_after_copy or not choice.plan.draft_length:
+            # Only rows with a length of their own draft in a plan that does not.
+            assert copying.num_drafting_rows <= result.batch_size
+        else:
+            assert copying.num_drafting_rows + num_matches <= result.batch_size
+        num_proposed += sum(run.num_rows * run.num_proposed for run in copying.runs)
+        num_accepted += sum(run.num_rows * run.num_accepted for run in copying.runs)
+    drafted = [result for result in chooser.results if result.copying and result.speculation_length]
+    accepted = sum(at * count for result in drafted for at, count in enumerate(result.accepted_histogram))
+    assert num_proposed > 80
+    assert num_accepted > 8, "copies that are always rejected would prove nothing"
+    assert accepted > 8, "nor would drafts beside them"
 
 
 def check_reports(chooser: RandomLengths, flags_of_backend: set[StepFlag]) -> None:

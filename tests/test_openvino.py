@@ -115,6 +115,33 @@ def test_numbers_that_it_does_not_compute_in(caplog: pytest.LogCaptureFixture) -
     assert "not in float16" in told
 
 
+@needs_openvino
+def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(num_bytes: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    blocks = pytest.importorskip("speclen.worker.backends.openvino.blocks")
+    monkeypatch.setattr(blocks, "reserve", no_room)
+    assert re.search(r"2 rows of \d+ tokens need .* GiB of KV, which cannot be had: lower", fallen_back(caplog))
+
+
+@needs_openvino
+def test_a_number_of_threads_for_which_there_is_no_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told, and the passes go on with the number that there is; later it is tried again."""
+    module = pytest.importorskip("speclen.worker.backends.openvino.model")
+    model = tiny_models.build("llama")
+    loaded = load(model, torch.float32)
+    monkeypatch.setattr(module, "free_memory", lambda device: 0)
+    loaded.use_threads(2)
+    assert "no memory for 2 threads beside 1: their number stays" in caplog.text
+    check_model(loaded, model, "llama")
+    monkeypatch.undo()
+    loaded.use_threads(2)
+    check_model(loaded, model, "llama")
+
+
 @pytest.mark.parametrize(
     ("attribute", "found", "reason"),
     [

@@ -16,6 +16,7 @@ from grpc import aio
 from prometheus_client import generate_latest
 
 from speclen.transport.aio import prepare_aio
+from speclen.transport.keyring import Keyring
 from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
@@ -226,8 +227,11 @@ def test_too_many_tokens_that_wait_are_told() -> None:
 
 
 class FakeContext:
-    def __init__(self, peer: str, names: list[bytes] | None = None) -> None:
-        self._peer, self._names = peer, names
+    def __init__(self, peer: str, names: list[bytes] | None = None, token: str = "") -> None:
+        self._peer, self._names, self._token = peer, names, token
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {self._token}")] if self._token else []
 
     def peer(self) -> str:
         return self._peer
@@ -247,6 +251,16 @@ class FakeContext:
 )
 def test_callers_are_told_apart(context: Any, caller: str) -> None:
     assert caller_of(context) == caller
+
+
+def test_holders_of_tokens_are_told_apart() -> None:
+    here = "ipv4:10.0.0.1:5000"
+    keyring = Keyring(["a" * 20, "b" * 20])
+    first, second = (caller_of(FakeContext(here, token=letter * 20), keyring) for letter in "ab")  # type: ignore[arg-type]
+    elsewhere = caller_of(FakeContext("ipv4:10.0.0.2:6000", token="a" * 20), keyring)  # type: ignore[arg-type]
+    assert first == elsewhere != second
+    assert caller_of(FakeContext(here, [b"alice"], "a" * 20), keyring) == "alice"  # type: ignore[arg-type]
+    assert caller_of(FakeContext(here, token="a" * 20), Keyring(["a" * 20])) == "ipv4:10.0.0.1"  # type: ignore[arg-type]
 
 
 def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_served(

@@ -9,7 +9,8 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from speclen.transport.address import check_exposure, check_free, split_address
-from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_token
+from speclen.transport.credentials import ClientSecurity, ServerSecurity, read_token, read_tokens
+from speclen.transport.keyring import Keyring
 
 TOKEN = "0123456789abcdef"
 
@@ -84,12 +85,33 @@ def test_only_the_right_token_opens(tmp_path):
     assert call_health(security, ClientSecurity()) == grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_each_of_several_tokens_opens_and_says_who_it_is(tmp_path):
+    """So a token is exchanged without a moment in which neither the old nor the new one works."""
+    file = tmp_path / "tokens"
+    file.write_text(f"# alice\n{TOKEN}\n\n{TOKEN[::-1]}\n")
+    security, one = ServerSecurity(token_file=file), tmp_path / "one"
+    for token, code in ((TOKEN, grpc.StatusCode.OK), (TOKEN[::-1], grpc.StatusCode.OK), ("# alice" * 4, None)):
+        one.write_text(token)
+        assert call_health(security, ClientSecurity(token_file=one)) == (code or grpc.StatusCode.UNAUTHENTICATED)
+    keyring = security.keyring()
+    callers = {keyring.caller(f"Bearer {token}") for token in (TOKEN, TOKEN[::-1])}
+    assert len(callers) == 2
+    assert "" not in callers
+    assert TOKEN not in str(callers)
+    assert keyring.caller("Bearer no") is None
+    assert Keyring([TOKEN]).caller(f"Bearer {TOKEN}".encode()) == "", "one for all tells nobody apart"
+    with pytest.raises(ValueError, match="one"):
+        ClientSecurity(token_file=file).metadata()
+
+
 @pytest.mark.parametrize("content", ["", "short", "ünprintable-enough-token", "0123456789abcde\x07f"])
 def test_weak_tokens_are_refused(tmp_path, content):
     path = tmp_path / "token"
     path.write_text(content)
     with pytest.raises(ValueError, match="openssl"):
         read_token("--token-file", path)
+    with pytest.raises(ValueError, match="openssl"):
+        read_tokens("--token-file", path)
 
 
 def test_half_a_configuration_is_refused(tmp_path):

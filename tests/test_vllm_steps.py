@@ -204,6 +204,19 @@ def test_a_request_that_ends_while_its_step_is_under_way_changes_nothing_of_the_
     assert engine.results()[-1].batch_size == 1
 
 
+def test_a_step_without_tokens_leaves_those_under_way_alone():
+    """It lost the steps behind it, whose reports then never came."""
+    engine = Engine(lambda size: 2, overlapped=True)
+    engine.schedule()  # nothing to do yet
+    engine.scheduler.add("a", 10)
+    engine.schedule()
+    engine.end(0.01)
+    for _ in range(4):
+        engine.schedule()
+        engine.end(0.01)
+    assert [r.batch_size for r in engine.results()] == [1, 1, 1]
+
+
 def test_rows_that_do_not_add_up_are_not_reported():
     engine = Engine(lambda size: 2)
     engine.scheduler.add("a", 10)

@@ -4,7 +4,8 @@ import pytest
 
 from speclen.worker.backends.threads import default_threads
 from speclen.worker.config import WorkerConfig, parse_policy
-from speclen.worker.service.assembly import initial_table
+from speclen.worker.drafting.plan import COPYING, Plan
+from speclen.worker.service.assembly import initial_table, max_copied
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,24 @@ def test_threads_suit_the_model_and_the_cores(num_cores, num_parameters, threads
 def test_the_first_table_is_the_policys(policy, lengths, follows):
     table, follow = initial_table(WorkerConfig(policy=policy, max_batch_size=4), max_length=8)
     assert (set(table.lengths[1:]), follow) == (lengths, follows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "plans", "follows"),
+    [
+        ({"plan": "copy>=2 up to 8, else draft 3"}, {Plan(3, 2, 8)}, False),
+        ({"plan": "1: draft 5; 2-: plain"}, {Plan(5), Plan()}, False),
+        ({"policy": "copy"}, {COPYING}, False),
+        ({"draft": ""}, {COPYING}, True),
+        ({"draft": "none"}, {COPYING}, True),
+        ({"draft": "", "policy": "none"}, {Plan()}, False),
+    ],
+)
+def test_the_first_table_may_be_of_plans(settings, plans, follows):
+    config = WorkerConfig(**settings, max_batch_size=4)
+    table, follow = initial_table(config, max_length=8 if config.has_draft else 0)
+    assert (set(table.plans[1:]), follow) == (plans, follows)
+    assert max_copied(config) == max(plan.copy_max_tokens for plan in plans)
 
 
 def test_a_fixed_length_over_the_limit_is_refused():
@@ -66,6 +85,17 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
     [
         ({"policy": "fixed:9"}, "fixed:9 is over --max-length 8"),
         ({"policy": "profile"}, "--policy profile needs --profile FILE"),
+        ({"plan": "draft 9"}, "--plan 'draft 9' drafts 9 tokens, over --max-length 8: raise that, or draft less"),
+        ({"plan": "copy>=2 up to 99"}, "--plan: a plan copies up to 99 tokens; it must be 1 to 64"),
+        (
+            {"plan": "1-4: draft 2", "max_batch_size": 8},
+            "--plan: no plan for batch size 5; the worker has up to 8 rows",
+        ),
+        ({"plan": "draft 2", "draft": ""}, "--plan 'draft 2' drafts 2 tokens: give a --draft, or a plan that copies"),
+        (
+            {"plan": "plain", "policy": "none"},
+            "--plan 'plain' and --policy none say different things: give one of them",
+        ),
         ({"max_kv_tokens": 10}, "--max-kv-tokens is 10; it must be 0, for as many as fit, or at least 256"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import ssl
 from collections.abc import Awaitable, Callable
@@ -15,6 +13,7 @@ import grpc
 from grpc import aio
 
 from speclen.transport.address import check_exposure
+from speclen.transport.keyring import Keyring
 
 MIN_TOKEN_LENGTH = 16  # characters; shorter ones can be guessed
 
@@ -24,7 +23,8 @@ class ServerSecurity:
     """How a server protects itself. Raises ValueError, naming flags, for a combination that cannot work.
 
     tls_cert, tls_key: PEM files, both or none. tls_client_ca: clients must show a certificate it signed.
-    token_file: file with the token that every call must carry. read_token_file: with another one, for calls that only read.
+    token_file: file with tokens, one a line, one of which every call must carry. read_token_file: likewise, for calls
+    that only read.
     """
 
     tls_cert: Path | None = None
@@ -71,17 +71,19 @@ class ServerSecurity:
 
     def interceptors(self) -> list[aio.ServerInterceptor]:
         """The token check, when there is a token. Raises ValueError."""
-        if self.token_file is None:
+        keyring = self.keyring()
+        if keyring is None:
             return []
-        token = read_token("--token-file", self.token_file)
         if self.read_token_file is None:
-            return [TokenInterceptor(token)]
-        read_only = read_token("--read-token-file", self.read_token_file)
-        if read_only == token:
-            raise ValueError(
-                "--read-token-file holds the token of --token-file: whoever may only read needs another one"
-            )
-        return [TokenInterceptor(token, read_only)]
+            return [TokenInterceptor(keyring)]
+        reading = read_tokens("--read-token-file", self.read_token_file)
+        if any(keyring.caller(f"Bearer {token}") is not None for token in reading):
+            raise ValueError("--read-token-file holds a token of --token-file: whoever may only read needs another one")
+        return [TokenInterceptor(keyring, Keyring(reading))]
+
+    def keyring(self, flag: str = "--token-file") -> Keyring | None:
+        """The tokens, when there are any. Raises ValueError."""
+        return None if self.token_file is None else Keyring(read_tokens(flag, self.token_file))
 
     def add_port(self, server: aio.Server, address: str) -> int:
         """Bind the server, with TLS when it is configured; the port. Raises OSError when the address is taken."""
@@ -105,14 +107,10 @@ READING = ("Get", "Check", "Watch", "List", "ServerReflectionInfo")
 
 
 class TokenInterceptor(aio.ServerInterceptor):
-    """Refuses calls without `authorization: Bearer TOKEN`. read_token: another one, good for reading alone.
+    """Refuses calls without `authorization: Bearer TOKEN`. reading: tokens that are good for calls that change nothing."""
 
-    Digests are compared, in constant time, so that neither the token's length nor its beginning leaks.
-    """
-
-    def __init__(self, token: str, read_token: str = "") -> None:
-        self._expected = digest(f"Bearer {token}")
-        self._reading = digest(f"Bearer {read_token}") if read_token else None
+    def __init__(self, keyring: Keyring, reading: Keyring | None = None) -> None:
+        self._keyring, self._reading = keyring, reading
 
     async def intercept_service(
         self,
@@ -121,17 +119,13 @@ class TokenInterceptor(aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         given = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
-        if len(given) == 1 and hmac.compare_digest(digest(given[0]), self._expected):
+        if len(given) == 1 and self._keyring.caller(given[0]) is not None:
             return handler
-        if len(given) == 1 and self._reading is not None and hmac.compare_digest(digest(given[0]), self._reading):
+        if len(given) == 1 and self._reading is not None and self._reading.caller(given[0]) is not None:
             if handler_call_details.method.rpartition("/")[2].startswith(READING):
                 return handler
             return refusing(handler, grpc.StatusCode.PERMISSION_DENIED, "this token is for reading alone")
         return refusing(handler)
-
-
-def digest(text: str | bytes) -> bytes:
-    return hashlib.sha256(text.encode() if isinstance(text, str) else text).digest()
 
 
 def refusing(
@@ -184,9 +178,20 @@ class ClientSecurity:
         return (("authorization", f"Bearer {read_token(f'{self.prefix}token-file', self.token_file)}"),)
 
 
+def read_tokens(flag: str, path: Path) -> list[str]:
+    """The tokens in a file, one a line; empty lines and those that begin with # are left out. Raises ValueError."""
+    lines = [line.strip() for line in read_file(flag, path).decode("utf-8", errors="replace").splitlines()]
+    return [check_token(flag, path, line) for line in lines if line and not line.startswith("#")] or [
+        check_token(flag, path, "")
+    ]
+
+
 def read_token(flag: str, path: Path) -> str:
-    """The token in a file, without surrounding space. Raises ValueError."""
-    token = read_file(flag, path).decode("utf-8", errors="replace").strip()
+    """The one token in a file, without surrounding space. Raises ValueError."""
+    return check_token(flag, path, read_file(flag, path).decode("utf-8", errors="replace").strip())
+
+
+def check_token(flag: str, path: Path, token: str) -> str:
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
         raise ValueError(
             f"{flag} {path} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters: "

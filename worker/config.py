@@ -8,9 +8,10 @@ from pathlib import Path
 
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from speclen.transport.settings import check_bounds, setting
+from speclen.worker.drafting.plan import COPYING, PlannedBucket, parse_plans
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
-POLICY = re.compile(r"adaptive|profile|none|fixed:(\d{1,2})")
+POLICY = re.compile(r"adaptive|profile|none|copy|fixed:(\d{1,2})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class WorkerConfig:
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting("127.0.0.1:7070", "Address of the controller; empty for none.")
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
-    draft: str = setting("bundled:draft", "Draft model, likewise; empty for plain decoding.")
+    draft: str = setting("bundled:draft", "Draft model, likewise; empty: rows only copy from their own text.")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     backend: str = setting(
@@ -36,7 +37,11 @@ class WorkerConfig:
     max_cached_tokens: int = setting(
         8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
     )
-    policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
+    policy: str = setting("adaptive", "adaptive, profile, fixed:K, copy or none.")
+    plan: str = setting(
+        "",
+        "What rows propose: 'copy>=2 up to 8, else draft 3', or by batch size: '1-4: draft 5; 5-: plain'.",
+    )
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
     quick_profile_s: float = setting(
         0.0,
@@ -49,7 +54,7 @@ class WorkerConfig:
     )
     http_listen: str = setting("", "Address of the OpenAI-compatible HTTP front, HOST:PORT; empty for none.")
     api_key_file: Path | None = setting(
-        None, "File with the key that HTTP callers must send as bearer token; default: the token of --token-file."
+        None, "File with the keys of HTTP callers, one a line, sent as bearer token; default: --token-file."
     )
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
@@ -62,8 +67,8 @@ class WorkerConfig:
     tls_cert: Path | None = setting(None, "Certificate chain of this worker, PEM.")
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
-    token_file: Path | None = setting(None, "File with the bearer token that every call must carry.")
-    read_token_file: Path | None = setting(None, "File with a second token, for calls that only read.")
+    token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
+    read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     controller_ca: Path | None = setting(None, "Authority of the controller's certificate, PEM.")
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
@@ -78,10 +83,39 @@ class WorkerConfig:
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")
         if kind == "profile" and self.profile is None:
             raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
+        self.check_plans()
         if 0 < self.max_kv_tokens < LEAST_KV_TOKENS:
             raise ValueError(
                 f"--max-kv-tokens is {self.max_kv_tokens}; it must be 0, for as many as fit, or at least {LEAST_KV_TOKENS}"
             )
+
+    @property
+    def has_draft(self) -> bool:
+        return self.draft not in ("", "none")
+
+    def check_plans(self) -> None:
+        """Raises ValueError when `--plan` cannot be followed."""
+        if self.plan and self.policy != "adaptive":
+            raise ValueError(f"--plan {self.plan!r} and --policy {self.policy} say different things: give one of them")
+        for bucket in self.planned():
+            drafted = bucket.plan.draft_length
+            if self.plan and drafted > self.max_length:
+                raise ValueError(
+                    f"--plan {self.plan!r} drafts {drafted} tokens, over --max-length {self.max_length}: raise that, or "
+                    "draft less"
+                )
+            if self.plan and drafted and not self.has_draft:
+                raise ValueError(f"--plan {self.plan!r} drafts {drafted} tokens: give a --draft, or a plan that copies")
+
+    def planned(self) -> list[PlannedBucket]:
+        """The plans that flags give, none where lengths do. Raises ValueError for a plan that cannot be read."""
+        if self.plan:
+            try:
+                return parse_plans(self.plan, self.max_batch_size)
+            except ValueError as error:
+                raise ValueError(f"--plan: {error}") from None
+        copies = self.policy == "copy" or (self.policy == "adaptive" and not self.has_draft)
+        return [PlannedBucket(1, self.max_batch_size, COPYING)] if copies else []
 
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""
@@ -102,7 +136,9 @@ def parse_policy(policy: str) -> tuple[str, int | None]:
     """Kind and, for a fixed length, the length. Raises ValueError naming the value."""
     match = POLICY.fullmatch(policy)
     if match is None:
-        raise ValueError(f"--policy {policy!r} is unknown: use adaptive, profile, none or fixed:K with K a number")
+        raise ValueError(
+            f"--policy {policy!r} is unknown: use adaptive, profile, copy, none or fixed:K with K a number"
+        )
     if match.group(1) is not None:
         return "fixed", int(match.group(1))
     return policy, None

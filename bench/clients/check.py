@@ -1,4 +1,4 @@
-"""The openai client, schemathesis, aiperf and guidellm against a worker with the bundled pair.
+"""The openai client, a crowd, schemathesis, aiperf and guidellm against a worker with the bundled pair.
 
 Each program gets an environment of its own under --envs, made once; one that cannot be installed is said to be so.
 """
@@ -6,19 +6,22 @@ Each program gets an environment of its own under --envs, made once; one that ca
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import openai
 
+from speclen.bench.clients.crowd import NUM_DISCONNECTS, NUM_STREAMS, Crowd, disconnects, streams
 from speclen.bench.clients.openai_cases import CASES
 from speclen.console.processes import Child
 
@@ -39,7 +42,7 @@ SCHEMATHESIS = ["--exclude-checks", "positive_data_acceptance", "--phases", "exa
 
 
 # Of the worker. Schemathesis asks for 64 sequences without a limit again and again: short ones, then.
-OPTIONS = {"schemathesis": ["--max-kv-tokens", "64", "--max-length", "2"]}
+OPTIONS = {"crowd": ["--max-batch-size", "16"], "schemathesis": ["--max-kv-tokens", "64", "--max-length", "2"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,9 @@ class Place:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--envs", type=Path, default=Path(".clients"), help="Folder of the programs' environments.")
-    parser.add_argument("--only", default="openai,schemathesis,aiperf,guidellm", help="Programs, with commas between.")
+    parser.add_argument(
+        "--only", default="openai,crowd,schemathesis,aiperf,guidellm", help="Programs, with commas between."
+    )
     parser.add_argument("--listen", default="127.0.0.1:7098", help="Address of the worker; HTTP one port further.")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -116,6 +121,22 @@ def run_openai(place: Place) -> list[Finding]:
                 problem = f"{type(error).__name__}: {error}"
             what = case.__name__.replace("_", " ")
             findings.append(Finding(f"openai {version('openai')}", what, not problem, problem, elapsed(started)))
+    return findings
+
+
+def run_crowd(place: Place) -> list[Finding]:
+    crowd = Crowd(place.url.removeprefix("http://"), KEY)
+    # In this order: the disconnects must not have left anything that keeps others out.
+    whats: dict[str, Callable[[Crowd], Coroutine[Any, Any, tuple[bool, str]]]] = {
+        f"{NUM_STREAMS:,} streams at once on 16 rows": streams,
+        f"{NUM_DISCONNECTS:,} clients that go away": disconnects,
+        f"{NUM_STREAMS:,} streams again": streams,
+    }
+    findings = []
+    for what, act in whats.items():
+        started = time.monotonic()
+        passed, remark = asyncio.run(act(crowd))
+        findings.append(Finding("plain sockets", what, passed, remark, elapsed(started)))
     return findings
 
 
@@ -226,6 +247,7 @@ def table(findings: list[Finding]) -> str:
 
 PROGRAMS: dict[str, Callable[[Place], list[Finding]]] = {
     "openai": run_openai,
+    "crowd": run_crowd,
     "schemathesis": run_schemathesis,
     "aiperf": run_aiperf,
     "guidellm": run_guidellm,

@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from rich.progress import track
 from rich.table import Column, Table
 from transformers.utils import logging as transformers_logging
 
+from speclen.bench.engine.bandwidth import read_bytes_per_s
+from speclen.bench.engine.cells import Work, cell, memory, ratios
 from speclen.bench.engine.run import EngineBench, TimedStep
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.machine import machine
-from speclen.bench.spread import Spread, ratio, spread
+from speclen.bench.spread import spread
 from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
 from speclen.worker.backends.threads import set_threads
@@ -29,23 +31,6 @@ from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts, texts_from_file
 
 ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One thing to time: an engine at a length, `generate`, or assisted generation at a length (None: its default)."""
-
-    kind: str  # of an engine its backend, else "generate" or "assisted"
-    batch_size: int
-    length: int | None = None
-
-    def __str__(self) -> str:
-        length = "" if self.kind == "generate" else f", length {'default' if self.length is None else self.length}"
-        return self.kind + length
-
-    @property
-    def is_engine(self) -> bool:
-        return self.kind not in ("generate", "assisted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +137,21 @@ def measure(pair: ModelPair, settings: Settings, source: PromptSource, baselines
             return baseline.generate(batch, new_tokens), []
         return baseline.assisted(batch, new_tokens, work.length), []
 
+    bandwidths = []
     transformers_logging.set_verbosity_error()  # generate warns about its own internal calls
     for work in progress(works, "warming up"):
         run(work, min(8, settings.new_tokens))
     order = random.Random(settings.seed)
     for repeat in range(settings.repeats):
         prompts = [source.draw(settings.prompt_tokens) for _ in range(settings.batch_sizes[-1])]
+        if pair.device.type == "cpu":
+            bandwidths.append(read_bytes_per_s())
         for work in progress(order.sample(works, len(works)), f"repeat {repeat + 1} of {settings.repeats}"):
             seconds, timed = run(work, settings.new_tokens)
             rates[work].append(work.batch_size * settings.new_tokens / seconds)
             steps[work] += timed
-    return summary(pair, settings, {name: one.engine.backend for name, one in engines.items()}, works, rates, steps)
+    result = summary(pair, settings, {name: one.engine.backend for name, one in engines.items()}, works, rates, steps)
+    return result | ({"memory": memory(pair.target, bandwidths, result["cells"])} if bandwidths else {})
 
 
 def all_works(settings: Settings, assisted: bool, generate: bool) -> Iterator[Work]:
@@ -204,67 +193,6 @@ def summary(
     }
 
 
-def cell(work: Work, rates: list[float], steps: list[TimedStep]) -> dict[str, Any]:
-    """Throughput over the repeats, and mean step time with its parts over all steps at full batch size."""
-    row: dict[str, Any] = {
-        "backend": work.kind,
-        "batch_size": work.batch_size,
-        "speculation_length": work.length,
-        "tokens_per_s": asdict(spread(rates)),
-        "num_steps": len(steps),
-    }
-    if not steps:
-        return row
-    rows = sum(timed.result.batch_size for timed in steps)
-    accepted = sum(j * count for timed in steps for j, count in enumerate(timed.result.accepted_histogram))
-    row["tokens_per_step"] = 1 + accepted / rows
-    row["step_ms"] = 1e3 * mean(steps, lambda timed: timed.result.latency_s)
-    # What a server gives that replaces finished rows; tokens_per_s above also has the tail in which rows wait for the
-    # slowest one of a fixed set of prompts.
-    row["full_batch_tokens_per_s"] = 1e3 * work.batch_size * row["tokens_per_step"] / row["step_ms"]
-    if steps[0].draft_s is not None:
-        row["draft_ms"] = 1e3 * mean(steps, lambda timed: timed.draft_s or 0.0)
-        row["verify_ms"] = 1e3 * mean(steps, lambda timed: timed.verify_s or 0.0)
-        row["other_ms"] = row["step_ms"] - row["draft_ms"] - row["verify_ms"]
-        row["other_share"] = row["other_ms"] / row["step_ms"]
-    return row
-
-
-def mean(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:
-    return sum(value(timed) for timed in steps) / len(steps)
-
-
-def ratios(rates: dict[Work, list[float]]) -> Iterator[tuple[str, Spread]]:
-    """What the aims are stated in: against generate and assisted generation, against length 0, and between backends."""
-    for batch_size in sorted({work.batch_size for work in rates}):
-        best: dict[str, list[float]] = {}
-        for backend in dict.fromkeys(work.kind for work in rates if work.is_engine):
-            ours = {w.length: v for w, v in rates.items() if (w.kind, w.batch_size) == (backend, batch_size)}
-            best[backend] = yield from ratios_of(backend, batch_size, ours, rates)
-        first, *others = best
-        for other in others:
-            yield f"best length, {other} / {first}, batch {batch_size}", ratio(best[other], best[first])
-
-
-def ratios_of(
-    backend: str, batch_size: int, ours: dict[int | None, list[float]], rates: dict[Work, list[float]]
-) -> Generator[tuple[str, Spread], None, list[float]]:
-    """Ratios of one engine at one batch size. ours: tokens per second by length. Returns those of the best length."""
-    best = max(ours, key=lambda length: spread(ours[length]).median)
-    if generated := rates.get(Work("generate", batch_size)):
-        yield f"{backend}, length 0 / generate, batch {batch_size}", ratio(ours[0], generated)
-    if best:
-        yield f"{backend}, best length {best} / length 0, batch {batch_size}", ratio(ours[best], ours[0])
-    assisted = [v for work, v in rates.items() if work.kind == "assisted" and work.batch_size == batch_size]
-    if assisted:
-        fastest = max(assisted, key=lambda values: spread(values).median)
-        yield (
-            f"{backend}, best length {best} / best assisted generation, batch {batch_size}",
-            ratio(ours[best], fastest),
-        )
-    return ours[best]
-
-
 def show(result: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(
@@ -292,6 +220,13 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     for row in result["ratios"]:
         console.print(f"{row['what']}: {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f})")
+    if found := result.get("memory"):
+        over = ", ".join(f"{backend} {share:.2f}" for backend, share in found["pass_over_least"].items())
+        console.print(
+            f"a pass reads {found['weight_mb_per_pass']:.0f} MB of the target's weights, memory gives "
+            f"{found['read_gb_per_s']['median']:.1f} GB/s: {found['least_pass_ms']:.2f} ms at least; "
+            f"a pass over one row takes that times {over or '-'}"
+        )
 
 
 def format_rate(row: dict[str, Any]) -> list[str]:

@@ -179,8 +179,12 @@ def pairs(one: list[float], other: list[float]) -> list[tuple[float, float]]:
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
+    """With the 95% interval of the median, by ranks: whatever the values are distributed like."""
     low, median, high = statistics.quantiles(values, n=4)
-    return {"median": median, "lower_quartile": low, "upper_quartile": high, "repeats": len(values)}
+    found = {"median": median, "lower_quartile": low, "upper_quartile": high, "repeats": len(values)}
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    least, most = max(0, round(len(values) / 2 - half) - 1), min(len(values) - 1, round(len(values) / 2 + half))
+    return found | {"median_at_least": ordered[least], "median_at_most": ordered[most]}
 
 
 if __name__ == "__main__":

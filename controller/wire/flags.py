@@ -22,6 +22,8 @@ TEACHES = {
     "prefill": (False, True),
     "catch_up": (False, True),
     "mixed_lengths": (False, False),
+    # Its time is that of unlike rows, and the rows that drafted were the ones without a match, which are not like others.
+    "copied": (False, False),
     "changed_length": (False, True),
     "unknown": (False, False),  # a reason that this version does not know is still a reason
 }

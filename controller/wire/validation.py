@@ -38,6 +38,7 @@ FLAG_NAMES = {
     pb.STEP_FLAG_PREFILL: "prefill",
     pb.STEP_FLAG_CATCH_UP: "catch_up",
     pb.STEP_FLAG_MIXED_LENGTHS: "mixed_lengths",
+    pb.STEP_FLAG_COPIED: "copied",
     pb.STEP_FLAG_CHANGED_LENGTH: "changed_length",
 }
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
@@ -16,6 +16,7 @@ from speclen.worker.reporting.control_client import ControlClient
 log = structlog.get_logger()
 
 RESTART_S = 5.0  # pause after a failure that the client does not handle itself
+TELL_S = 60.0  # between two lines in the log
 LAST_REPORTS_S = 2.0  # for the last reports to reach the disk at the end
 
 
@@ -31,6 +32,7 @@ class Reporting:
     ) -> None:
         self.control = control
         self._arguments = (address, credentials, metadata)
+        self.tell: Callable[[], None] = lambda: None  # called now and then
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="speclen-reporting", daemon=True)
 
@@ -55,8 +57,12 @@ class Reporting:
 
     async def _until_stopped(self) -> None:
         client = asyncio.create_task(self.control.run(*self._arguments))
+        told = time.monotonic()
         while not self._stopping.is_set() and not client.done():
             await asyncio.sleep(0.1)
+            if time.monotonic() - told >= TELL_S:
+                told = time.monotonic()
+                self.tell()
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client

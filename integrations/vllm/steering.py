@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 
 import structlog
@@ -15,7 +14,27 @@ from speclen.worker.reporting.control_client import ControlClient
 
 log = structlog.get_logger()
 
-NUM_TIMED = 8192  # the latest steps, whose own cost is remembered
+MAX_US = 2000  # of a step's own cost, in steps of a microsecond; what costs more counts as this
+
+
+class Cost:
+    """What choosing and reporting cost of each step. Written by the engine's thread, read by any."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (MAX_US + 1)
+
+    def add(self, seconds: float) -> None:
+        self.counts[min(int(1e6 * seconds), MAX_US)] += 1
+
+    def quantile(self, share: float) -> int:
+        """Microseconds that so many of the steps cost at most."""
+        counts = tuple(self.counts)
+        wanted, seen = share * sum(counts), 0
+        for cost_us, num_steps in enumerate(counts):
+            seen += num_steps
+            if seen >= wanted:
+                return cost_us + 1
+        return MAX_US
 
 
 class Steering:
@@ -27,8 +46,8 @@ class Steering:
         self.reporting = reporting
         self.num_reported = 0
         self._held: LengthChoice | None = None
-        self._choosing_s: deque[float] = deque(maxlen=NUM_TIMED)
-        self._reporting_s: deque[float] = deque(maxlen=NUM_TIMED)
+        self.cost = Cost()
+        self._choosing_s = 0.0  # of steps under way
 
     def scheduled(self, output: Scheduled, requests: Mapping[str, Request], waiting: bool, started: float) -> None:
         """Set how many tokens the step drafts, by the number of rows that will decode in the next one."""
@@ -39,7 +58,7 @@ class Steering:
         choice = self._choose(step.num_next, waiting)
         self.tracker.drafts(step, choice)
         output.num_spec_tokens_to_schedule = choice.speculation_length
-        self._choosing_s.append(time.perf_counter() - begin)
+        self._choosing_s += time.perf_counter() - begin
 
     def _choose(self, num_rows: int, waiting: bool) -> LengthChoice:
         """A probe is held for a second step: only one that verifies and drafts its length teaches time."""
@@ -59,28 +78,20 @@ class Steering:
         if found is not None:
             self.control.report(*found)
             self.num_reported += 1
-        self._reporting_s.append(time.perf_counter() - begin)
+        self.cost.add(self._choosing_s + time.perf_counter() - begin)
+        self._choosing_s = 0.0
 
     def stop(self) -> None:
         """End reporting, and say what it came to."""
         self.reporting.stop()
-        log.info("lengths were chosen and steps reported", **self.cost())
+        self.tell()
 
-    def cost(self) -> dict[str, float | int]:
-        """Steps reported, and what choosing and reporting cost of a step, in microseconds, over the latest steps."""
-        choosing, reporting = sorted(self._choosing_s), sorted(self._reporting_s)
-        if not choosing or not reporting:
-            return {"steps": self.num_reported}
-        mean = sum(choosing) / len(choosing) + sum(reporting) / len(reporting)
-        half, high = (quantile(choosing, q) + quantile(reporting, q) for q in (0.5, 0.99))
-        return {
-            "steps": self.num_reported,
-            "left_out": self.tracker.num_odd,
-            "mean_us": round(1e6 * mean, 1),
-            "median_us": round(1e6 * half, 1),
-            "p99_us": round(1e6 * high, 1),
-        }
-
-
-def quantile(ascending: list[float], share: float) -> float:
-    return ascending[int(share * (len(ascending) - 1))]
+    def tell(self) -> None:
+        """Say in the log how much was reported, and what it cost."""
+        log.info(
+            "steps reported",
+            steps=self.num_reported,
+            left_out=self.tracker.num_odd,
+            median_us=self.cost.quantile(0.5),
+            p99_us=self.cost.quantile(0.99),
+        )

@@ -151,11 +151,12 @@ class StepTracker:
 
     def _take(self, output: Scheduled) -> PendingStep | None:
         """The pending step of an output. Those before it never ended: vLLM gave them up."""
-        while self._pending:
-            step = self._pending.popleft()
+        for position, step in enumerate(self._pending):
             if step.scheduled is output:
+                for _ in range(position + 1):
+                    self._pending.popleft()
                 return step
-        return None
+        return None  # a step without tokens: nothing to do with those under way
 
     def _began(self, step: PendingStep | None) -> float:
         """When a step's time begins: where the one before ended, unless vLLM waited for requests in between."""

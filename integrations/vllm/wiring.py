@@ -46,6 +46,8 @@ def steering_for(
         overlapped=engine.vllm_config.scheduler_config.async_scheduling,
         first=LengthChoice(engine.num_spec_tokens),
     )
+    steering = Steering(control, tracker, reporting)
+    reporting.tell = steering.tell
     reporting.start()
     log.info(
         "lengths come from the controller",
@@ -54,7 +56,7 @@ def steering_for(
         policy=settings.policy,
         engine=control.card.context.engine_fingerprint,
     )
-    return Steering(control, tracker, reporting)
+    return steering
 
 
 def control_for(engine: Engine, settings: VllmSettings, platform: Any, version: str, worker_id: str) -> ControlClient:

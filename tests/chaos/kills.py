@@ -107,7 +107,10 @@ def stop_and_continue(place: Place) -> str:
                 with paused(program):
                     sleep(place.dice.uniform(longest / 2, longest))
                     if program is fleet.controller:
-                        until(lambda: load.num_answered > before, "an answer while the controller stood still")
+                        until(
+                            lambda before=before: load.num_answered > before,
+                            "an answer while the controller stood still",
+                        )
                 until(lambda: health_of(fleet) == [SERVING] * 2, "health after SIGCONT")
                 sleep(0.5)
         fleet.wait_until_told()

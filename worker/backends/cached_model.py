@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from speclen.worker.backends.attention import PackedAttention, RowAttention, StepMasks
 from speclen.worker.backends.kv_cache import KVPool
-from speclen.worker.backends.passes import PassPart
+from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
 
 # Packed passes are filled up to a multiple of so many tokens. Prompts have all lengths, and on a CPU a matrix product
 # of a new size takes a millisecond longer the first time and keeps its kernel: the memory grew by 150 MB.
@@ -25,6 +25,8 @@ class CachedModel:
     is computed there is thrown away by the caller.
     """
 
+    ragged = False
+
     def __init__(self, model: Any, pool: KVPool, max_context_length: int) -> None:
         self.model = model
         self.pool = pool
@@ -33,11 +35,12 @@ class CachedModel:
         self.num_first_uses = 0  # passes recorded so far, see CapturedModel
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+    def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel. Rows that decode alone are a batch; with prompts, all tokens are one long sequence.
 
         What a token costs falls with the number of tokens in a pass, until the processor has its hands full.
         """
+        parts = equal_parts(parts)
         if len(parts) == 1 and parts[0].num_queries <= TOKENS_MULTIPLE:
             return [self.forward_batch(parts[0])]
         return self.forward_packed(parts)

@@ -23,7 +23,7 @@ import torch
 
 from speclen.worker.backends.attention import RowAttention, StepMasks
 from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.passes import PassPart
+from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
 
 log = logging.getLogger(__name__)
 
@@ -143,9 +143,9 @@ class CapturedModel(CachedModel):
                 "spare ones are needed"
             )
 
-    def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+    def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel, but prompts in a pass of their own, beside the recorded one of the rows that decode."""
-        first, *others = parts
+        first, *others = equal_parts(parts)
         if self.recorder is None or first.num_queries > self.max_queries or first.rows.first_row:
             return super().forward(parts)
         logits = self._replay(first)

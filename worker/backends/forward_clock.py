@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from speclen.worker.backends.passes import PassModel, PassPart
+from speclen.worker.backends.passes import PassModel, PassPart, RaggedPart
 
 
 class ForwardClock:
@@ -23,7 +23,7 @@ class ForwardClock:
             self._forward = model.forward
             model.forward = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+    def _timed(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         started = time.perf_counter()
         logits = self._forward(parts)
         self.seconds += time.perf_counter() - started

@@ -71,6 +71,45 @@ class PassPart:
         return self.ids.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class RaggedPart:
+    """Rows of a pass that are fed different numbers of tokens, for models that say they are `ragged`.
+
+    rows: [n] of the pool, in any order. Row rows[r] is fed counts[r] tokens, its places starts[r], starts[r] + 1, ...; ids:
+    [sum of counts], row after row. num_logits: [n], wanted after the last so many of each.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    ids: torch.Tensor
+    num_logits: np.ndarray
+
+    @classmethod
+    def of(cls, part: PassPart) -> RaggedPart:
+        """The same rows and tokens, one by one."""
+        rows, every = part.rows, np.ones(part.rows.num_rows, np.int64)
+        numbers = np.arange(rows.first_row, rows.first_row + rows.num_rows)
+        starts, counts = rows.starts + part.column, every * part.num_queries
+        return cls(numbers, starts, counts, part.ids.reshape(-1), every * part.num_logits)
+
+
+# Tokens that rows propose at most, as rectangles are made for them; beyond the last, multiples of it.
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def padded_width(num_proposed: int) -> int:
+    """Columns of a rectangle in which rows propose different numbers of tokens: rounded up, so that few shapes occur."""
+    return next((width for width in WIDTHS if width >= num_proposed), -(-num_proposed // WIDTHS[-1]) * WIDTHS[-1])
+
+
+def equal_parts(parts: Sequence[PassPart | RaggedPart]) -> list[PassPart]:
+    """The parts of a pass, none of which may be ragged."""
+    equal = [part for part in parts if isinstance(part, PassPart)]
+    assert len(equal) == len(parts), "only models that are `ragged` take RaggedParts"
+    return equal
+
+
 def prompt_part(row: int, ids: Sequence[int], start: int, device: torch.device) -> PassPart:
     """One row's tokens start, start + 1, ...; the logits wanted follow the last one."""
     rows = StepRows(np.array([start]), len(ids), device, first_row=row)
@@ -112,19 +151,21 @@ class RowStore(Protocol):
 class PassModel(Protocol):
     """A model and its rows. Places from max_context_length on are computed as if they were the last; nobody uses them.
 
-    num_first_uses: passes so far of a kind that the backend had not run before; the step they were in says nothing
+    ragged: whether passes take RaggedParts, at the cost of all their tokens together; logits [all wanted, vocab] come for
+    those. num_first_uses: passes so far of a kind that the backend had not run before; the step they were in says nothing
     about step times.
     """
 
     device: torch.device
     max_context_length: int
     num_first_uses: int
+    ragged: bool
 
     @property
     def pool(self) -> RowStore:
         """The rows."""
 
-    def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+    def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """Logits [rows, num_logits, vocab] of each part, valid until the next call."""
 
     def use_threads(self, num_threads: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from speclen.worker.backends.passes import padded_width
+
 BACKENDS = ("auto", "torch", "openvino")
 
 
@@ -13,6 +15,7 @@ class EngineConfig:
 
     max_batch_size: int = 32  # rows, decoding and prefilling together
     max_speculation_length: int = 8  # draft tokens per row and step, at most
+    max_copied_tokens: int = 0  # copied from a row's own text per row and step, at most; 0: plans that copy do not
     max_waiting: int = 256  # requests that may wait for a row; one more is refused
     max_context_length: int | None = None  # tokens of prompt and output; None: the models' limit, or what fits on a GPU
     max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
@@ -26,3 +29,10 @@ class EngineConfig:
     max_recordings: int = 256  # passes recorded as CUDA graphs on a GPU, the least used goes first; 0: none are
     rewrite_models: bool = True  # run Llama-style models in fewer operators than transformers does
     pack_weights: bool = True  # on a CPU, a second copy of the weights in its kernels' own layout, if memory allows
+
+    @property
+    def max_proposed_tokens(self) -> int:
+        """Tokens per row and step that may turn out wrong: places that a row needs beyond its own."""
+        if not self.max_copied_tokens:
+            return self.max_speculation_length
+        return padded_width(self.max_speculation_length + self.max_copied_tokens)

@@ -24,7 +24,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.copies import find_copies
 from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.outbox import Outbox, Totals, describe
@@ -81,7 +83,7 @@ class Engine:
             self.draft.pool if self.draft is not None else None,
             prepared.max_batch_size,
             prepared.max_kv_tokens,
-            slack=config.max_speculation_length,
+            slack=config.max_proposed_tokens,
             vocab_size=pair.vocab_size,
             prefill_chunk=config.prefill_chunk,
         )
@@ -221,9 +223,14 @@ class Engine:
         rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
         prefilled = copied or bool(chunks)
         choice = self._chooser.choice_for(len(rows), with_prompts=prefilled) if rows else LengthChoice(0)
-        wanted = min(choice.speculation_length, self.config.max_speculation_length)
-        lengths = plan_lengths(rows, wanted, self.target.max_context_length)
-        return StepPlan(rows, self.scheduler.num_drafting, lengths, chunks, prefilled), choice
+        wanted = (choice.plan or Plan(choice.speculation_length)).within(
+            self.config.max_speculation_length, self.config.max_copied_tokens
+        )
+        context, copies = self.target.max_context_length, None
+        if wanted.copies:
+            copies = find_copies(rows, [chunk.sequence for chunk in chunks], wanted, context)
+        lengths = plan_lengths(rows, wanted.draft_length, context, copies)
+        return StepPlan(rows, self.scheduler.num_drafting, lengths, chunks, prefilled, copies), choice
 
     def _start_copies(self) -> bool:
         """Start the sequences that share their prompt with one that has fed it; whether there were any."""
@@ -265,19 +272,25 @@ class Engine:
     def _commit(self, plan: StepPlan, tokens: StepTokens, started: float) -> StepResult | None:
         """Hand out the tokens of a step, and settle who has which row; what the step was worth, None when no row decoded."""
         mean_context_length = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
-        self._outbox.count_step(plan.rows, plan.draft_lengths)
+        self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_copied)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
         kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
         self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         if not plan.rows:
             return None
+        kept = kept[: len(plan.rows)]
+        drafted, copying = kept, None
+        if plan.copies is not None:
+            drafted = [number - copied for number, copied in zip(kept, plan.copies.accepted(kept), strict=True)]
+            copying = plan.copies.report(kept, plan.draft_lengths)
         return StepResult(
             batch_size=len(plan.rows),
             speculation_length=plan.speculation_length,
             latency_s=time.perf_counter() - started,
-            accepted_histogram=plan.histogram(kept[: len(plan.rows)]),
+            accepted_histogram=plan.histogram(drafted),
             mean_context_length=mean_context_length,
             flags=frozenset(tokens.flags | plan.flags),
+            copying=copying,
         )
 
     def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from speclen.worker.drafting.plan import Plan
+
 
 class StepFlag(enum.Enum):
     """Why a step must not teach; the same names as in control.proto."""
@@ -15,6 +17,7 @@ class StepFlag(enum.Enum):
     PREFILL = "prefill"
     CATCH_UP = "catch_up"
     MIXED_LENGTHS = "mixed_lengths"
+    COPIED = "copied"
     CHANGED_LENGTH = "changed_length"
 
 
@@ -22,12 +25,43 @@ class StepFlag(enum.Enum):
 class LengthChoice:
     """The length to use for one step, and where it came from.
 
-    decision_version: of the table; 0 for none. probe_id: set when the length is exploratory.
+    decision_version: of the table; 0 for none. probe_id: set when the length is exploratory. plan: None where the length
+    says it all, that is, where nothing is copied.
     """
 
     speculation_length: int
     decision_version: int = 0
     probe_id: int = 0
+    plan: Plan | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, decision_version: int = 0, probe_id: int = 0) -> LengthChoice:
+        return cls(plan.draft_length, decision_version, probe_id, plan if plan.copies else None)
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRun:
+    """Rows of a step that copied alike: num_proposed tokens after a match of match_length, num_accepted of them kept."""
+
+    match_length: int
+    num_proposed: int
+    num_accepted: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What copying did in one step.
+
+    num_searched_rows: whose text was looked at; those in no run had no match. num_drafting_rows: that the draft model
+    drafted for. num_verified_tokens: that the rows were fed to the target, the pending ones included.
+    """
+
+    plan: Plan
+    num_searched_rows: int
+    num_drafting_rows: int
+    num_verified_tokens: int
+    runs: tuple[CopiedRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +71,7 @@ class StepResult:
     batch_size: rows that decoded. speculation_length: length used, which is less than the one chosen when no row could
     have used more. latency_s: wall time of the whole step. accepted_histogram[j]: rows whose accepted run, less what the
     request's end cut off, was exactly j, j = 0..speculation_length. mean_context_length: tokens held per row before.
+    copying: where the plan copies; the histogram is of the draft model's tokens alone then, 0 in rows that drafted none.
     """
 
     batch_size: int
@@ -45,6 +80,7 @@ class StepResult:
     accepted_histogram: tuple[int, ...]
     mean_context_length: float
     flags: frozenset[StepFlag] = frozenset()
+    copying: CopyReport | None = None
 
 
 class LengthChooser(Protocol):
@@ -55,6 +91,19 @@ class LengthChooser(Protocol):
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         """Take note of the step that `choice` led to."""
+
+
+@dataclass(slots=True)
+class FixedPlan:
+    """Always the same plan, and nothing is learned."""
+
+    plan: Plan
+
+    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+        return LengthChoice.of(self.plan)
+
+    def report(self, choice: LengthChoice, result: StepResult) -> None:
+        """Forget it."""
 
 
 @dataclass(slots=True)

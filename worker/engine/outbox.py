@@ -14,12 +14,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start. Generated and accepted tokens are those that went to callers."""
+    """Counts since the start. Generated and accepted tokens are those that went to callers.
+
+    num_draft_tokens: proposed, num_copied_tokens of them copied from the row's own text.
+    """
 
     num_steps: int = 0
     num_row_steps: int = 0  # decoding rows, summed over steps
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0
+    num_copied_tokens: int = 0
     num_accepted_tokens: int = 0
 
 
@@ -30,14 +34,17 @@ class Outbox:
         self.totals = Totals()
         self._on_end = on_end
 
-    def count_step(self, rows: Sequence[SequenceState], draft_lengths: Sequence[int]) -> None:
-        """Before any delivery: whoever is told divides one count by another."""
+    def count_step(
+        self, rows: Sequence[SequenceState], draft_lengths: Sequence[int], num_copied: Sequence[int]
+    ) -> None:
+        """Before any delivery: whoever is told divides one count by another. num_copied: proposed without a draft model."""
         self.totals.num_steps += bool(rows)
         self.totals.num_row_steps += len(rows)
-        self.totals.num_draft_tokens += sum(draft_lengths)
-        for row, num_drafts in zip(rows, draft_lengths, strict=True):
+        self.totals.num_draft_tokens += sum(draft_lengths) + sum(num_copied)
+        self.totals.num_copied_tokens += sum(num_copied)
+        for row, num_drafts, copied in zip(rows, draft_lengths, num_copied, strict=True):
             row.num_steps += 1
-            row.num_draft_tokens += num_drafts
+            row.num_draft_tokens += num_drafts + copied
 
     def hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
         """Append new tokens to a sequence and tell its caller; returns how many of them it owes to the draft.

@@ -70,7 +70,7 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     bytes_per_token = sum(shape.elements_per_token for one in named for shape in one.layers) * pair.dtype.itemsize
     num_rows, context = _rows_and_context(pair, config, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
-    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_speculation_length))
+    kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_proposed_tokens))
     models = None
     if config.backend != "torch" and recorder is None:
         models, backend = _on_openvino(named, config, context, pair), f"openvino {openvino.installed_version()}"
@@ -109,7 +109,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelPair) -> PassModel:
-    length = context + config.max_speculation_length
+    length = context + config.max_proposed_tokens
     with quiet_transformers():
         model = openvino.load(
             one.model,
@@ -166,7 +166,7 @@ def _pack(model: Any, config: EngineConfig) -> Any:
 
 
 def _make_pool(shapes: Sequence[LayerShape], config: EngineConfig, context: int, pair: ModelPair) -> KVPool:
-    length = context + config.max_speculation_length + _spare_tokens(config)
+    length = context + config.max_proposed_tokens + _spare_tokens(config)
     try:
         return KVPool(shapes, config.max_batch_size, length, pair.dtype, pair.device)
     except MemoryError as error:
@@ -178,7 +178,7 @@ def _spare_tokens(config: EngineConfig) -> int:
 
     That many queries a row are recorded: verification's, and the draft's two after a step that accepted everything.
     """
-    return max(2, config.max_speculation_length + 1)
+    return max(2, config.max_proposed_tokens + 1)
 
 
 def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> tuple[int, int]:
@@ -187,7 +187,7 @@ def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: in
     if pair.device.type == "cpu":
         return wanted
     budget = int(GPU_POOL_SHARE * free_memory(pair.device))
-    spare = config.max_speculation_length + _spare_tokens(config)
+    spare = config.max_proposed_tokens + _spare_tokens(config)
     least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
     fitting = fit_rows(*wanted, least, spare, budget // bytes_per_token)
     if not fitting[0]:

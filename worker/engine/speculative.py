@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows
 from speclen.worker.sampling.rules import TokenRule
+
+# num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1; then the target's
+# logits: [b, k + 1, vocab], and [1, 1, vocab] after each of the prompts.
+StepOutcome: TypeAlias = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -39,13 +44,11 @@ def speculative_step(
     length: int,
     rule: TokenRule,
     prompts: Sequence[PassPart] = (),
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+) -> StepOutcome:
     """Draft `length` tokens per row, verify them in one pass of the target, and accept a prefix of each.
 
     Length 0 is plain decoding along the same path, without the draft. prompts: of other rows, fed to the target in the
-    same pass. Returns num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1;
-    then the target's logits: [b, k + 1, vocab], and [1, 1, vocab] after each of the prompts. The caller moves the rows'
-    lengths on.
+    same pass. The caller moves the rows' lengths on.
     """
     width = batch.recent_ids.shape[1]
     # Column c is the token c - (width - 1) places after the pending one.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from speclen.worker.engine.copies import RowCopies
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.engine.speculative import StepBatch
 from speclen.worker.requests.sequence import SequenceState
@@ -36,8 +37,8 @@ class StepPlan:
     """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
 
     draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. chunks: of
-    prompts. prefilled: whether time goes into prompts as well, the ones that were copied included. sequences: everyone who
-    takes part, the rows and then those whose prompts are fed.
+    prompts. prefilled: whether time goes into prompts as well, the ones that were copied included. copies: None where
+    the choice does not copy. sequences: everyone who takes part, the rows and then those whose prompts are fed.
     """
 
     rows: list[SequenceState]
@@ -45,6 +46,7 @@ class StepPlan:
     draft_lengths: list[int]
     chunks: list[PromptChunk]
     prefilled: bool
+    copies: RowCopies | None = None
     speculation_length: int = field(init=False)
     sequences: list[SequenceState] = field(init=False)
 
@@ -58,9 +60,16 @@ class StepPlan:
         return min(self.draft_lengths, default=0) < self.speculation_length
 
     @property
+    def num_copied(self) -> list[int]:
+        """Tokens that each of the rows copies."""
+        return [0] * len(self.rows) if self.copies is None else self.copies.num_copied
+
+    @property
     def flags(self) -> set[StepFlag]:
         """What can be said beforehand of why the step must not teach."""
         flags = {StepFlag.PREFILL} if self.prefilled else set()
+        if self.copies is not None:
+            return flags | {StepFlag.COPIED}
         return flags | {StepFlag.MIXED_LENGTHS} if self.is_mixed else flags
 
     def apart(self) -> list[StepPlan]:
@@ -76,19 +85,25 @@ class StepPlan:
         return tuple(counts)
 
 
-def plan_lengths(rows: Sequence[SequenceState], chosen_length: int, max_context_length: int) -> list[int]:
+def plan_lengths(
+    rows: Sequence[SequenceState], chosen_length: int, max_context_length: int, copies: RowCopies | None = None
+) -> list[int]:
     """Draft tokens per row, for a step whose table says `chosen_length`.
 
     A row's own length goes before the table's, and no row drafts beyond the context. Nothing is drafted that no row
     could use: the length is cut when all rows are that near to their last token. A single row near its end drafts on
-    with the others, and what it does not need is cut from its output: so its step still teaches.
+    with the others, and what it does not need is cut from its output: so its step still teaches. A row that copies
+    drafts where the plan says so, unless its settings look at the tokens before: drafts come after what was copied.
     """
     lengths, useful = [], 0
-    for row in rows:
+    num_copied = [0] * len(rows) if copies is None else copies.num_copied
+    for row, copied in zip(rows, num_copied, strict=True):
         own = row.fixed_length if row.fixed_length is not None else chosen_length
-        length = min(own, max_context_length - len(row.tokens)) if row.may_draft else 0
+        if copied and not (copies is not None and copies.plan.draft_after_copy and not row.sampling.looks_back):
+            own = 0
+        length = min(own, max_context_length - len(row.tokens) - copied) if row.may_draft else 0
         lengths.append(length)
-        useful = max(useful, min(length, row.num_left - 1))
+        useful = max(useful, min(length, row.num_left - 1 - copied))
     return [min(length, useful) for length in lengths]
 
 

@@ -14,7 +14,8 @@ import torch
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.engine.logprobs import token_logprobs
-from speclen.worker.engine.speculative import speculative_step
+from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
+from speclen.worker.engine.speculative import StepOutcome, speculative_step
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan, make_batch
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
@@ -22,6 +23,8 @@ from speclen.worker.sampling.rules import BatchSampling, GreedyRule, SamplingRul
 
 # A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
 CATCH_UP_WIDTH = 16
+# The same where rows copy, after which the draft lacks what they copied: steps of such plans catch up all the time.
+RAGGED_CATCH_UP_WIDTH = 64
 
 
 @dataclass(slots=True)
@@ -86,11 +89,13 @@ class StepRunner:
 
     def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
         """Move on how much of the sequences the models hold: all but the pending token, which is the last new one."""
-        length = plan.speculation_length
+        length, is_ragged, num_copied = plan.speculation_length, self._is_ragged(plan), plan.num_copied
         for at, row in enumerate(plan.rows):
             num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at])
             row.target_length = num_fed + num_new
-            if length and at < plan.num_drafting:
+            if is_ragged and plan.draft_lengths[at]:
+                row.draft_length = num_fed + min(num_new, num_copied[at] + plan.draft_lengths[at])
+            elif not is_ragged and length and at < plan.num_drafting:
                 row.draft_length = num_fed + min(num_new, length)
         for chunk in plan.chunks:
             chunk.sequence.target_length = chunk.end
@@ -99,24 +104,46 @@ class StepRunner:
 
     def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
         """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
-        length, num_first_uses = plan.speculation_length, self._num_first_uses()
-        self._speculating = length > 0
-        width = self._catch_up(plan, tokens.flags) if length else 1
-        batch = make_batch(plan, width, self._device)
-        num_accepted, ids, (logits, *prompt_logits) = speculative_step(
-            self.target, self.draft, batch, length, self._batch_rule(plan.rows), prompts
+        num_first_uses = self._num_first_uses()
+        self._speculating = plan.speculation_length > 0 or (
+            plan.copies is not None and plan.copies.plan.draft_length > 0
         )
+        take = self._ragged_step if self._is_ragged(plan) else self._even_step
+        num_accepted, ids, (logits, *prompt_logits) = take(plan, prompts, tokens.flags)
         # The step's one synchronisation with the device.
         table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
         tokens.ids += [row[1 : row[0] + 2] for row in table]
         tokens.logprobs += self._logprobs(plan.rows, logits, ids)
-        shape = (len(plan.rows), length)
+        shape = (len(plan.rows), ids.shape[1])
         if shape not in self._seen_shapes:
             tokens.flags.add(StepFlag.FIRST_USE)
         self._seen_shapes.add(shape)
         if self._num_first_uses() != num_first_uses:
             tokens.flags.add(StepFlag.COMPILATION)
         return prompt_logits
+
+    def _is_ragged(self, plan: StepPlan) -> bool:
+        """Whether rows propose different numbers of tokens, and that is worth a step of its own kind."""
+        copied = plan.copies is not None and any(plan.copies.found)
+        return copied or (plan.is_mixed and self.target.ragged)
+
+    def _even_step(self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag]) -> StepOutcome:
+        """A step whose rows all propose the same number of tokens, or are treated as if."""
+        length = plan.speculation_length
+        width = self._catch_up(plan, flags) if length else 1
+        batch = make_batch(plan, width, self._device)
+        return speculative_step(self.target, self.draft, batch, length, self._batch_rule(plan.rows), prompts)
+
+    def _ragged_step(self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag]) -> StepOutcome:
+        """A step whose rows propose different numbers of tokens."""
+        drafting = [row for row, length in zip(plan.rows, plan.draft_lengths, strict=True) if length]
+        behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
+        if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
+            flags.add(StepFlag.CATCH_UP)
+            self._feed_missing(drafting)
+        batch = make_ragged_batch(plan)
+        rule = self._batch_rule(plan.rows, torch.from_numpy(batch.num_copied).to(self._device))
+        return ragged_step(self.target, self.draft, batch, rule, prompts)
 
     def _num_first_uses(self) -> int:
         return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
@@ -188,18 +215,20 @@ class StepRunner:
 
     # Choosing.
 
-    def _batch_rule(self, rows: list[SequenceState]) -> TokenRule:
+    def _batch_rule(self, rows: list[SequenceState], num_copied: torch.Tensor | None = None) -> TokenRule:
         """How the rows choose their tokens. Of its own for every try of a step, since a rule keeps what was drafted."""
         if rows != self._sampled_rows:
             self._sampling = BatchSampling([row.sampling for row in rows], self._device)
             self._sampled_rows = rows
-        return self._rule(self._sampling, rows)
+        return self._rule(self._sampling, rows, num_copied)
 
-    def _rule(self, sampling: BatchSampling, rows: Sequence[SequenceState]) -> TokenRule:
+    def _rule(
+        self, sampling: BatchSampling, rows: Sequence[SequenceState], num_copied: torch.Tensor | None = None
+    ) -> TokenRule:
         if sampling.is_plain_greedy:
             return GreedyRule(sampling.grammars()) if sampling.has_grammars else self._greedy
         positions = torch.tensor([row.num_output_tokens for row in rows], device=self._device)
-        return SamplingRule(sampling, positions, self._generator)
+        return SamplingRule(sampling, positions, self._generator, num_copied)
 
     @staticmethod
     def _logprobs(

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError, from_exception
+from speclen.worker.http.guard import CALLER
 from speclen.worker.http.openapi import DESCRIPTION, describe, errors
 from speclen.worker.http.responses import JobResponse, error_response, json_response
 from speclen.worker.http.schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -152,7 +153,9 @@ def add_facts(app: FastAPI, front: Front) -> None:
 
 
 def caller_of(request: Request) -> str:
-    """Who calls: the address, as over gRPC without certificates."""
+    """Who calls: the holder of the key where there are several, else the address, as over gRPC."""
+    if named := request.scope.get(CALLER):
+        return str(named)
     host = request.client.host if request.client is not None else ""
     return f"ipv6:%5B{host}%5D" if ":" in host else f"ipv4:{host}"
 

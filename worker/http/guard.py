@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speclen.transport.credentials import digest
+from speclen.transport.keyring import Keyring
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.responses import error_response
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # as over gRPC
+CALLER = "speclen.caller"  # of the scope: whose key it was, nothing where there is one key
 BODY_TIMEOUT_S = 30.0  # from the headers to the last byte of the body
 
 
 class Guard:
     """Answers 401, 408 and 413 itself; what reaches the routes has proved itself and holds its whole body.
 
-    api_key: what `Authorization: Bearer KEY` must carry, on every path; None: anybody may call. Digests are compared, in
-    constant time, so that neither the key's length nor its beginning leaks.
+    keyring: of keys, one of which `Authorization: Bearer KEY` must carry on every path; None: anybody may call. Where there
+    are several, the scope says whose it was.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring | None, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
-        self._expected = None if api_key is None else digest(f"Bearer {api_key}")
+        self._keyring = keyring
         self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,13 +43,15 @@ class Guard:
             await self._app(scope, replaying(body, receive), send)
 
     def _check_key(self, scope: Scope) -> None:
-        if self._expected is None:
+        if self._keyring is None:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1 or not hmac.compare_digest(digest(given[0]), self._expected):
+        caller = self._keyring.caller(given[0]) if len(given) == 1 else None
+        if caller is None:
             raise ApiError(
                 401, "send the header `Authorization: Bearer API_KEY` with the right key", None, "invalid_api_key"
             )
+        scope[CALLER] = caller
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None when the client has gone. Raises ApiError for one too large or too slow."""

@@ -155,10 +155,15 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-# Fields of OpenAI's API that would change the answer and are not served: the values that ask for nothing.
+# Fields of OpenAI's API and vLLM's that would change the answer and are not served: the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
     "audio": (None,),
+    "bad_words": (None, []),
     "best_of": (None, 1),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -168,11 +173,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
+    "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
     "structural_tag": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
 }
 # What to write instead, where there is something.
@@ -181,4 +188,6 @@ INSTEAD = {
     "guided_grammar": 'write structured_outputs: {"grammar": …} instead',
     "guided_json": 'write structured_outputs: {"json": …} instead',
     "guided_regex": 'write structured_outputs: {"regex": …} instead',
+    "best_of": "use n, and choose among the answers by their log probabilities",
+    "chat_template": "start the worker with --chat-template",
 }

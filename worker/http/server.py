@@ -21,7 +21,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.connection import UNREAD_TIMEOUT_S, BoundedConnection
 from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
-from speclen.worker.http.settings import api_key_of, read_template
+from speclen.worker.http.settings import KEY_FLAG, read_template
 from speclen.worker.service.async_engine import AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
@@ -101,7 +101,7 @@ def make_server(
         unread_timeout_s = longest_s
 
     config = uvicorn.Config(
-        Guard(app, api_key_of(security), body_timeout_s),
+        Guard(app, security.keyring(KEY_FLAG), body_timeout_s),
         loop="none",
         http=Connection,
         ws="none",

@@ -116,6 +116,9 @@ def from_structured_outputs(body: Sampling) -> list[StructuredOutput]:
 
 
 def check_supported(body: Sampling) -> None:
+    """Raises ApiError for fields that would change the answer and are not served, and options of a stream that is none."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream to be true", "stream_options")
     for name, value in (body.model_extra or {}).items():
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             way_out = INSTEAD.get(name, "leave it out")

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import structlog
@@ -21,20 +21,13 @@ from grpc import aio
 from speclen.transport.aio import prepare_aio
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
+from speclen.worker.drafting.plan import Plan
+from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.reporting.advice import why
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
+from speclen.worker.reporting.messages import plan_of, to_report
 
 log = structlog.get_logger()
-
-FLAGS = {
-    StepFlag.FIRST_USE: pb.STEP_FLAG_FIRST_USE,
-    StepFlag.COMPILATION: pb.STEP_FLAG_COMPILATION,
-    StepFlag.PREFILL: pb.STEP_FLAG_PREFILL,
-    StepFlag.CATCH_UP: pb.STEP_FLAG_CATCH_UP,
-    StepFlag.MIXED_LENGTHS: pb.STEP_FLAG_MIXED_LENGTHS,
-    StepFlag.CHANGED_LENGTH: pb.STEP_FLAG_CHANGED_LENGTH,
-}
 
 # Keepalive alone does not notice a stopped peer for more than a minute; with the ping timeout it takes seconds.
 CHANNEL_OPTIONS = [
@@ -78,6 +71,7 @@ class WorkerCard:
     address: str
     policy: str
     run_id: str = ""
+    max_copied_tokens: int = 0
 
     def identity(self) -> pb.WorkerIdentity:
         return pb.WorkerIdentity(worker_id=self.worker_id, epoch=self.epoch)
@@ -87,7 +81,9 @@ class WorkerCard:
             worker=self.identity(),
             context=self.context,
             limits=pb.WorkerLimits(
-                max_batch_size=self.max_batch_size, max_speculation_length=self.max_speculation_length
+                max_batch_size=self.max_batch_size,
+                max_speculation_length=self.max_speculation_length,
+                max_copied_tokens=self.max_copied_tokens,
             ),
             address=self.address,
             policy=self.policy,
@@ -97,9 +93,10 @@ class WorkerCard:
 
 @dataclass(slots=True)
 class PendingProbe:
-    """An exploratory length waiting for the first step of a fitting batch size."""
+    """An exploratory plan waiting for the first step of a fitting batch size."""
 
     probe: pb.Probe
+    plan: Plan
     expires_at: float
 
 
@@ -138,24 +135,11 @@ class ReportBuffer:
         return list(itertools.islice(records, skip, skip + limit))
 
 
-def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepReport:
-    return pb.StepReport(
-        seq=seq,
-        batch_size=result.batch_size,
-        speculation_length=result.speculation_length,
-        latency_s=result.latency_s,
-        accepted_histogram=result.accepted_histogram,
-        mean_context_length=result.mean_context_length,
-        decision_version=choice.decision_version,
-        flags=[FLAGS[flag] for flag in result.flags],
-        probe_id=choice.probe_id,
-    )
-
-
 class ControlClient:
     """Chooses lengths from the newest table and reports steps in the background.
 
-    follow: True for the adaptive policy; False for a worker that keeps its own table and only reports.
+    follow: True for the adaptive policy; False for a worker that keeps its own table and only reports. without_draft: what
+    a length of 0 means in the controller's table; for a worker that has no draft model, and copies all the same.
     """
 
     def __init__(
@@ -165,7 +149,9 @@ class ControlClient:
         follow: bool,
         settings: ControlSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        without_draft: Plan | None = None,
     ) -> None:
+        self._without_draft = without_draft
         self.card = card
         self.table = table
         self.follow = follow
@@ -190,8 +176,8 @@ class ControlClient:
         if (self._incoming or self._probes) and not (with_prompts and table.lengths[batch_size]):
             probe = self._take_probe(batch_size)
             if probe is not None:
-                return LengthChoice(probe.speculation_length, table.decision_version, probe.probe_id)
-        return LengthChoice(table.lengths[batch_size], table.decision_version)
+                return LengthChoice.of(probe.plan, table.decision_version, probe.probe.probe_id)
+        return LengthChoice.of(table.plans[batch_size], table.decision_version)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.buffer.append(choice, result)
@@ -199,8 +185,10 @@ class ControlClient:
         if result.speculation_length:
             for run, num_rows in enumerate(result.accepted_histogram):
                 self.accepted_runs[run] += num_rows
+            if result.copying is not None:  # The others counted at 0 had nothing drafted.
+                self.accepted_runs[0] -= result.batch_size - result.copying.num_drafting_rows
 
-    def _take_probe(self, batch_size: int) -> pb.Probe | None:
+    def _take_probe(self, batch_size: int) -> PendingProbe | None:
         """The first live probe for the batch size, removed: a probe is used once."""
         while self._incoming:
             self._probes.append(self._incoming.popleft())
@@ -209,7 +197,7 @@ class ControlClient:
         for pending in self._probes:
             if pending.probe.batch_min <= batch_size <= pending.probe.batch_max:
                 self._probes.remove(pending)
-                return pending.probe
+                return pending
         return None
 
     # The event loop's side.
@@ -332,29 +320,40 @@ class ControlClient:
     def _add_probes(self, probes: Iterable[pb.Probe]) -> None:
         now = self.clock()
         for probe in probes:
-            if probe.speculation_length <= self.card.max_speculation_length:
-                self._incoming.append(PendingProbe(probe, now + probe.valid_for_s))
+            try:
+                plan = plan_of(probe) or Plan(probe.speculation_length)
+            except ValueError as error:
+                log.error("a probe of the controller is not used", reason=str(error))
+                continue
+            if plan.within(self.card.max_speculation_length, self.card.max_copied_tokens) == plan:
+                self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s))
 
     def _apply_table(self, message: pb.LengthTable) -> None:
         if not self.follow or not message.choices:
             return
-        buckets = [BucketLength(c.batch_min, c.batch_max, c.speculation_length) for c in message.choices]
         before = self.table
         try:
             self.table = LengthTable.from_buckets(
-                buckets,
+                [self._bucket(choice) for choice in message.choices],
                 self.card.max_batch_size,
                 self.card.max_speculation_length,
                 message.decision_version,
                 "controller",
+                self.card.max_copied_tokens,
             )
         except ValueError as error:
             log.error("table of the controller not used", reason=str(error))
             return
-        if self.table.lengths != before.lengths:
-            lengths = {f"{b.batch_min}-{b.batch_max}": b.speculation_length for b in self.table.buckets}
-            log.info("lengths changed", version=message.decision_version, lengths=lengths)
+        if self.table.plans != before.plans:
+            plans = {f"{b.batch_min}-{b.batch_max}": str(b.plan or b.speculation_length) for b in self.table.buckets}
+            log.info("lengths changed", version=message.decision_version, lengths=plans)
+
+    def _bucket(self, choice: pb.BucketChoice) -> BucketLength:
+        """Raises ValueError for a plan that is none."""
+        length, plan = choice.speculation_length, plan_of(choice)
+        if plan is None and not length:
+            plan = self._without_draft
+        return BucketLength(choice.batch_min, choice.batch_max, length, plan)
 
     def _with_source(self, source: str) -> LengthTable:
-        table = self.table
-        return LengthTable(table.lengths, table.decision_version, source, table.buckets)
+        return replace(self.table, source=source)

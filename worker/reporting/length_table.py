@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from speclen.worker.drafting.plan import PLAIN, Plan
+
 DEFAULT_LENGTH = 2  # what a worker speculates when nobody has told it anything: rarely best, rarely far off
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLength:
-    """Batch sizes batch_min..batch_max use speculation_length."""
+    """Batch sizes batch_min..batch_max use speculation_length, or the plan, if there is one."""
 
     batch_min: int
     batch_max: int
     speculation_length: int
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LengthTable:
-    """lengths[b] is the speculation length at batch size b; entry 0 is unused.
+    """plans[b] is what rows do at batch size b, and lengths[b] its speculation length; entry 0 is unused.
 
     source: "controller", "last table", "profile", "policy" or "default", for people. buckets: the same, as ranges.
     """
@@ -32,25 +35,33 @@ class LengthTable:
     decision_version: int
     source: str
     buckets: tuple[BucketLength, ...]
+    plans: tuple[Plan, ...]
 
     @classmethod
     def from_buckets(
-        cls, buckets: Iterable[BucketLength], max_batch_size: int, max_length: int, version: int, source: str
+        cls,
+        buckets: Iterable[BucketLength],
+        max_batch_size: int,
+        max_length: int,
+        version: int,
+        source: str,
+        max_copied: int = 0,
     ) -> LengthTable:
-        """A table for batch sizes 1..max_batch_size. Lengths are cut to max_length.
+        """A table for batch sizes 1..max_batch_size. Lengths are cut to max_length, and copies to max_copied tokens.
 
         Raises ValueError if a batch size is in no bucket.
         """
         ranges = tuple(buckets)
-        lengths = [0] * (max_batch_size + 1)
+        plans = [PLAIN] * (max_batch_size + 1)
         known = [False] * (max_batch_size + 1)
         for bucket in ranges:
+            plan = bucket.plan or Plan(min(bucket.speculation_length, max_length))
             for batch_size in range(bucket.batch_min, min(bucket.batch_max, max_batch_size) + 1):
-                lengths[batch_size] = min(bucket.speculation_length, max_length)
+                plans[batch_size] = plan.within(max_length, max_copied)
                 known[batch_size] = True
         if not all(known[1:]):
             raise ValueError(f"the length table says nothing about batch size {known.index(False, 1)}")
-        return cls(tuple(lengths), version, source, ranges)
+        return cls(tuple(plan.draft_length for plan in plans), version, source, ranges, tuple(plans))
 
     @classmethod
     def constant(cls, length: int, max_batch_size: int, source: str) -> LengthTable:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from speclen.worker.drafting.copying import CopyIndex
 from speclen.worker.requests.detokenize import Decode, Detokenizer, StopStrings
 from speclen.worker.requests.request import (
     FinishReason,
@@ -40,7 +41,7 @@ class SequenceState:
     tokens: prompt and output. target_length, draft_length: how many of them, from the first on, have keys and values in
     the models' pools. row: of the pools, -1 while it has none; the scheduler sets it. limit: tokens it may hold at most,
     prompt included. may_draft: False for rows that opted out. fixed_length: the request's own speculation length, None
-    where the table decides. shared: None when n is 1.
+    where the table decides; then alone it may copy from itself. shared: None when n is 1.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class SequenceState:
         self.limit = min(self.num_prompt_tokens + sampling.max_tokens, max_context_length)
         self.fixed_length = request.fixed_length
         self.may_draft = may_draft and request.fixed_length != 0
+        self.may_copy = request.fixed_length is None
+        self.copy_index: CopyIndex | None = None  # made when a plan first copies
         self.row = -1
         self.target_length = 0
         self.draft_length = 0

@@ -31,6 +31,11 @@ class RowSampling:
         """Whether the token is simply the largest logit, of those that a grammar allows."""
         return self.temperature == 0 and self.edits is None
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether what may come hangs on the tokens before, beyond what the model makes of them."""
+        return self.edits is not None or self.grammar is not None
+
 
 class TokenRule(Protocol):
     """Proposes draft tokens and decides which stay. One object per step; `propose` is called for columns 0, 1, ..."""
@@ -116,9 +121,18 @@ class SamplingRule:
     """Rows with and without randomness, each by the rule that fits it; see `verification` for the two rules.
 
     positions: [rows], how many tokens each row has put out before the step: noise and min_tokens go by output position.
+    num_copied: [rows], the first tokens of each row's draft that were not drawn but copied, after which the draft model
+    goes on; None for none.
     """
 
-    def __init__(self, batch: BatchSampling, positions: torch.Tensor, generator: torch.Generator | None) -> None:
+    def __init__(
+        self,
+        batch: BatchSampling,
+        positions: torch.Tensor,
+        generator: torch.Generator | None,
+        num_copied: torch.Tensor | None = None,
+    ) -> None:
+        self._num_copied = num_copied
         self.batch = batch
         self.positions = positions
         self.generator = generator
@@ -130,7 +144,8 @@ class SamplingRule:
         column = draft_ids.shape[1]
         probs = self._probs(logits, draft_ids, column)
         self._draft_probs.append(probs)
-        return choose(probs, self._noise(probs, column))[:, 0]
+        first = column if self._num_copied is None else column + self._num_copied[: len(probs), None]
+        return choose(probs, self._noise(probs, first))[:, 0]
 
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
@@ -138,7 +153,7 @@ class SamplingRule:
         probs = self._probs(logits, draft_ids, 0, caps)
         if self.batch.all_matching:
             return self._match(probs, draft_ids, caps)
-        num_accepted, following = verify(probs, self._drafted(probs), draft_ids, caps, self.generator)
+        num_accepted, following = verify(probs, self._drafted(probs, draft_ids), draft_ids, caps, self.generator)
         tokens = torch.nn.functional.pad(draft_ids, (0, 1)).scatter_(1, num_accepted[:, None], following[:, None])
         if not self.batch.any_matching:
             return num_accepted, tokens
@@ -162,8 +177,8 @@ class SamplingRule:
             logits = logits.float().index_copy(0, rows, restricted)
         return self.batch.distribution(logits)
 
-    def _noise(self, probs: torch.Tensor, first: int) -> torch.Tensor:
-        """Exp(1) noise like probs, whose first column is `first` tokens after the row's output."""
+    def _noise(self, probs: torch.Tensor, first: int | torch.Tensor) -> torch.Tensor:
+        """Exp(1) noise like probs, whose first column is `first` (or [rows, 1]) tokens after the row's output."""
         rows, columns, vocab_size = probs.shape
         fresh = torch.empty_like(probs).exponential_(generator=self.generator)
         if not self.batch.any_seeded:
@@ -172,10 +187,22 @@ class SamplingRule:
         keyed = noise.exponential(self.batch.keys[:rows], positions, vocab_size)
         return torch.where(self.batch.seeded[:rows, None, None], keyed, fresh)
 
-    def _drafted(self, probs: torch.Tensor) -> torch.Tensor:
-        """Draft distributions [rows, k, vocab] of all rows: 0 for rows that drafted nothing."""
+    def _drafted(self, probs: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft distributions [rows, k, vocab] of all rows: 0 for rows that drafted nothing; copied tokens have all of 1.
+
+        So a copied token is accepted with the target's own probability of it, and after a rejection the target's
+        distribution is left without it.
+        """
         rows, columns, vocab_size = probs.shape
         drafted = probs.new_zeros(rows, columns - 1, vocab_size)
+        if self._num_copied is None:
+            for column, column_probs in enumerate(self._draft_probs):
+                drafted[: len(column_probs), column] = column_probs[:, 0]
+            return drafted
         for column, column_probs in enumerate(self._draft_probs):
-            drafted[: len(column_probs), column] = column_probs[:, 0]
+            places = self._num_copied[: len(column_probs)] + column
+            (inside,) = torch.where(places < columns - 1)
+            drafted[inside, places[inside]] = column_probs[inside, 0]
+        copied = torch.arange(columns - 1, device=probs.device) < self._num_copied[:, None]
+        drafted[copied] = torch.nn.functional.one_hot(draft_ids[copied], vocab_size).to(drafted.dtype)
         return drafted

@@ -12,13 +12,14 @@ import torch
 
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig, parse_policy
+from speclen.worker.drafting.plan import COPYING
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.identity import context_key
-from speclen.worker.reporting.length_table import DEFAULT_LENGTH, LengthTable
+from speclen.worker.reporting.length_table import DEFAULT_LENGTH, BucketLength, LengthTable
 from speclen.worker.service.servicer import ModelFacts
 
 log = structlog.get_logger()
@@ -30,6 +31,10 @@ def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, b
     Raises ValueError for a policy that is unknown or asks for a length over the limit.
     """
     kind, length = parse_policy(config.policy)
+    if planned := config.planned():
+        buckets = [BucketLength(one.batch_min, one.batch_max, one.plan.draft_length, one.plan) for one in planned]
+        table = LengthTable.from_buckets(buckets, config.max_batch_size, max_length, 0, "policy", max_copied(config))
+        return table, kind == "adaptive" and not config.plan
     if kind == "fixed":
         assert length is not None
         if length > max_length:
@@ -42,6 +47,11 @@ def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, b
     if kind == "profile":
         raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
     return LengthTable.constant(min(DEFAULT_LENGTH, max_length), config.max_batch_size, "default"), True
+
+
+def max_copied(config: WorkerConfig) -> int:
+    """Tokens that rows may copy in one step."""
+    return max((bucket.plan.copy_max_tokens for bucket in config.planned()), default=0)
 
 
 def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> ControlClient:
@@ -59,10 +69,11 @@ def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> Control
         max_batch_size=config.max_batch_size,
         max_speculation_length=max_length,
         address=config.listen,
-        policy=config.policy,
+        policy="plan" if config.plan else config.policy,
         run_id=config.run_id,
+        max_copied_tokens=max_copied(config),
     )
-    return ControlClient(card, table, follow)
+    return ControlClient(card, table, follow, without_draft=None if config.has_draft else COPYING)
 
 
 def model_facts(pair: ModelPair, control: ControlClient) -> ModelFacts:
@@ -88,6 +99,7 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,
         max_speculation_length=config.max_length if pair.draft is not None else 0,
+        max_copied_tokens=max_copied(config),
         max_waiting=config.max_waiting + config.max_batch_size,  # the queue's bound is kept by the service
         max_kv_tokens=config.max_kv_tokens or None,
         max_cached_tokens=config.max_cached_tokens,

@@ -109,7 +109,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
         # Only then has the controller a say in when to serve: whoever measures nothing asks it while serving.
         await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
     async_engine, page = make_entrance(config, pair, engine, control, supervisor, security)
-    servicer = GenerationServicer(async_engine, pair, control, model_facts(pair, control))
+    servicer = GenerationServicer(async_engine, pair, control, model_facts(pair, control), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     # The front ends last: until then its callers are told why.
     async with open_front(config, async_engine, page, functools.partial(supervisor.fail, FRONT)) as front:

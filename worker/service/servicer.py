@@ -13,6 +13,7 @@ import grpc
 import structlog
 from grpc import aio
 
+from speclen.transport.keyring import Keyring
 from speclen.transport.logs import Sparse
 from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
@@ -59,14 +60,22 @@ class ModelFacts:
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Turns RPCs into engine calls. A request whose client is gone is aborted."""
+    """Turns RPCs into engine calls. A request whose client is gone is aborted. keyring: of the tokens that callers have."""
 
-    def __init__(self, engine: AsyncEngine, pair: ModelPair, control: ControlClient, facts: ModelFacts) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        pair: ModelPair,
+        control: ControlClient,
+        facts: ModelFacts,
+        keyring: Keyring | None = None,
+    ) -> None:
         self._async_engine = engine
         self._engine = engine.engine
         self._pair = pair
         self._control = control
         self._facts = facts
+        self._keyring = keyring
         self._sparse = Sparse()
         self._identity = server_identity(control.card.run_id)
 
@@ -86,7 +95,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _generate(
         self, message: pb.GenerateRequest, request_id: str, stream: OutputStream, context: Context
     ) -> None:
-        arrived_at, caller = time.monotonic(), caller_of(context)
+        arrived_at, caller = time.monotonic(), caller_of(context, self._keyring)
         prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
         grammar = None if wanted is None else await self._async_engine.entrance.grammars.prepare(wanted, caller)
         generation = to_request(message, request_id, prompt_ids, grammar)
@@ -185,14 +194,14 @@ def group_by_index(outputs: list[SequenceOutput]) -> dict[int, list[SequenceOutp
     return groups
 
 
-def caller_of(context: Context) -> str:
-    """Who calls: the subject of a certificate, else the address without its port.
-
-    A bearer token does not tell callers apart: there is one for all.
-    """
+def caller_of(context: Context, keyring: Keyring | None = None) -> str:
+    """Who calls: the subject of a certificate, else the holder of the token where there are several, else the address."""
     names = context.peer_identities()
     if names:
         return b",".join(names).decode("utf-8", errors="replace")
+    given = [value for key, value in context.invocation_metadata() or () if key == "authorization"] if keyring else []
+    if keyring is not None and given and (holder := keyring.caller(given[0])):
+        return holder
     peer = context.peer()
     kind, _, _ = peer.partition(":")
     return peer.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

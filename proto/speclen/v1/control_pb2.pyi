@@ -36,6 +36,10 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """The draft caught up on tokens it had missed while the length was 0."""
     STEP_FLAG_MIXED_LENGTHS: _StepFlag.ValueType  # 5
     """Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
+    STEP_FLAG_COPIED: _StepFlag.ValueType  # 30
+    """The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
+    match. See StepReport.copying.
+    """
     STEP_FLAG_CHANGED_LENGTH: _StepFlag.ValueType  # 40
     """The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 
@@ -53,6 +57,10 @@ STEP_FLAG_CATCH_UP: StepFlag.ValueType  # 4
 """The draft caught up on tokens it had missed while the length was 0."""
 STEP_FLAG_MIXED_LENGTHS: StepFlag.ValueType  # 5
 """Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
+STEP_FLAG_COPIED: StepFlag.ValueType  # 30
+"""The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
+match. See StepReport.copying.
+"""
 STEP_FLAG_CHANGED_LENGTH: StepFlag.ValueType  # 40
 """The step drafted another length than it verified, as steps of engines do that draft for the step after."""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
@@ -150,19 +158,53 @@ class WorkerLimits(google.protobuf.message.Message):
 
     MAX_BATCH_SIZE_FIELD_NUMBER: builtins.int
     MAX_SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
+    MAX_COPIED_TOKENS_FIELD_NUMBER: builtins.int
     max_batch_size: builtins.int
     """Largest number of rows decoding in one step. 1 to 4096."""
     max_speculation_length: builtins.int
     """Largest speculation length. 0 to 64."""
+    max_copied_tokens: builtins.int
+    """Most tokens that a row can copy from its own text in one step. 0 to 64; 0: it cannot."""
     def __init__(
         self,
         *,
         max_batch_size: builtins.int = ...,
         max_speculation_length: builtins.int = ...,
+        max_copied_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_speculation_length", b"max_speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_copied_tokens", b"max_copied_tokens", "max_speculation_length", b"max_speculation_length"]) -> None: ...
 
 Global___WorkerLimits: typing_extensions.TypeAlias = WorkerLimits
+
+@typing.final
+class Plan(google.protobuf.message.Message):
+    """What every row of a step may propose to the target."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAFT_LENGTH_FIELD_NUMBER: builtins.int
+    COPY_MIN_MATCH_FIELD_NUMBER: builtins.int
+    COPY_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFT_AFTER_COPY_FIELD_NUMBER: builtins.int
+    draft_length: builtins.int
+    """Tokens of the draft model per row: the speculation length. 0: none."""
+    copy_min_match: builtins.int
+    """A row copies when at least so many of its last tokens stand earlier in its own prompt or output. 1 to 16; 0: never."""
+    copy_max_tokens: builtins.int
+    """Tokens copied per row, at most: those that followed the match. 1 to 64; 0: never."""
+    draft_after_copy: builtins.bool
+    """Whether the draft model goes on behind copied tokens. Otherwise rows that copy draft nothing."""
+    def __init__(
+        self,
+        *,
+        draft_length: builtins.int = ...,
+        copy_min_match: builtins.int = ...,
+        copy_max_tokens: builtins.int = ...,
+        draft_after_copy: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copy_max_tokens", b"copy_max_tokens", "copy_min_match", b"copy_min_match", "draft_after_copy", b"draft_after_copy", "draft_length", b"draft_length"]) -> None: ...
+
+Global___Plan: typing_extensions.TypeAlias = Plan
 
 @typing.final
 class BucketChoice(google.protobuf.message.Message):
@@ -174,12 +216,17 @@ class BucketChoice(google.protobuf.message.Message):
     BATCH_MAX_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
     MS_PER_TOKEN_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     batch_min: builtins.int
     """Batch sizes batch_min to batch_max belong to the bucket, both included."""
     batch_max: builtins.int
     speculation_length: builtins.int
     ms_per_token: builtins.float
     """Expected time per generated token and row, in milliseconds, at that length; absent when nothing is known yet."""
+    @property
+    def plan(self) -> Global___Plan:
+        """What to do instead, for workers that can; draft_length is the speculation_length. Absent: that alone."""
+
     def __init__(
         self,
         *,
@@ -187,9 +234,10 @@ class BucketChoice(google.protobuf.message.Message):
         batch_max: builtins.int = ...,
         speculation_length: builtins.int = ...,
         ms_per_token: builtins.float | None = ...,
+        plan: Global___Plan | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "ms_per_token", b"ms_per_token"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "batch_max", b"batch_max", "batch_min", b"batch_min", "ms_per_token", b"ms_per_token", "speculation_length", b"speculation_length"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "ms_per_token", b"ms_per_token", "plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "batch_max", b"batch_max", "batch_min", b"batch_min", "ms_per_token", b"ms_per_token", "plan", b"plan", "speculation_length", b"speculation_length"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ms_per_token", b"_ms_per_token"]) -> typing.Literal["ms_per_token"] | None: ...
 
 Global___BucketChoice: typing_extensions.TypeAlias = BucketChoice
@@ -232,11 +280,16 @@ class Probe(google.protobuf.message.Message):
     BATCH_MAX_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
     VALID_FOR_S_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     probe_id: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
     speculation_length: builtins.int
     valid_for_s: builtins.float
+    @property
+    def plan(self) -> Global___Plan:
+        """As in BucketChoice."""
+
     def __init__(
         self,
         *,
@@ -245,10 +298,75 @@ class Probe(google.protobuf.message.Message):
         batch_max: builtins.int = ...,
         speculation_length: builtins.int = ...,
         valid_for_s: builtins.float = ...,
+        plan: Global___Plan | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "plan", b"plan", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
 
 Global___Probe: typing_extensions.TypeAlias = Probe
+
+@typing.final
+class CopiedRun(google.protobuf.message.Message):
+    """Rows of a step that copied alike."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCH_LENGTH_FIELD_NUMBER: builtins.int
+    NUM_PROPOSED_FIELD_NUMBER: builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    match_length: builtins.int
+    """Tokens before the copied ones that stood earlier in the row; 16 means 16 or more."""
+    num_proposed: builtins.int
+    num_accepted: builtins.int
+    """Of these, accepted and kept: positions 1 to num_accepted were, the next one was not."""
+    num_rows: builtins.int
+    def __init__(
+        self,
+        *,
+        match_length: builtins.int = ...,
+        num_proposed: builtins.int = ...,
+        num_accepted: builtins.int = ...,
+        num_rows: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["match_length", b"match_length", "num_accepted", b"num_accepted", "num_proposed", b"num_proposed", "num_rows", b"num_rows"]) -> None: ...
+
+Global___CopiedRun: typing_extensions.TypeAlias = CopiedRun
+
+@typing.final
+class CopyReport(google.protobuf.message.Message):
+    """What copying did in one step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: builtins.int
+    NUM_SEARCHED_ROWS_FIELD_NUMBER: builtins.int
+    NUM_DRAFTING_ROWS_FIELD_NUMBER: builtins.int
+    NUM_VERIFIED_TOKENS_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    num_searched_rows: builtins.int
+    """Rows in whose text a match was looked for. Those in no run had none."""
+    num_drafting_rows: builtins.int
+    """Rows that the draft model drafted for."""
+    num_verified_tokens: builtins.int
+    """Tokens of decoding rows that the target was fed, the pending ones included."""
+    @property
+    def plan(self) -> Global___Plan: ...
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopiedRun]: ...
+    def __init__(
+        self,
+        *,
+        plan: Global___Plan | None = ...,
+        num_searched_rows: builtins.int = ...,
+        num_drafting_rows: builtins.int = ...,
+        num_verified_tokens: builtins.int = ...,
+        runs: collections.abc.Iterable[Global___CopiedRun] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["num_drafting_rows", b"num_drafting_rows", "num_searched_rows", b"num_searched_rows", "num_verified_tokens", b"num_verified_tokens", "plan", b"plan", "runs", b"runs"]) -> None: ...
+
+Global___CopyReport: typing_extensions.TypeAlias = CopyReport
 
 @typing.final
 class StepReport(google.protobuf.message.Message):
@@ -265,6 +383,7 @@ class StepReport(google.protobuf.message.Message):
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     FLAGS_FIELD_NUMBER: builtins.int
     PROBE_ID_FIELD_NUMBER: builtins.int
+    COPYING_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
@@ -289,6 +408,12 @@ class StepReport(google.protobuf.message.Message):
     def flags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___StepFlag.ValueType]:
         """Reasons why this step must not teach; empty for an ordinary step."""
 
+    @property
+    def copying(self) -> Global___CopyReport:
+        """Set when the plan copies, along with STEP_FLAG_COPIED. The histogram is of the draft model's tokens alone then, and
+        counts rows that drafted none at 0.
+        """
+
     def __init__(
         self,
         *,
@@ -301,8 +426,10 @@ class StepReport(google.protobuf.message.Message):
         decision_version: builtins.int = ...,
         flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
         probe_id: builtins.int = ...,
+        copying: Global___CopyReport | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "copying", b"copying", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

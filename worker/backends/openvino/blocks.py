@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -99,12 +99,20 @@ class BlockPool:
     def _reach(self, first_row: int, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows = slice(first_row, first_row + len(needed))
         if (needed > self._held[rows]).any():
-            self._grow(first_row, needed)
+            self._grow(range(first_row, first_row + len(needed)), needed)
         tables = self._tables[rows, : needed.max()]
         return tables[np.arange(tables.shape[1]) < needed[:, None]], begins_of(needed)
 
-    def _grow(self, first_row: int, needed: np.ndarray) -> None:
-        for row, blocks in enumerate(needed.tolist(), first_row):
+    def reach_rows(self, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `reach`, for rows in any order."""
+        needed = -(-ends // BLOCK_TOKENS)
+        if (needed > self._held[rows]).any():
+            self._grow(rows.tolist(), needed)
+        tables = self._tables[rows, : needed.max()]
+        return tables[np.arange(tables.shape[1]) < needed[:, None]], begins_of(needed)
+
+    def _grow(self, rows: Iterable[int], needed: np.ndarray) -> None:
+        for row, blocks in zip(rows, needed.tolist(), strict=True):
             for place in range(self._held[row], blocks):
                 block = self._take()
                 self._owners[block] = 1
@@ -142,7 +150,7 @@ class BlockPool:
         self._owners[self._tables[source, :full]] += 1
         self._held[target] = full
         if rest:
-            self._grow(target, np.array([full + 1]))
+            self._grow([target], np.array([full + 1]))
             for cache in self.caches:
                 cache[self._tables[target, full]] = cache[self._tables[source, full]]
 

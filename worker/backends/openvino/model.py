@@ -14,7 +14,7 @@ import torch
 from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
-from speclen.worker.backends.passes import PassPart
+from speclen.worker.backends.passes import PassPart, RaggedPart
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class OpenVinoModel:
     """
 
     device = CPU
+    ragged = True
 
     def __init__(
         self, model: ov.Model, num_weight_bytes: int, pool: BlockPool, max_context_length: int, num_threads: int
@@ -73,8 +74,39 @@ class OpenVinoModel:
             self._requests[num_threads] = self._make_request(num_threads)
         self._threads = num_threads
 
-    def forward(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+    def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel."""
+        same = [part for part in parts if isinstance(part, PassPart)]
+        return self._forward_same(same) if len(same) == len(parts) else self._forward_ragged(parts)
+
+    def _forward_ragged(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
+        """Logits of parts of which some are ragged."""
+        ragged = [RaggedPart.of(part) if isinstance(part, PassPart) else part for part in parts]
+        past, counts = _joined([part.starts for part in ragged]), _joined([part.counts for part in ragged])
+        num_wanted = _joined([part.num_logits for part in ragged])
+        begins = begins_of(counts)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        offsets = np.arange(len(rows)) - begins[rows]
+        ends = past + counts
+        blocks, block_begins = self.pool.reach_rows(_joined([part.rows for part in ragged]), ends)
+        logits = self._infer(
+            input_ids=_joined([part.ids.numpy() for part in ragged]),
+            position_ids=np.minimum(past[rows] + offsets, self.max_context_length - 1),
+            wanted=np.flatnonzero(offsets >= (counts - num_wanted)[rows]),
+            past_lens=past,
+            subsequence_begins=begins,
+            block_indices=blocks,
+            block_indices_begins=block_begins,
+            max_context_len=int(ends.max()),
+        )
+        pieces = logits.split([int(part.num_logits.sum()) for part in ragged])
+        return [
+            piece if isinstance(part, RaggedPart) else piece.unflatten(0, (len(part.ids), -1))
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
+
+    def _forward_same(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits of parts whose rows are fed equally many tokens, whose layout is remembered."""
         layout = _layout(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
         past = _joined([part.rows.starts + part.column for part in parts])
         ends = past + layout.counts

@@ -1,0 +1,29 @@
+"""How fast memory is read, and the time that a pass over one row cannot go below for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+NUM_BYTES = 256 * 2**20  # far more than caches hold
+NUM_READS = 7
+
+
+def read_bytes_per_s() -> float:
+    """The fastest of a few sums over a large array, with torch's threads as they are set."""
+    values = torch.ones(NUM_BYTES // 4)
+    durations = []
+    for _ in range(NUM_READS):
+        started = time.perf_counter()
+        values.sum()
+        durations.append(time.perf_counter() - started)
+    return NUM_BYTES / min(durations)
+
+
+def bytes_per_pass(model: Any) -> int:
+    """Of the weights that a pass reads in full: all but a table of embeddings that makes no logits as well."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if embedding is head else embedding.nbytes
+    return sum(parameter.nbytes for parameter in model.parameters()) - looked_up

@@ -1,0 +1,111 @@
+"""scripts/peers: everybody is driven with the same load, counted in the same way, and credited with his best mode."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PEERS = Path(__file__).parent.parent / "scripts" / "peers"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules by name, found as they find each other."""
+    monkeypatch.syspath_prepend(str(PEERS))
+    names = ("closed_loop", "rounds", "table")
+    yield lambda name: __import__(name)
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+class Batching:
+    """An engine whose requests each take as many steps as they have tokens; `now` is seconds, one a step."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.most = 0
+        self._left: dict[int, int] = {}
+        self._names = iter(range(10**6))
+
+    def add(self, prompt: list[int]) -> Hashable:
+        name = next(self._names)
+        self._left[name] = 5 + name % 3  # so that requests do not end together
+        self.most = max(self.most, len(self._left))
+        return name
+
+    def step(self) -> list[tuple[Hashable, int]]:
+        self.now += 1
+        self._left = {name: left - 1 for name, left in self._left.items()}
+        ended = [name for name, left in self._left.items() if left <= 0]
+        for name in ended:
+            del self._left[name]
+        return [(name, 5) for name in ended]
+
+
+def test_a_steady_load_is_counted_as_what_it_is(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests of five to seven steps at a time: four of five tokens in every six seconds."""
+    module, engine = peers("closed_loop"), Batching()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: engine.now)
+    tokens, elapsed, latencies = module.step_loop(engine, module.Requests([[1], [2]], 5), 4, 600.0)
+    assert engine.most == 4
+    assert tokens / elapsed == pytest.approx(4 * 5 / 6, rel=0.02)
+    assert set(latencies) == {5.0, 6.0, 7.0}
+
+
+def test_clients_count_what_ended_while_the_load_was_full(peers: Any) -> None:
+    count = peers("closed_loop").count
+    spans = [(0.0, 2.0), (0.0, 3.0), (2.0, 5.0), (3.0, 6.0), (5.0, 9.0)]
+    # From the third second on: the two that ended by 7, whatever they began with; the last one came too late.
+    assert count(spans, 3.0, 4.0, 10) == (20, 3.0, [3.0, 3.0])
+    assert count(spans[:3], 3.0, 1.0, 10) == (10, 2.0, [3.0])  # slower than the time there was: what came counts
+
+
+def test_a_wrong_number_of_tokens_is_an_error(peers: Any) -> None:
+    module = peers("closed_loop")
+    with pytest.raises(RuntimeError, match="5 tokens came instead of 6"):
+        module.step_loop(Batching(), module.Requests([[1]], 6), 1, 1.0)
+    with pytest.raises(RuntimeError, match="3 tokens came instead of 6"):
+        module.Clients(lambda prompt, num_tokens: 3, module.Requests([[1]], 6), 2).run(0.1)
+
+
+def row(peer: str, mode: str, threads: int, rates: dict[int, float]) -> list[dict[str, Any]]:
+    common = {"peer": peer, "mode": mode, "threads": threads, "latency_mean_s": 1.0, "latency_p95_s": 1.0}
+    return [common | {"concurrency": at, "tokens_per_s": rate} for at, rate in rates.items()]
+
+
+def test_later_rounds_leave_out_what_cannot_be_the_best(peers: Any) -> None:
+    rounds = peers("rounds")
+    ours = rounds.Contestant("speclen", "", "x")
+    fast, slow = rounds.Contestant("llama", "llama", "x", ("a",)), rounds.Contestant("llama", "llama", "x", ("b",))
+    found = {
+        (ours, 1): row("speclen", "none", 1, {1: 10, 4: 40}),
+        (ours, 2): row("speclen", "none", 2, {1: 20, 4: 30}),  # each number of threads is best somewhere
+        (fast, 1): row("llama.cpp server", "a", 1, {1: 50, 4: 90}),
+        (fast, 2): row("llama.cpp server", "a", 2, {1: 60, 4: 100}),
+        (slow, 1): row("llama.cpp server", "b", 1, {1: 40, 4: 70}),
+        (slow, 2): [],  # failed
+    }
+    assert list(rounds.repeated(found)) == [(ours, 1), (ours, 2), (fast, 2)]
+
+
+def test_the_ratio_is_to_the_best_mode_of_the_best_peer(peers: Any) -> None:
+    table = peers("table")
+    lines = [
+        *row("speclen", "adaptive", 2, {1: 300.0}),
+        *row("speclen", "none", 2, {1: 200.0}),
+        *row("vLLM", "draft model, 5 tokens", 1, {1: 200.0}),
+        *row("vLLM", "draft model, 5 tokens", 2, {1: 240.0}),
+        *row("vLLM", "no draft", 2, {1: 100.0}),
+        *row("llama.cpp server", "no draft", 2, {1: 160.0}),
+    ]
+    ratios = table.over_best(table.best_threads(lines))
+    found = {(one["what"].split()[2], one["peer"]): (one["ratio"], one["best_mode"]) for one in ratios}
+    assert found["adaptive", table.ANYONE] == (1.25, "vLLM, draft model, 5 tokens")
+    assert found["none", table.ANYONE] == (1.25, "llama.cpp server, no draft")
+    assert found["none", "vLLM"] == (2.0, "vLLM, no draft")
+    page = table.markdown(table.best_threads(lines), ratios, {"cores": 2})
+    assert "| any of them | 1.25 (1.25 to 1.25), vLLM, draft model, 5 tokens |" in page

@@ -1,0 +1,82 @@
+"""Which rows of a step copy, and what: the rows' indexes are kept up to date here, a bounded number of tokens a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speclen.worker.drafting.copying import Copied, CopyIndex
+from speclen.worker.drafting.plan import Plan
+from speclen.worker.engine.length_chooser import CopiedRun, CopyReport
+from speclen.worker.requests.sequence import SequenceState
+
+# Tokens of texts that are not indexed yet, all rows together: half a millisecond. What a row has just put out comes on top.
+INDEXED_PER_STEP = 256
+MOST_NEW = 128  # tokens that a row can have put out since the last step
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopies:
+    """What each row of a step copies, None for those without a match. num_searched_rows: that were looked at."""
+
+    plan: Plan
+    num_searched_rows: int
+    found: list[Copied | None]
+
+    @property
+    def num_copied(self) -> list[int]:
+        return [0 if copied is None else len(copied.ids) for copied in self.found]
+
+    def accepted(self, kept: Sequence[int]) -> list[int]:
+        """Of the proposed tokens that each row kept, those that were copied: they come first."""
+        return [min(number, copied) for number, copied in zip(kept, self.num_copied, strict=True)]
+
+    def report(self, kept: Sequence[int], draft_lengths: Sequence[int]) -> CopyReport:
+        """kept: proposed tokens that each row kept; draft_lengths: tokens that the draft model drafted for it."""
+        runs = Counter(
+            (copied.match_length, len(copied.ids), accepted)
+            for copied, accepted in zip(self.found, self.accepted(kept), strict=True)
+            if copied is not None
+        )
+        return CopyReport(
+            plan=self.plan,
+            num_searched_rows=self.num_searched_rows,
+            num_drafting_rows=sum(length > 0 for length in draft_lengths),
+            num_verified_tokens=len(kept) + sum(self.num_copied) + sum(draft_lengths),
+            runs=tuple(CopiedRun(*run, num_rows) for run, num_rows in sorted(runs.items())),
+        )
+
+
+def find_copies(
+    rows: Sequence[SequenceState], prefilling: Sequence[SequenceState], plan: Plan, max_context_length: int
+) -> RowCopies:
+    """What rows that decode copy under a plan that does. prefilling: rows whose prompts are read ahead.
+
+    A row copies only once all of its text is indexed; of long texts that takes some steps.
+    """
+    budget, num_searched = INDEXED_PER_STEP, 0
+    found: list[Copied | None] = []
+    for row in rows:
+        copied = None
+        if row.may_copy:
+            budget -= _index(row, budget)
+            most = min(plan.copy_max_tokens, row.num_left - 1, max_context_length - len(row.tokens))
+            index = row.copy_index
+            if index is not None and index.num_indexed == len(row.tokens):
+                num_searched += 1
+                copied = index.find(plan.copy_min_match, most)
+        found.append(copied)
+    for row in prefilling:
+        if budget > 0 and row.may_copy:
+            budget -= _index(row, budget)
+    return RowCopies(plan, num_searched, found)
+
+
+def _index(row: SequenceState, budget: int) -> int:
+    """Bring the row's index up to date, or nearer to it; returns how much of the budget that took."""
+    index = row.copy_index = row.copy_index or CopyIndex()
+    if len(row.tokens) - index.num_indexed <= MOST_NEW:
+        index.extend(row.tokens, MOST_NEW)
+        return 0
+    return index.extend(row.tokens, max(0, budget))

@@ -1,0 +1,163 @@
+"""One step of rows that propose different numbers of tokens: copied ones, drafted ones, both or none. As `speculative`.
+
+A model that is `ragged` is fed what each row has, at the cost of all tokens together, and the draft model runs over the
+rows that draft. Other models are fed rectangles: verification is filled up to the longest proposal, whose number of
+columns is rounded up so that few shapes occur, and the draft model runs over all rows up to the last that drafts.
+What is fed beyond a row's own is overwritten later, like what was rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from speclen.worker.backends.passes import PassModel, PassPart, RaggedPart, StepRows, padded_width, prompt_part
+from speclen.worker.engine.speculative import StepOutcome
+from speclen.worker.engine.step_plan import StepPlan
+from speclen.worker.sampling.rules import TokenRule
+
+
+@dataclass(slots=True)
+class RaggedBatch:
+    """Rows 0..b-1 of both models. texts: their tokens, the pending one last. draft_lengths: held by the draft's pool.
+
+    copied: [b, k], tokens that rows propose first, num_copied[r] of row r; num_drafted: [b], what the draft model adds to
+    them. k: of the longest proposal.
+    """
+
+    texts: list[list[int]]
+    draft_lengths: np.ndarray
+    copied: np.ndarray
+    num_copied: np.ndarray
+    num_drafted: np.ndarray
+
+    @property
+    def num_proposed(self) -> np.ndarray:
+        return self.num_copied + self.num_drafted
+
+    @property
+    def ends(self) -> np.ndarray:
+        """[b], tokens that each row holds, copied ones included."""
+        return np.array([len(text) for text in self.texts]) + self.num_copied
+
+    def tail(self, row: int, start: int) -> list[int]:
+        """The row's tokens from a place on, copied ones included."""
+        held = len(self.texts[row])
+        copied = self.copied[row, max(0, start - held) : self.num_copied[row]].tolist()
+        return self.texts[row][start:] + copied
+
+
+def make_ragged_batch(plan: StepPlan) -> RaggedBatch:
+    """The plan's rows, what they copy and how much they draft."""
+    num_copied, num_drafted = np.array(plan.num_copied), np.array(plan.draft_lengths)
+    copied = np.zeros((len(plan.rows), (num_copied + num_drafted).max()), np.int64)
+    if plan.copies is not None:
+        for row, found in enumerate(plan.copies.found):
+            if found is not None:
+                copied[row, : len(found.ids)] = found.ids
+    held = np.array([min(row.draft_length, len(row.tokens) - 1) for row in plan.rows])
+    return RaggedBatch([row.tokens for row in plan.rows], held, copied, num_copied, num_drafted)
+
+
+def ragged_step(
+    target: PassModel,
+    draft: PassModel | None,
+    batch: RaggedBatch,
+    rule: TokenRule,
+    prompts: Sequence[PassPart] = (),
+) -> StepOutcome:
+    """Complete the rows' proposals, verify them in one pass of the target, and accept a prefix of each."""
+    proposed = torch.from_numpy(batch.copied).to(target.device)
+    if batch.num_drafted.any():
+        assert draft is not None
+        _append(proposed, batch, _propose(draft, batch, rule))
+    logits, *prompt_logits = _verify(target, batch, proposed, prompts)
+    caps = torch.from_numpy(batch.num_proposed).to(target.device)
+    num_accepted, tokens = rule.decide(logits, proposed, caps)
+    return num_accepted, tokens, [logits, *prompt_logits]
+
+
+def _verify(
+    target: PassModel, batch: RaggedBatch, proposed: torch.Tensor, prompts: Sequence[PassPart]
+) -> list[torch.Tensor]:
+    """Logits [b, k + 1, vocab] after the pending tokens and the proposed ones, 0 beyond; then those of the prompts."""
+    pending = torch.tensor([text[-1:] for text in batch.texts], device=target.device)
+    starts = np.array([len(text) - 1 for text in batch.texts])
+    fed = torch.cat([pending, proposed], dim=1)
+    if not target.ragged:
+        fed = torch.nn.functional.pad(fed, (0, padded_width(proposed.shape[1]) - proposed.shape[1]))
+        part = PassPart(StepRows(starts, fed.shape[1], target.device), fed, num_logits=fed.shape[1])
+        logits, *prompt_logits = target.forward([part, *prompts])
+        return [logits[:, : proposed.shape[1] + 1], *prompt_logits]
+    counts = batch.num_proposed + 1
+    inside = torch.from_numpy(np.arange(fed.shape[1]) < counts[:, None])
+    ragged = RaggedPart(np.arange(len(counts)), starts, counts, fed[inside], counts)
+    flat, *prompt_logits = target.forward([ragged, *prompts])
+    logits = flat.new_zeros(*fed.shape, flat.shape[-1])
+    logits[inside] = flat
+    return [logits, *prompt_logits]
+
+
+def _append(proposed: torch.Tensor, batch: RaggedBatch, drafted: torch.Tensor) -> None:
+    """Put what was drafted, [n, d] for the first n rows, behind what was copied."""
+    num_rows, longest = drafted.shape
+    columns = np.arange(longest)
+    rows, places = np.nonzero(columns < batch.num_drafted[:num_rows, None])
+    at = torch.from_numpy(rows).to(drafted.device), torch.from_numpy(places).to(drafted.device)
+    proposed[at[0], at[1] + torch.from_numpy(batch.num_copied[rows]).to(drafted.device)] = drafted[at]
+
+
+def _propose(draft: PassModel, batch: RaggedBatch, rule: TokenRule) -> torch.Tensor:
+    """Tokens [n, d] drafted for the rows up to the last that drafts; what a row does not draft means nothing."""
+    (rows,) = np.nonzero(batch.num_drafted)
+    num_rows, longest = rows[-1] + 1, int(batch.num_drafted.max())
+    drafted = torch.zeros(num_rows, longest, dtype=torch.long, device=draft.device)
+    for column in range(longest):
+        if column == 0:
+            logits = _first_logits(draft, batch, rows)
+        else:
+            rows = rows[batch.num_drafted[rows] > column] if draft.ragged else rows
+            logits = _next_logits(draft, batch, rows, drafted[:, column - 1], column)
+        drafted[:, column] = rule.propose(_spread(logits, rows, num_rows), drafted[:, :column])
+    return drafted
+
+
+def _spread(logits: torch.Tensor, rows: np.ndarray, num_rows: int) -> torch.Tensor:
+    """Logits [m, vocab] of m rows among those of all, [n, 1, vocab]; or of all rows already."""
+    if len(logits) == num_rows:
+        return logits[:, None]
+    spread = logits.new_zeros(num_rows, 1, logits.shape[-1])
+    spread[torch.from_numpy(rows).to(logits.device), 0] = logits
+    return spread
+
+
+def _first_logits(draft: PassModel, batch: RaggedBatch, rows: np.ndarray) -> torch.Tensor:
+    """Logits [m, vocab] after all that the draft lacks of the rows that draft, copies included; or of rows 0..n-1."""
+    held = batch.draft_lengths[rows]
+    if draft.ragged:
+        lacking = [batch.tail(row, start) for row, start in zip(rows.tolist(), held.tolist(), strict=True)]
+        counts = np.array([len(ids) for ids in lacking])
+        flat = torch.tensor([token for ids in lacking for token in ids])
+        return draft.forward([RaggedPart(rows, held, counts, flat, np.ones_like(counts))])[0]
+    ends = batch.ends[: rows[-1] + 1]
+    width = int((ends[rows] - held).max())
+    if ends.min() < width:  # a row is too short to be fed the same number of tokens
+        starts = zip(rows.tolist(), held.tolist(), strict=True)
+        parts = [prompt_part(row, batch.tail(row, start), start, draft.device) for row, start in starts]
+        return torch.cat([logits[0] for logits in draft.forward(parts)])
+    ids = torch.tensor([batch.tail(row, end - width) for row, end in enumerate(ends.tolist())], device=draft.device)
+    return draft.forward([PassPart(StepRows(ends - width, width, draft.device), ids, num_logits=1)])[0][:, 0]
+
+
+def _next_logits(
+    draft: PassModel, batch: RaggedBatch, rows: np.ndarray, ids: torch.Tensor, column: int
+) -> torch.Tensor:
+    """Logits [m, vocab] after one more drafted token of the rows; or of rows 0..n-1. ids: [n]."""
+    lengths = batch.ends[: len(ids)] + column - 1
+    if draft.ragged:
+        every = np.ones(len(rows), np.int64)
+        return draft.forward([RaggedPart(rows, lengths[rows], every, ids[torch.from_numpy(rows)], every)])[0]
+    return draft.forward([PassPart(StepRows(lengths, 1, draft.device), ids[:, None], num_logits=1)])[0][:, 0]
