@@ -428,5 +428,5 @@ def test_a_token_for_reading_has_to_be_another_one_beside_a_token(tmp_path):
     token.write_text("0123456789abcdef")
     with pytest.raises(ValueError, match="--read-token-file needs --token-file"):
         ServerSecurity(read_token_file=token)
-    with pytest.raises(ValueError, match="--read-token-file holds the token of --token-file"):
+    with pytest.raises(ValueError, match="--read-token-file holds a token of --token-file"):
         ServerSecurity(token_file=token, read_token_file=token).interceptors()
