@@ -47,7 +47,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "export": ("speclen.cli.export", "export_state", "Write what was learned as JSON, to move it between fleets."),
     "import": ("speclen.cli.import_state", "import_state", "Take over what another fleet learned."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
-    "inspect": ("speclen.cli.inspect", "inspect", "Browse the database in a web browser, with charts."),
+    "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
+    "inspect": ("speclen.cli.dashboard", "inspect", "The same as dashboard."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
 }
 # The verbs that call our servers, and what each takes from the settings of all clients.

@@ -17,6 +17,7 @@ from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
 from speclen.worker.models.naming import check_names
+from speclen.worker.observing.tracing import check_tracing
 
 
 @flags_from(WorkerConfig)
@@ -58,6 +59,8 @@ def check_surroundings(config: WorkerConfig) -> None:
         check_pages(config.metrics_listen, security, config.insecure)
         check_free("--metrics-listen", config.metrics_listen)
     check_http(config)
+    if config.traces:
+        check_tracing()
     if config.controller:
         check_controller(config.controller_security(), config.controller, config.run_id)
 

@@ -48,10 +48,10 @@ def nearest(name: str, prefix: str, known: set[str]) -> str:
 
 def nearest_verb(name: str, prefixes: Iterable[str]) -> str:
     """What the variable was meant to be, when its beginning is a misspelt verb of ours."""
-    if close := difflib.get_close_matches(name, OTHERS, n=1, cutoff=CLOSE):
-        return f"did you mean {close[0]}?"
     for prefix in prefixes:
         begin = "_".join(name.split("_")[: prefix.count("_")]) + "_"
         if difflib.SequenceMatcher(None, begin, prefix).ratio() >= CLOSE + 0.05 and len(name) > len(begin):
             return f"did you mean {prefix}{name[len(begin) :]}?"
+    if close := difflib.get_close_matches(name, OTHERS, n=1, cutoff=CLOSE):
+        return f"did you mean {close[0]}?"
     return ""

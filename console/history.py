@@ -12,13 +12,13 @@ from typing import Any
 from speclen.console.errors import UserError
 from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
-from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
+from speclen.controller.estimator.core import ContextKey, Limits
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.wire.flags import named_flags
+from speclen.controller.wire.stored import observation_of, profile_of
 from speclen.store.connection import Connection
 from speclen.store.profiles import StoredProfile, stored_profiles
 from speclen.store.queries import context_limits, contexts, stored_reports, view_rows, workers
-from speclen.store.records import ContextRow, ReportRow, StoredState
+from speclen.store.records import ContextRow, StoredState
 
 
 def key_of(row: ContextRow) -> ContextKey:
@@ -132,27 +132,4 @@ def _beside(connection: Connection, groups: list[tuple[int, float]]) -> list[tup
 
 
 def _imported(stored: StoredProfile) -> ProfileImported:
-    row = stored.profile
-    cells = tuple(
-        ProfileCell(
-            *(cell.batch_size, cell.speculation_length, cell.step_s),
-            *(cell.step_s_stderr, cell.num_steps, cell.mean_context_length),
-        )
-        for cell in row.cells
-    )
-    profile = Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source)
-    return ProfileImported(key_of(stored.context), profile)
-
-
-def observation_of(report: ReportRow) -> StepObservation:
-    """A stored report as the estimator saw it."""
-    flags = named_flags(report.flags)
-    return StepObservation(
-        report.batch_size,
-        report.speculation_length,
-        report.latency_s,
-        tuple(json.loads(report.accepted_histogram)),
-        report.mean_context_length,
-        flags.teaches_latency,
-        flags.teaches_acceptance,
-    )
+    return ProfileImported(key_of(stored.context), profile_of(stored.profile))

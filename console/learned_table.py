@@ -13,6 +13,7 @@ from rich.text import Text
 from speclen.console.database import reading
 from speclen.console.errors import UserError
 from speclen.store.queries import view_rows
+from speclen.store.schema.seen import LATELY
 
 Row = dict[str, Any]
 
@@ -40,40 +41,82 @@ def titled(context: str, rows: list[Row]) -> list[RenderableType]:
     """A matrix between lines of its own, which wrap at the terminal's width and not at the table's."""
     return [
         Text(context, style="bold"),
-        Text("ms per token by batch size and length; * in use, ? never measured here"),
+        Text(
+            "ms per token by batch size and length; * in use, ? never measured here. vs 0: times faster than length 0, "
+            "? where that was not played lately. seen: ms per token of the steps at the length in use"
+        ),
         matrix(rows),
         Text(f"updated {max(row['updated_at'] for row in rows)[:19]} UTC", style="dim"),
     ]
 
 
 def matrix(rows: list[Row]) -> Table:
-    """Buckets down, lengths across; ms per token of one row of the batch."""
+    """Batch sizes down, those with one length in use together; lengths across; ms per token of one row of the batch."""
     lengths = sorted({row["speculation_length"] for row in rows})
     table = Table(
         box=None,  # nine lengths have to fit into 80 columns
         padding=(0, 0, 0, 1),
     )
     table.add_column("batch", justify="right")
-    for length in lengths:
-        table.add_column(str(length), justify="right")
-    table.add_column("vs 0", justify="right")
-    table.add_column("steps", justify="right")
-    for bucket, group in groupby(rows, key=lambda row: row["batch_bucket"]):
-        cells = {row["speculation_length"]: row for row in group}
+    for heading in (*map(str, lengths), "vs 0", "seen", "steps"):
+        table.add_column(heading, justify="right")
+    for low, high, cells in ranges(rows):
         table.add_row(
-            bucket,
+            str(low) if low == high else f"{low}-{high}",
             *(matrix_cell(cells.get(length)) for length in lengths),
             gain(cells),
+            seen(cells),
             f"{sum(row['num_steps'] for row in cells.values()):,}",
         )
     return table
+
+
+def ranges(rows: list[Row]) -> list[tuple[int, int, dict[int, Row]]]:
+    """Neighbouring buckets with one length in use, as one: their ends, and their cells by length."""
+    buckets = [list(group) for _, group in groupby(rows, key=lambda row: row["batch_min"])]
+    found = []
+    for _, members in groupby(buckets, key=length_in_use):
+        together = [row for bucket in members for row in bucket]
+        together.sort(key=lambda row: (row["speculation_length"], row["batch_min"]))
+        cells = {s: combined(list(group)) for s, group in groupby(together, key=lambda row: row["speculation_length"])}
+        ends = [row[name] for row in together for name in ("batch_min", "batch_max")]
+        found.append((min(ends), max(ends), cells))
+    return found
+
+
+def length_in_use(bucket: list[Row]) -> int | None:
+    return next((row["speculation_length"] for row in bucket if row["is_best"]), None)
+
+
+def combined(cells: list[Row]) -> Row:
+    """One length at several batch sizes: means, each as often as it was played."""
+    weights = [row["num_steps"] + 1 for row in cells]
+
+    def mean(name: str) -> float:
+        return sum(weight * row[name] for weight, row in zip(weights, cells, strict=True)) / sum(weights)
+
+    observed = [row for row in cells if row.get("observed_step_ms") is not None]
+    num_steps = sum(row["num_steps"] for row in cells)
+    since = [row["num_reports_since"] for row in observed]
+    seen_ms = sum(row["num_steps"] * row["observed_step_ms"] / row["expected_tokens"] for row in observed)
+    return cells[0] | {
+        "ms_per_token": mean("ms_per_token"),
+        "num_steps": num_steps,
+        "source": "profile" if all(row["source"] == "profile" for row in cells) else cells[0]["source"],
+        "seen_ms_per_token": seen_ms / num_steps if observed and num_steps else None,
+        "num_reports_since": min(since, default=None),
+    }
+
+
+def short(ms: float) -> str:
+    return f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
 def matrix_cell(row: Row | None) -> Text:
     """ms per token, marked when it is in use, and with ? when no step at this length was measured in the bucket."""
     if row is None:
         return Text("")
-    number = f"{row['ms_per_token']:.3g}" if row["ms_per_token"] < 100 else f"{row['ms_per_token']:.0f}"
+    number = short(row["ms_per_token"])
     if row["num_steps"] == 0 and row["source"] != "profile":
         number += "?"
     if row["is_best"]:
@@ -82,8 +125,16 @@ def matrix_cell(row: Row | None) -> Text:
 
 
 def gain(cells: dict[int, Row]) -> str:
-    """How much faster the length in use is than plain decoding, by the estimates."""
+    """How much faster the length in use is than plain decoding, by the estimates; ? where that was not played lately."""
     best = next((row for row in cells.values() if row["is_best"]), None)
     if best is None or 0 not in cells:
         return ""
-    return f"{cells[0]['ms_per_token'] / best['ms_per_token']:.2f}x"
+    since = cells[0]["num_reports_since"]
+    lately = best is cells[0] or (since is not None and since < LATELY)
+    return f"{cells[0]['ms_per_token'] / best['ms_per_token']:.2f}x{'' if lately else '?'}"
+
+
+def seen(cells: dict[int, Row]) -> str:
+    """What a token took at the length in use, by the mean of what was seen."""
+    best = next((row for row in cells.values() if row["is_best"]), None)
+    return "" if best is None or best["seen_ms_per_token"] is None else short(best["seen_ms_per_token"])

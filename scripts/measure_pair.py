@@ -30,7 +30,9 @@ class CountingChooser:
         self.length = length
         self.counts = np.zeros(length + 1, dtype=np.int64)
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice(self.length)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

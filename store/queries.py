@@ -47,9 +47,17 @@ def _last_group_id(connection: Connection) -> int:
 
 
 def stored_reports(connection: Connection) -> Iterator[ReportRow]:
-    """Raw reports in the order in which they were learned from."""
-    columns = ", ".join(ReportRow._fields)
+    """Raw reports in the order in which they were learned from, also of a file that no newer controller has opened."""
+    known = {row[1] for row in connection.execute("PRAGMA table_info(step_reports)")}
+    columns = ", ".join(name for name in ReportRow._fields if name in known)  # the newer ones come last
     return (ReportRow(*row) for row in connection.execute(f"SELECT {columns} FROM step_reports ORDER BY report_id"))
+
+
+def newest_reports(connection: Connection, context_id: int, limit: int) -> list[ReportRow]:
+    """The newest raw reports of a context, oldest first."""
+    columns = ", ".join(ReportRow._fields)
+    query = f"SELECT {columns} FROM step_reports WHERE context_id = ? ORDER BY report_id DESC LIMIT ?"
+    return [ReportRow(*row) for row in connection.execute(query, (context_id, limit))][::-1]
 
 
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:

@@ -62,7 +62,8 @@ class ReportRow(NamedTuple):
 
     group_id: reports that were learned from in one call share it, and it ascends, so that a replay can make the same
     calls. accepted_histogram: JSON array text, such as "[3,1,0]". num_accepted_tokens: sum of j * histogram[j].
-    flags: lower-case names joined by a space ("prefill catch_up"), empty for a step that teaches.
+    flags: lower-case names joined by a space ("prefill catch_up"), empty for a step that teaches. class_histograms: JSON
+    text such as '{"greedy":[1,0],"hot":[2,1]}', None where the worker did not tell classes of requests apart.
     """
 
     group_id: int
@@ -80,6 +81,7 @@ class ReportRow(NamedTuple):
     probe_id: int
     flags: str
     received_at: float
+    class_histograms: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class LatencyCellRow:
     step_s: expected whole-step time. expected_tokens: per row and step, bonus included, from the pair's acceptance at
     the same moment. ms_per_token_low, _high: 95% interval. source: "profile", "online" or "both", of the cells that the
     estimate was inferred from where num_steps is 0; "prior" when all was taken over from another context.
+    observed_step_s: mean of what the num_steps reports said; num_reports_since: reports of the context since the newest of
+    them. None without any.
     """
 
     context_id: int
@@ -121,6 +125,8 @@ class LatencyCellRow:
     source: str
     is_best: bool
     updated_at: float
+    observed_step_s: float | None = None
+    num_reports_since: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ CREATE TABLE latency_cells (
   num_steps INTEGER NOT NULL CHECK (num_steps >= 0),
   source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
   is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),
-  updated_at REAL NOT NULL CHECK (updated_at >= 0),
+  updated_at REAL NOT NULL CHECK (updated_at >= 0), observed_step_s REAL CHECK (observed_step_s IS NULL OR (observed_step_s > 0 AND observed_step_s < 1e6)), num_reports_since INTEGER CHECK (num_reports_since >= 0),
   PRIMARY KEY (context_id, batch_min, speculation_length)
 ) STRICT, WITHOUT ROWID;
 
@@ -137,54 +137,7 @@ CREATE TABLE step_reports (
   probe_id INTEGER NOT NULL CHECK (probe_id >= 0),  -- 0: the table's own choice
   flags TEXT NOT NULL,  -- why the step must not teach ('prefill catch_up'), empty for an ordinary one
   received_at REAL NOT NULL CHECK (received_at >= 0)
-) STRICT;
-
-CREATE VIEW learned_table AS
--- One row per context, bucket and length: all that was learned, readable without a join.
-SELECT
-  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
-    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
-  CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch_bucket,
-  c.batch_min,
-  c.batch_max,
-  c.speculation_length,
-  c.expected_tokens,  -- per row and step, bonus included
-  1000 * c.step_s AS step_ms,
-  1000 * c.step_s / c.expected_tokens AS ms_per_token,  -- per row
-  c.expected_tokens / c.step_s AS tokens_per_s,  -- per row; times the batch size for the whole batch
-  c.ms_per_token_low,  -- 95% interval
-  c.ms_per_token_high,
-  c.num_steps,
-  c.source,
-  c.is_best,
-  strftime('%Y-%m-%d %H:%M:%f', c.updated_at, 'unixepoch') AS updated_at
-FROM latency_cells AS c JOIN contexts AS x USING (context_id)
-ORDER BY c.context_id, c.batch_min, c.speculation_length;
-
-CREATE VIEW current_choice AS
--- One row per context and bucket: the length in use, what it gains over plain decoding, and why it was chosen.
-SELECT
-  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
-    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
-  CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch_bucket,
-  c.batch_min,
-  c.batch_max,
-  c.speculation_length,
-  1000 * c.step_s / c.expected_tokens AS ms_per_token,
-  1000 * plain.step_s / plain.expected_tokens AS plain_ms_per_token,  -- at length 0
-  (plain.step_s / plain.expected_tokens) / (c.step_s / c.expected_tokens) AS speedup,  -- over length 0
-  c.num_steps,
-  x.decision_version,
-  d.reason,
-  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at
-FROM latency_cells AS c
-JOIN contexts AS x USING (context_id)
-LEFT JOIN latency_cells AS plain
-  ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
-LEFT JOIN decisions AS d ON d.decision_id = (
-  SELECT max(decision_id) FROM decisions AS e WHERE e.context_id = c.context_id AND e.batch_min = c.batch_min)
-WHERE c.is_best
-ORDER BY c.context_id, c.batch_min;
+, class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms))) STRICT;
 
 CREATE VIEW decision_history AS
 -- Every change of a choice, newest first, with both estimates of that moment.
@@ -285,24 +238,6 @@ SELECT
 FROM workers AS w JOIN contexts AS x USING (context_id)
 ORDER BY w.last_seen_at DESC;
 
-CREATE VIEW choices AS
--- current_choice for a terminal: at most 100 columns wide, one row per context and bucket.
-SELECT
-  c.context_id AS context,  -- as `speclen explain --context` takes it
-  substr(substr(x.target, 1, instr(x.target || '#', '#') - 1) || ' + '
-    || substr(x.draft, 1, instr(x.draft || '#', '#') - 1), 1, 30) AS models,
-  CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch,
-  c.speculation_length AS length,
-  round(1000 * c.step_s / c.expected_tokens, 2) AS ms_per_token,
-  round((plain.step_s / plain.expected_tokens) / (c.step_s / c.expected_tokens), 2) AS speedup,  -- over length 0
-  c.num_steps
-FROM latency_cells AS c
-JOIN contexts AS x USING (context_id)
-LEFT JOIN latency_cells AS plain
-  ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
-WHERE c.is_best
-ORDER BY c.context_id, c.batch_min;
-
 CREATE TABLE drift_events (
   -- Part of what was learned was forgotten: a detector fired, or a context's numbers had left the representable,
   -- or a worker turned out to be unlike the others.
@@ -314,3 +249,86 @@ CREATE TABLE drift_events (
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),
   detected_at REAL NOT NULL CHECK (detected_at >= 0)
 ) STRICT;
+
+CREATE VIEW learned_table AS
+-- One row per context, bucket and length: all that was learned, readable without a join.
+SELECT
+  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
+    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
+  CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch_bucket,
+  c.batch_min,
+  c.batch_max,
+  c.speculation_length,
+  c.expected_tokens,  -- per row and step, bonus included
+  1000 * c.step_s AS step_ms,
+  1000 * c.step_s / c.expected_tokens AS ms_per_token,  -- per row
+  c.expected_tokens / c.step_s AS tokens_per_s,  -- per row; times the batch size for the whole batch
+  c.ms_per_token_low,  -- 95% interval
+  c.ms_per_token_high,
+  c.num_steps,
+  c.source,
+  c.is_best,
+  strftime('%Y-%m-%d %H:%M:%f', c.updated_at, 'unixepoch') AS updated_at,
+  1000 * c.observed_step_s AS observed_step_ms,  -- mean of the num_steps steps; NULL without any
+  c.num_reports_since  -- reports of the context since the newest of them
+FROM latency_cells AS c JOIN contexts AS x USING (context_id)
+ORDER BY c.context_id, c.batch_min, c.speculation_length;
+
+CREATE VIEW current_choice AS
+-- One row per context and bucket: the length in use, what it gains over plain decoding, and why it was chosen.
+SELECT
+  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
+    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
+  CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch_bucket,
+  c.batch_min,
+  c.batch_max,
+  c.speculation_length,
+  1000 * c.step_s / c.expected_tokens AS ms_per_token,
+  1000 * plain.step_s / plain.expected_tokens AS plain_ms_per_token,  -- at length 0
+  (plain.step_s / plain.expected_tokens) / (c.step_s / c.expected_tokens) AS speedup,  -- over length 0
+  coalesce(plain.num_reports_since < 10000, 0) AS speedup_was_seen,  -- 0: length 0 was not played lately
+  c.num_steps,
+  x.decision_version,
+  d.reason,
+  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at
+FROM latency_cells AS c
+JOIN contexts AS x USING (context_id)
+LEFT JOIN latency_cells AS plain
+  ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
+LEFT JOIN decisions AS d ON d.decision_id = (
+  SELECT max(decision_id) FROM decisions AS e WHERE e.context_id = c.context_id AND e.batch_min = c.batch_min)
+WHERE c.is_best
+ORDER BY c.context_id, c.batch_min;
+
+CREATE VIEW choices AS
+-- current_choice for a terminal: at most 100 columns wide, one row per context and range of batch sizes with one length.
+WITH best AS (
+  SELECT
+    c.context_id, c.batch_min, c.batch_max, c.speculation_length, c.num_steps,
+    1000 * c.step_s / c.expected_tokens AS ms,
+    1000 * plain.step_s / plain.expected_tokens AS plain_ms,
+    row_number() OVER (PARTITION BY c.context_id ORDER BY c.batch_min)
+      - row_number() OVER (PARTITION BY c.context_id, c.speculation_length ORDER BY c.batch_min) AS stretch
+  FROM latency_cells AS c
+  LEFT JOIN latency_cells AS plain
+    ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
+  WHERE c.is_best
+), c AS (
+  SELECT
+    context_id, min(batch_min) AS batch_min, max(batch_max) AS batch_max, speculation_length,
+    sum(ms * (num_steps + 1)) / sum(num_steps + 1) AS ms,  -- as often as played
+    sum(plain_ms * (num_steps + 1)) / sum(ms * (num_steps + 1)) AS speedup,
+    sum(num_steps) AS num_steps
+  FROM best GROUP BY context_id, speculation_length, stretch
+)
+SELECT
+  c.context_id AS context,  -- as `speclen explain --context` takes it
+  substr(substr(x.target, 1, instr(x.target || '#', '#') - 1) || ' + '
+    || substr(x.draft, 1, instr(x.draft || '#', '#') - 1), 1, 30) AS models,
+  CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch,
+  c.speculation_length AS length,
+  round(c.ms, 2) AS ms_per_token,
+  round(c.speedup, 2) AS speedup,  -- over length 0
+  c.num_steps
+FROM c JOIN contexts AS x USING (context_id)
+ORDER BY c.context_id, c.batch_min;

@@ -67,7 +67,9 @@ class RandomLengths:
     def __post_init__(self) -> None:
         self.generator = random.Random(self.seed)
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice(self.generator.choice([0, 0, *range(self.longest + 1)]), decision_version=7)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
@@ -79,7 +81,9 @@ class RandomLengths:
 class RandomPlans(RandomLengths):
     """Another plan at every step: plain, drafting, copying, and both in either way."""
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         draw = self.generator.randint
         drafted, copying = draw(1, self.longest), (draw(1, 3), draw(1, 6))
         plans = [Plan(), Plan(drafted), Plan(0, *copying), Plan(drafted, *copying), Plan(drafted, *copying, True)]

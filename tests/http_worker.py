@@ -19,13 +19,14 @@ from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import BODY_TIMEOUT_S
 from speclen.worker.http.server import HttpServer, listen, make_server, serving
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.observing.labelled import page_of
+from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.tracing import Tracing
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
-from speclen.worker.service.labelled import page_of
-from speclen.worker.service.metrics import WorkerMetrics
-from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.server import create_server
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts
 
@@ -52,6 +53,7 @@ class HttpWorker:
     http: str = ""
     grpc: str = ""
     healthy: bool = True
+    tracing: Tracing | None = None
     server: HttpServer | None = None
     async_engine: AsyncEngine | None = None
     loop: asyncio.AbstractEventLoop | None = None
@@ -71,7 +73,8 @@ class HttpWorker:
         entrance = Entrance(pair, context, rows, self.max_waiting)
         metrics = WorkerMetrics(self.engine, self.control, {"metrics": 0}, num_at_entrance=lambda: entrance.num_waiting)
         unread_s = self.unread_timeout_s
-        engine = self.async_engine = AsyncEngine(self.engine, entrance, RequestMetrics(metrics), 0.005, unread_s)
+        requests = RequestMetrics(metrics)
+        engine = self.async_engine = AsyncEngine(self.engine, entrance, requests, 0.005, unread_s, self.tracing)
         page = page_of(metrics.registry, self.model)
         healthy = lambda: self.healthy and engine.serving  # noqa: E731
         front = Front(engine, self.model, "1.2.3", page, healthy, self.chat_template, 1_700_000_000)
@@ -100,6 +103,7 @@ def http_worker(
     max_waiting: int = 256,
     pair: ModelPair | None = None,
     model: str = MODEL,
+    tracing: Tracing | None = None,
     **settings: Any,
 ) -> Iterator[HttpWorker]:
     """settings: of the engine."""
@@ -108,6 +112,7 @@ def http_worker(
     control = ControlClient(card, LengthTable.constant(2, engine.max_batch_size, "default"), follow=False)
     timeouts = body_timeout_s, unread_timeout_s
     worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, *timeouts, max_waiting, model)
+    worker.tracing = tracing
     started, stopping = threading.Event(), asyncio.Event()
     loop = worker.loop = asyncio.new_event_loop()
     engine_thread = threading.Thread(target=engine.run)

@@ -9,6 +9,7 @@ import engines
 import pytest
 import tiny_models
 import torch
+import typer
 from typer.testing import CliRunner
 
 import speclen.bench.engine.step
@@ -131,3 +132,36 @@ def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str
     defaults |= {"prompts": None, "seed": 0, "backend": "torch", "baselines": False, "as_json": False, "out": None}
     with pytest.raises(UserError, match=reason):
         speclen.bench.engine.step.step(**(defaults | arguments))
+
+
+def test_plans_are_compared_on_both_kinds_of_prompts(folders: tuple[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "plans.json"
+    arguments = ["--target", folders[0], "--draft", folders[1], "--device", "cpu", "--dtype", "float32"]
+    arguments += ["--backend", "torch", "--batch-sizes", "2", "--lengths", "0,2", "--prompt-tokens", "24"]
+    arguments += ["--new-tokens", "16", "--repeats", "2", "--temperatures", "0,0.7", "--out", str(out)]
+    done = CliRunner().invoke(step_app(), [*arguments, "--plans", "copy>=1 up to 4; copy>=2 up to 4, else draft 2"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    plans = {"plain", "draft 2", "copy>=1 up to 4", "copy>=2 up to 4, else draft 2"}
+    assert {(c["prompts"], c["temperature"]) for c in found["cells"]} == {
+        (kind, temperature) for kind in ("copying", "ordinary") for temperature in (0, 0.7)
+    }
+    assert {cell["plan"] for cell in found["cells"]} <= plans
+    plain = [cell for cell in found["cells"] if cell["plan"] == "plain"]
+    assert {(c["tokens_per_row_and_step"], c["copied_per_row_and_step"], c["search_share"]) for c in plain} == {
+        (1, 0, 0)
+    }
+    assert any(c["copied_per_row_and_step"] > 0 and c["search_share"] > 0 for c in found["cells"])
+
+
+@pytest.mark.parametrize("plans", ["copy", "copy>=2 up to 8; nonsense"])
+def test_plans_that_cannot_be_read_are_named(folders: tuple[str, str], plans: str) -> None:
+    done = CliRunner().invoke(step_app(), ["--target", folders[0], "--draft", folders[1], "--plans", plans])
+    assert isinstance(done.exception, UserError)
+    assert plans.split("; ")[-1] in str(done.exception)
+
+
+def step_app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(speclen.bench.engine.step.step)
+    return app

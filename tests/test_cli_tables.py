@@ -37,9 +37,29 @@ def run(*arguments: str) -> str:
 
 def test_the_matrix_marks_what_is_in_use_and_what_was_never_measured(database):
     lines = [re.findall(r"[^\s│┃]+", line) for line in run("--db", str(database)).splitlines()]
-    assert ["batch", "0", "2", "vs", "0", "steps"] in lines
+    assert ["batch", "0", "2", "vs", "0", "seen", "steps"] in lines
     assert ["1-2", "*10", "15?", "1.00x", "7"] in lines
-    assert ["3-4", "20", "*10", "2.00x", "1,200"] in lines
+    assert ["3-4", "20", "*10", "2.00x?", "1,200"] in lines
+
+
+def test_batch_sizes_with_one_length_are_shown_together_beside_what_was_seen(tmp_path):
+    """1 to 3 use length 2; length 0 was played lately at 2 alone, and not at 4, where another length is in use."""
+    cells = []
+    for size, best, since in ((1, 2, None), (2, 2, 50), (3, 2, None), (4, 1, 20_000)):
+        plain = {"num_steps": 9, "observed_step_s": 0.02, "num_reports_since": since} if since else {"num_steps": 0}
+        cells.append(cell(0, size, size, step_s=0.020, expected_tokens=1.0, **plain))
+        for length in (1, 2):
+            steps = 99 if length == best else 0
+            took = {"observed_step_s": 0.018, "num_reports_since": 1} if steps else {}
+            cells.append(cell(length, size, size, is_best=length == best, num_steps=steps, **took))
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, Commit(contexts=[context()], latency_cells=cells)) is None
+    store.close()
+    lines = [re.findall(r"[^\s│┃]+", line) for line in run("--db", str(tmp_path / "s.db")).splitlines()]
+    assert ["1-3", "20", "10?", "*10", "2.00x", "11.2", "306"] in lines
+    assert ["4", "20", "*10", "10?", "2.00x?", "11.2", "108"] in lines
+    choices = rows(tmp_path / "s.db", "SELECT batch, length, speedup FROM choices")
+    assert choices == [("1-3", 2, 2.0), ("4", 1, 2.0)]
 
 
 def test_json_and_csv_are_the_rows_of_the_view(database):
@@ -48,7 +68,9 @@ def test_json_and_csv_are_the_rows_of_the_view(database):
     parsed = json.loads(run("--db", str(database), "--json"))
     assert [tuple(row.values()) for row in parsed] == expected
     table = list(csv.DictReader(io.StringIO(run("--db", str(database), "--csv"))))
-    assert [tuple(row.values()) for row in table] == [tuple(map(str, row)) for row in expected]
+    assert [tuple(row.values()) for row in table] == [
+        tuple("" if value is None else str(value) for value in row) for row in expected
+    ]
 
 
 def test_contexts_can_be_picked(database):

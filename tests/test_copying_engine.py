@@ -29,7 +29,9 @@ class Plans(Script):
         super().__init__(0)
         self.plans = list(plans)
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice.of(self.plans.pop(0) if len(self.plans) > 1 else self.plans[0])
 
 

@@ -13,7 +13,9 @@ from http_worker import http_worker
 from speclen.worker.http.openapi import STATUSES
 from speclen.worker.http.schema import UNSUPPORTED, ChatRequest, CompletionRequest
 from speclen.worker.models.loading import load_pair
-from speclen.worker.service.request_metrics import INTERNAL, REASONS
+from speclen.worker.observing.request_metrics import INTERNAL, REASONS
+from speclen.worker.observing.tracing import Origin, RequestTrace, attributes
+from speclen.worker.requests.request import GenerationRequest, SamplingParams
 
 PAGE = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
 
@@ -57,6 +59,14 @@ def test_every_field_is_named():
 def test_every_status_is_named():
     table = PAGE.partition("## Errors")[2].partition("\n## ")[0]
     assert {int(number) for number in re.findall(r"\b\d{3}\b", table)} >= STATUSES.keys()
+
+
+def test_every_attribute_of_a_span_is_named():
+    request = GenerationRequest("r", (1,), SamplingParams(seed=1), fixed_length=1)
+    made = attributes(RequestTrace(None, request, Origin(), 0.0), "m")
+    table = PAGE.partition("## Traces")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`((?:gen_ai|speclen|error)\.[a-z_.]+)`", table))
+    assert named == {*made, "error.type"}
 
 
 def test_every_metric_is_named_and_exists(worker):

@@ -199,7 +199,9 @@ class Script:
         self.lengths = list(lengths)
         self.results: list[StepResult] = []
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice(self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0])
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

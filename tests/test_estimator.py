@@ -8,11 +8,11 @@ import pytest
 from speclen.bench.simulation.players import KEY, EstimatorPlayer
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
-from speclen.controller.estimator import surface
 from speclen.controller.estimator.buckets import buckets_for
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.step_time import StepTimes
+from speclen.controller.estimator.surface import Surface
 
 LIMITS = Limits(16, 6)
 PAIR = ContextKey("target", "draft", "device", "float32")
@@ -47,10 +47,10 @@ def taught(groups: int = 40, **how) -> Estimator:
 @pytest.mark.parametrize("seed", range(30))
 def test_any_weights_give_a_surface_that_is_positive_and_grows(seed):
     rng = np.random.default_rng(seed)
-    knots = surface.knots_to(16 * 7)
-    weights = np.exp(rng.uniform(-60, 60, size=surface.FIXED + len(knots)))
+    surface = Surface(16 * 7)
+    weights = np.exp(rng.uniform(-60, 60, size=len(surface.phi)))
     batch, length = (grid.reshape(-1) for grid in np.meshgrid(np.arange(1, 17), np.arange(7), indexing="ij"))
-    times = (surface.of_length(batch, length, 100.0 * np.ones(len(batch)), knots) @ weights).reshape(16, 7)
+    times = (surface.of_length(batch, length, 100.0 * np.ones(len(batch))) @ weights).reshape(16, 7)
     assert (times > 0.0).all()
     assert (np.diff(times, axis=0) >= 0.0).all()
     assert (np.diff(times, axis=1) >= 0.0).all()
@@ -102,7 +102,7 @@ def test_no_report_breaks_it(seed):
             assert np.isfinite(times.log_seconds).all()
             assert np.isfinite(times.variance).all()
             assert (times.variance > 0.0).all()
-            assert (np.linalg.eigvalsh(times.covariance) > 0.0).all()
+            assert (np.linalg.eigvalsh(times.surface.covariance) > 0.0).all()
             low, high = times.interval()
             assert (low <= high).all()
             assert (high < 1e12).all()
@@ -287,7 +287,26 @@ def test_wider_limits_keep_what_is_believed():
     estimator.observe(PAIR, group(rng, batch=16), "w")
 
 
+def test_step_times_are_predicted_from_rows_passes_and_tokens_not_from_a_length():
+    """4 of 8 rows draft 3 tokens: between all of them drafting and none."""
+    times = taught(60, batch=8).context(PAIR).main.times
+    rows, context = np.full(3, 8), np.zeros(3)
+    seconds, variance = times.predict(rows, np.array([0, 3, 3]), np.array([0, 12, 24]), np.array([8, 20, 32]), context)
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert seconds[[0, 2]] == pytest.approx([step_s(8, 0), step_s(8, 3)], rel=0.1)
+    assert ((variance > 0.0) & (variance < 0.1**2)).all()
+
+
 def test_cells_that_nobody_measured_are_unknown_not_wrong():
     times = StepTimes(buckets_for("each", 4), 3)
     assert not times.known
     assert times.sound
+
+
+def test_shares_of_classes_that_sum_to_a_little_less_than_one_give_no_step_less_than_a_token():
+    """The database refused such a row: 0.9999999999999999 tokens at length 0."""
+    estimator = taught()
+    context = estimator.context(PAIR)
+    context.mix[:] = (0.3, 0.3, 0.4 - 1e-15)
+    estimator.observe(PAIR, group(np.random.default_rng(0)), "w")
+    assert min(row.estimate.expected_tokens for row in estimator.learned_rows(PAIR)) >= 1.0

@@ -38,7 +38,9 @@ ALLOWED = {
         "worker.requests",
         "worker.service.async_engine",
         "worker.service.relay",
+        "worker.observing.tracing",
     },
+    "worker.observing": {"transport", "worker.engine", "worker.reporting", "worker.requests"},
     "worker.service": {
         "v1",
         "transport",
@@ -50,6 +52,7 @@ ALLOWED = {
         "worker.requests",
         "worker.sampling",
         "worker.structured",
+        "worker.observing",
         "worker.profiling",
         "worker.reporting",
     },

@@ -4,8 +4,8 @@ import pytest
 from prometheus_client import generate_latest
 from test_worker_metrics import metrics  # noqa: F401
 
+from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
-from speclen.worker.service.request_metrics import RequestMetrics
 
 
 @pytest.fixture

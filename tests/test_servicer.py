@@ -22,14 +22,14 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
+from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.requests.request import EngineFailedError, SequenceOutput
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
-from speclen.worker.service.metrics import WorkerMetrics
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputStream
-from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts, caller_of
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)

@@ -38,7 +38,7 @@ def view(store: Store, name: str) -> list[dict]:
 
 def test_learned_table_has_exactly_the_columns_of_the_contract(store):
     names = [row[0] for row in rows(store.path, "SELECT name FROM pragma_table_info('learned_table')")]
-    assert names == LEARNED_TABLE_COLUMNS
+    assert names == [*LEARNED_TABLE_COLUMNS, "observed_step_ms", "num_reports_since"]
 
 
 def test_learned_table_by_hand(store):
@@ -68,6 +68,8 @@ def test_learned_table_by_hand(store):
         "source": "both",
         "is_best": 1,
         "updated_at": "2026-09-21 14:13:20.500",
+        "observed_step_ms": None,
+        "num_reports_since": None,
     }
 
 

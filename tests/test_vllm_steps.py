@@ -27,7 +27,7 @@ class Control:
         self.asked, self.reports = [], []
         self.card = SimpleNamespace(max_batch_size=8)
 
-    def choice_for(self, batch_size, with_prompts=False):
+    def choice_for(self, batch_size, with_prompts=False, rows_by_class=()):
         self.asked.append((batch_size, with_prompts))
         if self.probes and not with_prompts:
             return self.probes.pop()

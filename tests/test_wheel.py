@@ -71,6 +71,7 @@ def test_what_is_imported_is_declared() -> None:
 HOSTS = {"vllm"}
 # Distributions under another name than what they import as.
 DISTRIBUTIONS = {
+    "opentelemetry": "opentelemetry-api",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
@@ -110,7 +111,7 @@ def test_the_wheel_holds_every_module_and_all_data(wheel: Path) -> None:
     wanted |= {"speclen/py.typed", "speclen/v1/control_pb2.py", "speclen/v1/generation_pb2_grpc.py"}
     wanted |= {
         "speclen/store/schema.sql",
-        "speclen/cli/inspect.yaml",
+        "speclen/cli/dashboard.yaml",
         "speclen/worker/bundled/target/model.safetensors",
     }
     assert wanted <= held, sorted(wanted - held)[:10]

@@ -12,9 +12,9 @@ from test_whose import free_address
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult
+from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
-from speclen.worker.service.metrics import WorkerMetrics
 
 
 @dataclass

@@ -40,7 +40,9 @@ class VaryingLengths:
         self.random = random.Random(seed)
         self.longest = longest
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice(self.random.randint(0, self.longest))
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

@@ -100,7 +100,9 @@ class LearningChooser:
         self.estimator.add_context(key, limits)
         self.num_steps = 0
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         probe = self.estimator.take_probe(self.key, batch_size)
         if probe is not None:
             return LengthChoice(probe.speculation_length, probe_id=probe.probe_id)
@@ -117,6 +119,7 @@ class LearningChooser:
             result.mean_context_length,
             meaning.teaches_latency,
             meaning.teaches_acceptance,
+            result.class_histograms,
         )
         self.estimator.observe(self.key, [step])
 

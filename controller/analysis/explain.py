@@ -76,7 +76,7 @@ def explain(
     decision = estimator.last_decision(key, index, worker_id)
     if last_change is None and decision is not None:
         last_change = Change(decision.previous_length, decision.speculation_length, decision.reason)
-    speeds = [times.speed_of(worker_id)] if worker_id else list(times.speeds.values())
+    speeds = [times.watch.speed_of(worker_id)] if worker_id else list(times.watch.speeds.values())
     return Explanation(
         context=key,
         bucket=context.buckets[index],

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
+import numpy as np
+
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.state import restored
+
+Spans = Sequence[tuple[str, slice]]  # each worker of a group and its place in it
+
+# A report surprises by at most so many standard deviations: a step of twenty times its time is a slightly slow one.
+LARGEST_Z = 2.5
 # Where three or more witnesses report, a quarter of them (at least 2, at most 8) must agree; each needs this part of the
 # evidence that a lone one needs.
 MOST_REQUIRED, AMONG_OTHERS = 8, 0.7
@@ -21,63 +31,52 @@ class Change:
 
     def __init__(self, slack: float, threshold: float) -> None:
         self.slack, self.threshold = slack, threshold
-        self.sums: dict[str, list[float]] = {}  # by witness: rose, fell, reports for which each has been high
+        self.sums: dict[str, list[float]] = {}  # by witness: rose, fell
 
-    @property
-    def rising(self) -> float:
-        """How far the sum that looks for a rise has come, of the witness that saw most."""
-        return max((sums[0] for sums in self.sums.values()), default=0.0)
-
-    def add(self, witness: str, surprises: Sequence[float], slack: float = 0.0, lasting: float = 0.0) -> float:
+    def add(self, witness: str, surprises: Sequence[float]) -> float:
         """Surprises of a witness in standard deviations, in order.
 
-        slack: added to the usual one; lasting: for how many reports the evidence must be enough. Returns the statistic,
-        positive for a rise, when a change is found, and starts anew; else 0.
+        Returns the sum, positive for a rise, when a change is found, and starts anew; else 0.
         """
         mine = self.sums.get(witness)
         if mine is None:
-            mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0, 0.0, 0.0])
-        slack += self.slack
-        threshold, most = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS), 2.0 * self.threshold
-        up, down, high, low = mine
+            mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0])
+        slack, (up, down) = self.slack, mine
+        threshold = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS)
         for z in surprises:  # comparisons, since this is done for every report
             up += z - slack
             down -= z + slack
-            up = 0.0 if up < 0.0 else most if up > most else up
-            down = 0.0 if down < 0.0 else most if down > most else down
-            high = high + 1.0 if up > threshold else 0.0
-            low = low + 1.0 if down > threshold else 0.0
-        mine[:] = up, down, high, low
-        for side in (2, 3):
-            if mine[side] > lasting and self._agree(side, lasting):
+            up = 0.0 if up < 0.0 else up
+            down = 0.0 if down < 0.0 else down
+        mine[:] = min(up, 2.0 * threshold), min(down, 2.0 * threshold)
+        for side in (0, 1):
+            if mine[side] > threshold and self._agree(side, threshold):
+                found = mine[side] if side == 0 else -mine[side]
                 self.forget()
-                return up if side == 2 else -down
+                return found
         return 0.0
 
-    def _agree(self, side: int, lasting: float) -> bool:
+    def _agree(self, side: int, threshold: float) -> bool:
         if len(self.sums) < 3:
             return True
         required = max(2, min(MOST_REQUIRED, -(-len(self.sums) // 4)))
-        return sum(sums[side] > lasting for sums in self.sums.values()) >= required
+        return sum(sums[side] > threshold for sums in self.sums.values()) >= required
 
     def forget(self) -> None:
         """Start counting anew; the witnesses stay known."""
         for sums in self.sums.values():
-            sums[:] = 0.0, 0.0, 0.0, 0.0
+            sums[:] = 0.0, 0.0
 
 
 # Log-sd of the speed: start, and range. Small at the start: what is not known to wander does not excuse errors.
 START_SD, LEAST_SD, MOST_SD = 0.03, 0.01, 0.4
-# Share of variance that is wandering speed at the start: as on a shared machine, since where the surface itself is still
-# unsure nothing is lost by looking twice at a change.
-START_SHARE = 0.8
 # Relative change of the sd per group and unit of agreement between neighbouring groups' surprises.
 RATE = 0.15
 # A surprise of so many standard deviations is a jump of the speed: followed at once, and this part of its square is added
 # to the variance of how far the speed goes.
 JUMP, JUMP_SHARE = 3.0, 0.2
-# Reports after which the speed has returned to the usual one, and over which the share of wandering is averaged.
-SPEED_REPORTS, SHARE_REPORTS = 50.0, 200.0
+# Reports after which the speed has returned to the usual one.
+SPEED_REPORTS = 50.0
 # A speed that stays away is none: its mean over so many reports is compared with so many of its standard deviations, and
 # this at least.
 AWAY_REPORTS, AWAY_SDS, LEAST_AWAY = 300.0, 2.0, 0.15
@@ -91,17 +90,15 @@ class Speed:
     slowly) or alternate (too eagerly); what the model does not know yet counts as surprise of the model, not of the speed.
     """
 
-    STATE = ("sd", "mean", "variance", "share", "last", "away", "usual_length")
+    STATE = ("sd", "mean", "variance", "last", "away", "usual_length")
 
     def __init__(self) -> None:
-        self.sd, self.mean, self.variance = START_SD, 0.0, START_SD * START_SD
-        self.share, self.last = START_SHARE, 0.0
+        self.sd, self.mean, self.variance, self.last = START_SD, 0.0, START_SD * START_SD, 0.0
         self.away = 0.0  # the mean, averaged
-        self.usual_length = 0.0  # that the worker plays, averaged
+        self.usual_length = -1.0  # that the worker plays, averaged; below 0 before the first
 
-    def learn(self, surprise: float, uncertainty: float, noise: float, num_reports: int) -> None:
-        """surprise: mean log time of a group over its prediction, speed included; variances of model and of one report."""
-        uncertainty += noise / num_reports
+    def learn(self, surprise: float, uncertainty: float, num_reports: int) -> None:
+        """surprise: mean log time of a group over its prediction, speed included. uncertainty: variance of the rest."""
         kept = math.exp(-num_reports / SPEED_REPORTS)
         self.mean *= kept
         self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
@@ -115,11 +112,91 @@ class Speed:
         self.last = z
         self.mean += self.variance / math.sqrt(total) * z
         self.variance *= uncertainty / total
-        now = self.sd**2 / (self.sd**2 + noise)
-        self.share += min(1.0, num_reports / SHARE_REPORTS) * (now - self.share)
         self.away += min(1.0, num_reports / AWAY_REPORTS) * (self.mean - self.away)
 
     @property
-    def stays_away(self) -> bool:
-        """Whether it is not a moment's speed any more, but an error of what is believed."""
-        return abs(self.away) > max(LEAST_AWAY, AWAY_SDS * self.sd * math.sqrt(SPEED_REPORTS / AWAY_REPORTS))
+    def stays_away(self) -> float:
+        """How far, where it is not a moment's speed any more, but an error of what is believed; else 0."""
+        least = max(LEAST_AWAY, AWAY_SDS * self.sd * math.sqrt(SPEED_REPORTS / AWAY_REPORTS))
+        return self.away if abs(self.away) > least else 0.0
+
+
+# A change of longer lengths against shorter ones: slack and sum of surprises, in standard deviations. Reports over which
+# the usual length of a worker is averaged.
+TILT_SLACK, TILT_THRESHOLD, LENGTH_REPORTS = 0.5, 10.0, 50.0
+
+
+class Watch:
+    """Over the step times of a group of workers: their speeds, and whether something has changed for all of them."""
+
+    STATE = ("speeds", "tilt")
+
+    def __init__(self) -> None:
+        self.speeds: dict[str, Speed] = {}  # by worker, since machines are shared and throttle each for itself
+        self.tilt = Change(TILT_SLACK, TILT_THRESHOLD)
+
+    def speed_of(self, worker: str) -> Speed:
+        """Of a worker; in a very large fleet the last ones share theirs."""
+        known = self.speeds.get(worker)
+        if known is None:
+            known = self.speeds.setdefault(worker if len(self.speeds) < MOST_WITNESSES else "", Speed())
+        return known
+
+    def now(self, spans: Spans) -> tuple[FloatArray, FloatArray]:
+        """Speed of each step's worker, and its variance, both [n]."""
+        speeds = [self.speed_of(worker) for worker, _ in spans]
+        return by_step(spans, [each.mean for each in speeds]), by_step(spans, [each.variance for each in speeds])
+
+    def follow(
+        self, spans: Spans, surprise: FloatArray, unsure: FloatArray, noise: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """Follow the speeds. surprise: over the prediction, speed included; unsure, noise: variances, of model and report.
+
+        Returns speeds and what each report counts for, both [n]: what a speed may have wrong all reports of its worker have
+        wrong together.
+        """
+        starts = [span.start for _, span in spans]
+        sums = np.add.reduceat(surprise, starts).tolist(), np.add.reduceat(unsure, starts).tolist()
+        speeds, shares = [], []
+        for (worker, span), surprised, doubt in zip(spans, *sums, strict=True):
+            speed, size = self.speed_of(worker), span.stop - span.start
+            speed.learn(surprised / size, (doubt + noise) / size, size)
+            speeds.append(speed.mean)
+            shares.append(noise / (noise + size * speed.variance))
+        return by_step(spans, speeds), by_step(spans, shares)
+
+    def changed(self, spans: Spans, lengths: np.ndarray, z: FloatArray) -> float:
+        """Statistic of a change, or 0: speeds that stay away, or longer lengths against the usual one.
+
+        The latter the speed of the moment would hide. z: surprises beyond the speed, in standard deviations.
+        """
+        found, widths = 0.0, np.minimum(np.maximum(z, -LARGEST_Z), LARGEST_Z)
+        for worker, span in spans:
+            speed, mine = self.speed_of(worker), lengths[span]
+            mean = float(mine.sum()) / len(mine)
+            speed.usual_length = mean if speed.usual_length < 0.0 else speed.usual_length
+            side = np.sign(mine - round(speed.usual_length))
+            speed.usual_length += (mean - speed.usual_length) * min(1.0, len(mine) / LENGTH_REPORTS)
+            if side.any():
+                found = self.tilt.add(worker, (widths[span] * side)[side != 0].tolist()) or found
+        away = sorted((speed.stays_away for speed in self.speeds.values()), key=abs)
+        return found or away[(len(away) - 1) // 2] / LEAST_AWAY  # more than half of the workers must stay away
+
+    def settle(self) -> float:
+        """After a change: the present speed, which is returned, becomes the usual one."""
+        usual = median(speed.mean for speed in self.speeds.values())
+        for speed in self.speeds.values():
+            speed.mean, speed.away = speed.mean - usual, 0.0
+        return usual
+
+    def renew(self) -> None:
+        """Speeds after a state was restored."""
+        self.speeds = {worker: restored(Speed(), state) for worker, state in self.speeds.items()}
+
+
+def by_step(spans: Spans, values: Sequence[float]) -> FloatArray:
+    """A worker's value for each of its steps, [n]."""
+    if len(spans) == 1:  # the usual case, and three times as quick
+        return np.full(spans[0][1].stop, values[0])
+    steps: FloatArray = np.repeat(values, [span.stop - span.start for _, span in spans])
+    return steps

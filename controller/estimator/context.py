@@ -29,9 +29,14 @@ class Group:
 
     def __init__(self, times: StepTimes, acceptance: Acceptance, choice: LengthChoice) -> None:
         self.times, self.acceptance, self.choice = times, acceptance, choice
-        self.version, self.seen_acceptance = 0, -1
+        self.version, self.seen = 0, (-1, -1)  # seen: versions of times and acceptance that the choice rests on
         self.lengths: list[int] = []
         self.last_decision: dict[int, Decision] = {}
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """Versions of step times and acceptance by now."""
+        return self.times.version, self.acceptance.version
 
 
 class Context:
@@ -65,7 +70,8 @@ class Context:
         self.groups: dict[tuple[int, int], Group] = {}
         self.main = self.group((0, 0))
         self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1))
-        self.bands = np.array([band_of(bucket.batch_max) for bucket in buckets])
+        self.band_of_batch = np.array([band_of(max(size, 1)) for size in range(limits.max_batch_size + 1)])
+        self.bands = self.band_of_batch[[bucket.batch_max for bucket in buckets]]
         self.mix = np.zeros((self.bands.max() + 1, acceptance.shape[0]))  # usual share of classes by band
         self.mix[:, 0] = 1.0
         self.last_length: dict[str, int] = {}
@@ -101,12 +107,17 @@ class Context:
     def tokens(self, group: Group) -> FloatArray:
         """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
         known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
+<<<<<<< HEAD
         mixed: FloatArray = np.einsum("kc,ckl->kl", self.mix, known)[self.bands]
+        return np.maximum(mixed, 1.0)  # shares sum to 1 only about
+=======
+        mixed: FloatArray = (self.mix.T[:, :, None] * known).sum(axis=0)[self.bands]
         return mixed
+>>>>>>> trunk
 
     def redecide(self, group: Group, cause: str = "") -> list[Decision]:
         """Choose anew by the newest estimates; returns what changed, and why."""
-        group.seen_acceptance = group.acceptance.version
+        group.seen = group.newest
         group.choice.decide(self.tokens(group), group.times, self.resume_s)
         chosen: list[int] = group.choice.lengths.tolist() if self.policy is None else self.policy.pull_all()
         if chosen == group.lengths:
@@ -169,13 +180,13 @@ class Context:
         times = group.times
         if len(times.surprise) != len(steps.batch):
             return  # nothing was known yet
-        cell = times.bucket_of[steps.batch] * times.num_lengths + steps.length
+        cell = times.cell_of(steps.batch, steps.length)
         surprise = times.surprise + steps.offset
         log_s = times.log_seconds[cell] + surprise
         for worker, span in steps.spans:
             peer = self.workers.peer(worker)
             if peer is not None:
-                speed = times.speed_of(worker).mean
+                speed = times.watch.speed_of(worker).mean
                 self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed)
 
     def compare(self, num_reports: int) -> list[DriftEvent]:
@@ -184,38 +195,20 @@ class Context:
         if not workers.due(num_reports):
             return []
         for model in range(len(self.times)):
-            alone = workers.sharing(TIMES, model)
-            if len(alone) == 1 and len(self.times) > 1:
-                self._rejoin(alone[0][0])
             while (worker := workers.unlike_in_time(model, self.times[model].noise)) is not None:
                 events.append(self._set_times_apart(worker))
         for model in range(len(self.acceptances)):
-            dispersion = float(self.acceptances[model].dispersion.max())
-            if (worker := workers.unlike_in_acceptance(model, dispersion)) is not None:
+            if (worker := workers.unlike_in_acceptance(model)) is not None:
                 events.append(self._set_acceptance_apart(worker))
         return events
 
-    def _rejoin(self, worker: str) -> None:
-        """A worker with step times of its own that clearly agrees with others shares theirs, if it was apart but once."""
-        peer, like = self.workers.peers[worker], self.group_of(worker)
-        for model in range(len(self.times)) if peer.times_apart <= 1 else ():
-            if model != peer.models[TIMES] and self.workers.fits(worker, model, like.times.noise):
-                peer.models[TIMES] = model
-                peer.level = peer.offset = peer.over(self.times[model].log_seconds)
-                self.group((model, peer.models[ACCEPTANCE]), like)
-                return
-
     def _set_times_apart(self, worker: str) -> DriftEvent:
-        """A worker whose times are unlike: it shares those of workers that it fits, or gets its own."""
+        """A worker whose times are unlike gets its own."""
         workers, peer, like = self.workers, self.workers.peers[worker], self.group_of(worker)
-        old = peer.models[TIMES]
-        fitting = (at for at in range(len(self.times)) if at != old and workers.fits(worker, at, like.times.noise))
-        new = next(fitting, len(self.times))
-        if new == len(self.times):
-            self.times.append(self.new_times())
-            self.times[new].seed_from(like.times, UNLIKE_SD)
+        old, new = peer.models[TIMES], len(self.times)
+        self.times.append(self.new_times())
+        self.times[new].seed_from(like.times, UNLIKE_SD)
         peer.models[TIMES] = new
-        peer.times_apart += 1
         for model in (old, new):
             sharing = [each for _, each in workers.sharing(TIMES, model)]
             for each in sharing:

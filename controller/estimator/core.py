@@ -207,7 +207,8 @@ class ObserveOutcome:
 class LearnedRow:
     """One row of the learned table: what is believed and on how much evidence.
 
-    num_steps: reports that told about this cell's time. observed_step_s: mean of what they said; None without any.
+    num_steps: reports that told about this cell's time. observed_step_s: mean of what they said; num_reports_since: how
+    many came since the newest of them. None without any.
     """
 
     bucket: Bucket
@@ -216,3 +217,4 @@ class LearnedRow:
     source: str  # "profile", "online" or "both"
     is_best: bool
     observed_step_s: float | None = None
+    num_reports_since: int | None = None

@@ -40,7 +40,7 @@ NUM_CLASSES = 3
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 2
+FORMAT = 3
 
 
 class Estimator:
@@ -135,6 +135,11 @@ class Estimator:
         event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
         return ObserveOutcome(new.redecide(new.main, "the context started anew"), [event])
 
+    def count_from(self, key: ContextKey, version: int) -> None:
+        """Let the versions of a context's tables go on from one that was given out before."""
+        main = self._contexts[key].main
+        main.version = max(main.version, version)
+
     def seed_profile(self, key: ContextKey, profile: Profile) -> ObserveOutcome:
         """Take an offline profile as a prior of limited weight for step times and acceptance. ValueError beyond limits."""
         context = self._contexts[key]
@@ -167,9 +172,9 @@ class Estimator:
             return outcome
         workers = [worker_id] * len(observations) if isinstance(worker_id, str) else list(worker_id)
         spans = spans_of(workers)
-        touched = {id(group): group for group in (context.group_of(worker) for worker, _ in spans)}
-        for group in touched.values():
-            mine = [at for w, span in spans if context.group_of(w) is group for at in range(span.start, span.stop)]
+        touched = list(dict.fromkeys(context.group_of(worker) for worker, _ in spans))
+        for group in touched:
+            mine = [at for at, sender in enumerate(workers) if len(touched) == 1 or context.group_of(sender) is group]
             reports = Reports([observations[at] for at in mine], [workers[at] for at in mine], context.limits)
             outcome.drift_events += self._learn_soundly(context, group, reports)
         for worker, span in spans:
@@ -183,7 +188,7 @@ class Estimator:
                 context.main.times.bucket_of[[step.batch_size for step in observations]], observations
             )
         for group in context.groups.values():
-            if id(group) in touched or group.seen_acceptance != group.acceptance.version:
+            if group.seen != group.newest:
                 outcome.decisions += context.redecide(group)
         return outcome
 
@@ -202,13 +207,13 @@ class Estimator:
         """Update a group's models with reports of its workers; returns what drifted."""
         events, times, acceptance, workers = [], group.times, group.acceptance, context.workers
         weight, offset = np.ones(len(reports.batch)), np.zeros(len(reports.batch))
-        parts = reports.parts(acceptance.shape[2])
+        parts = reports.parts(acceptance.shape[2], context.band_of_batch)
         judged = acceptance.judge(parts)
         for worker, span in reports.spans:
             peer = workers.peer(worker)
             if peer is not None and len(workers.peers) > 1:
                 weight[span], offset[span] = workers.weight(peer), peer.offset
-                mine = slice(*np.searchsorted(parts.report, (span.start, span.stop)).tolist())
+                mine = slice(*parts.report.searchsorted((span.start, span.stop)).tolist())
                 workers.record_tokens(peer, [float(each[mine].sum()) for each in judged], span.stop - span.start)
         found = acceptance.learn(parts, judged, weight[parts.report])
         if found:
@@ -227,7 +232,7 @@ class Estimator:
             if len(workers.peers) > 1:
                 context.record(group, steps)
         buckets = times.bucket_of[reports.batch]
-        group.choice.earn(buckets, acceptance.rising)
+        group.choice.earn(buckets)
         context.recent = list(dict.fromkeys(buckets.tolist()))
         return events
 
@@ -256,6 +261,10 @@ class Estimator:
         counted = group.choice.seconds * np.exp(group.choice.doubt)
         return Mix(tuple(bucket.batch_max for bucket in context.buckets), counted, tokens)
 
+    def is_mixed(self, key: ContextKey) -> bool:
+        """Whether requests of another class than the first were seen: the table alone is not enough then."""
+        return bool((self._contexts[key].mix[:, 0] < 1.0).any())
+
     def length_for(self, key: ContextKey, batch_size: int, worker_id: str = "") -> int:
         """The table's length for a batch size, without building the table. Sizes beyond the limit use the last bucket."""
         return self._contexts[key].group_of(worker_id).lengths[self.bucket_index(key, batch_size)]
@@ -279,7 +288,7 @@ class Estimator:
         group, longest = context.group_of(worker_id), context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
         for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
-            length = group.choice.probe(bucket, group.times, group.acceptance.rising, context.resume_s, longest)
+            length = group.choice.probe(bucket, group.times, context.resume_s, longest)
             if length is not None:
                 context.next_probe_id += 1
                 return Probe(context.next_probe_id - 1, context.buckets[bucket], length)
@@ -322,9 +331,10 @@ class Estimator:
                     float(low[cell]) * per_token / spread,
                     float(high[cell]) * per_token * spread,
                 )
-                estimate = LengthEstimate(length, 1e3 / per_token, seconds, *ms)
+                estimate = LengthEstimate(length, max(1.0, float(tokens[bucket.index, length])), seconds, *ms)
                 observed = float(times.seen_s[cell]) if seen else None
-                rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed))
+                since = int(times.clock - times.seen_at[cell]) if seen else None
+                rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed, since))
         return rows
 
     def export_state(self, key: ContextKey) -> dict[str, Any]:
@@ -382,7 +392,12 @@ class Estimator:
 
 
 def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
-    classes, bands, positions = np.shape(state["band_reached"])
+<<<<<<< HEAD
+    kept = state["band_reached"]
+    classes, bands, positions = kept["shape"] if isinstance(kept, dict) else np.shape(kept)
+=======
+    classes, bands, _, positions = np.shape(state["rows"])
+>>>>>>> trunk
     model: Acceptance = restored(Acceptance(positions, bands, classes), state)
     model.renew()
     if classes != NUM_CLASSES or not model.sound:
@@ -404,7 +419,7 @@ def _restore_models(context: Context, state: dict[str, Any]) -> None:
     context.groups.clear()
     for at_times, at_acceptance, values in state["groups"]:
         group = restored(context.group((at_times, at_acceptance)), values)
-        group.seen_acceptance = group.acceptance.version
+        group.seen = group.newest
         longest = context.limits.max_speculation_length
         if len(group.lengths) != len(context.buckets) or not all(0 <= each <= longest for each in group.lengths):
             raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")

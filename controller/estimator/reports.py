@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 
 from speclen.controller.estimator.acceptance import Parts
-from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import Limits, StepObservation
 from speclen.controller.estimator.step_time import spans_of
 
@@ -27,10 +25,11 @@ class Reports:
             if max(values) > most:
                 raise ValueError(f"{name} {max(values)} is beyond the context's limit of {most}")
         self.batch, self.length, self.seconds = np.array(batch), np.array(length), np.array(seconds)
-        self.context, self.teaches_latency, self.accepts = np.array(context), np.array(times), np.array(accepts)
+        self.context, self.teaches_latency = np.array(context), np.array(times)
+        self.judged = self.length * accepts  # positions that say something of acceptance
 
-    def parts(self, positions: int) -> Parts:
-        """Rows of one class in one report: how many reached and passed each position."""
+    def parts(self, positions: int, bands: np.ndarray) -> Parts:
+        """Rows of one class in one report: how many reached and passed each position. bands: by batch size."""
         histograms, where = self.histograms, np.arange(len(self.batch))
         kinds = np.zeros(len(where), dtype=np.int64)
         if any(self.by_class):
@@ -41,17 +40,13 @@ class Reports:
             ]
             places, of_class, histograms = zip(*split, strict=True)
             where, kinds = np.array(places), np.array(of_class)
-        length, width = self.length[where], self.length[where] + 1
-        last = width.cumsum()
-        values = np.fromiter(chain.from_iterable(histograms), float, int(last[-1]))
-        # Where each histogram goes in a table of equal rows: its own row, from the first column on.
-        place = np.arange(len(values)) + np.repeat(np.arange(len(where)) * (positions + 2) - (last - width), width)
-        table: FloatArray = np.zeros((len(where), positions + 2))
-        table.reshape(-1)[place] = values
-        # at_least[:, i]: rows with i or more accepted. Position i is judged in rows with i - 1 or more, up to the length.
+        batch = self.batch[where]
+        padding = [(0,) * (positions + 1 - size) for size in range(positions + 2)]
+        table = np.array([each + padding[len(each)] for each in histograms], dtype=float)
+        # at_least[:, i]: rows with i or more accepted. Position i is judged in rows with i or more, below the length.
         at_least = table[:, ::-1].cumsum(axis=1)[:, ::-1]
-        inside = (np.arange(positions) < length[:, None]) & self.accepts[where, None]
-        bands = np.ceil(np.log2(self.batch[where])).astype(np.int64)
+        rows = np.empty((len(where), 2, positions))
+        rows[:, 0], rows[:, 1] = at_least[:, :-1], at_least[:, 1:]
+        rows *= np.arange(positions) < self.judged[where][:, None, None]
         workers = [self.workers[at] for at in where.tolist()]
-        rows = at_least[:, 0] / self.batch[where]
-        return Parts(at_least[:, 1:-1] * inside, at_least[:, :-2] * inside, kinds, bands, where, rows, workers)
+        return Parts(rows, kinds, bands[batch], where, at_least[:, 0] / batch, workers)

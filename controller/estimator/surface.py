@@ -1,9 +1,9 @@
 """A step's time as a smooth function of what the step does, positive and monotone by construction.
 
-    m = sum_i exp(phi_i) f_i(rows, draft passes, verified tokens, context)
+    m = sum_i exp(phi_i) f_i(rows, draft passes, rows in draft passes, verified tokens, held context)
 
 Positive weights exp(phi_i) on features that grow. The gradient of log m in phi is a set of shares that sum to 1, so no
-data can blow it up.
+data can blow it up. Nothing here knows of lengths: a step in which rows differ in their plans has such sums, too.
 """
 
 from __future__ import annotations
@@ -23,34 +23,83 @@ FIRST_SEGMENT, CONTEXT_UNIT = 8.0, 1024.0
 HELD, HELD_DRAFT, FIXED = 5, 6, len(WEIGHTS)
 # Log-sd of the time of a plain step once the first few were seen.
 SCALE_SD = 0.3
-# Log weights stay within e^+-60, and move by at most 1 in a Newton step, of which mostly one is enough.
-LARGEST_LOG, NEWTON_STEPS = 60.0, 12
-# A prior that the data contradict pulls less: as if weights had Student's distribution with so many degrees of freedom.
-PRIOR_TAIL = 4.0
+# Log weights stay within e^+-60 and move by at most 1 in a Newton step. A fit begins at the last one, so it takes few steps:
+# it ends when no time moves by more than the tolerance, in log, and what is left to do is done by the next one.
+LARGEST_LOG, NEWTON_STEPS, TOLERANCE = 60.0, 6, 0.002
 
 
-def features(
-    rows: np.ndarray,
-    passes: np.ndarray,
-    drafted: np.ndarray,
-    verified: np.ndarray,
-    context: FloatArray,
-    knots: FloatArray,
-) -> FloatArray:
-    """Features [n, 7 + knots] of n steps: rows, draft passes, rows summed over these, verified tokens, tokens held a row."""
-    out = np.empty((len(rows), FIXED + len(knots)))
-    held = rows * context / CONTEXT_UNIT
-    out[:, 0] = 1.0
-    out[:, 1] = passes > 0
-    out[:, 2], out[:, 3], out[:, 4] = passes, drafted, rows
-    out[:, HELD], out[:, HELD_DRAFT] = held, held * passes
-    np.clip(verified[:, None] - knots, 0.0, np.append(np.diff(knots), np.inf), out=out[:, FIXED:])
-    return out
+class Surface:
+    """Weights of the features: the most probable ones given a prior and what was seen, and their covariance, in log."""
 
+    STATE = ("phi0", "covariance0", "phi", "covariance")
 
-def of_length(batch: np.ndarray, length: np.ndarray, context: FloatArray, knots: FloatArray) -> FloatArray:
-    """Features of steps in which every row drafts `length` tokens; rows with unlike plans have other sums."""
-    return features(batch, length, length * batch, (length + 1) * batch, context, knots)
+    def __init__(self, most_verified: float) -> None:
+        """most_verified: tokens in the largest step."""
+        self.knots = knots_to(most_verified)
+        self.widths = np.append(np.diff(self.knots), np.inf)
+        self.restart(*prior(len(self.knots)))
+
+    def restart(self, phi: FloatArray, covariance: FloatArray) -> None:
+        """Begin with a new prior, in which no weight is less known than before anything was seen."""
+        most = prior(len(self.knots))[1].diagonal()
+        shrink = np.sqrt(np.minimum(1.0, 1.5 * most / covariance.diagonal()))
+        self.phi0 = self.phi = phi
+        self.covariance0 = self.covariance = covariance * np.outer(shrink, shrink)
+
+    def loosened(self, sd: float, common_sd: float) -> FloatArray:
+        """Covariance if every weight may have moved by so much in log, and all of them together."""
+        return self.covariance + sd**2 * np.eye(len(self.phi)) + common_sd**2
+
+    def features(
+        self,
+        rows: np.ndarray,
+        passes: np.ndarray,
+        drafted: np.ndarray,
+        verified: np.ndarray,
+        context: np.ndarray,
+    ) -> FloatArray:
+        """Features [n, weights] of steps: rows, draft passes, rows summed over these, verified tokens, tokens held a row."""
+        out = np.empty((len(rows), FIXED + len(self.knots)))
+        held = rows * context / CONTEXT_UNIT
+        out[:, 0] = 1.0
+        out[:, 1] = passes > 0
+        out[:, 2], out[:, 3], out[:, 4] = passes, drafted, rows
+        out[:, HELD], out[:, HELD_DRAFT] = held, held * passes
+        out[:, FIXED:] = np.minimum(np.maximum(verified[:, None] - self.knots, 0.0), self.widths)
+        return out
+
+    def of_length(self, batch: np.ndarray, length: np.ndarray, context: np.ndarray) -> FloatArray:
+        """Features of steps in which every row drafts `length` tokens."""
+        return self.features(batch, length, length * batch, (length + 1) * batch, context)
+
+    def variance(self, shares: FloatArray) -> FloatArray:
+        """Variance of log times whose gradient is given, [n, weights]."""
+        return np.maximum((shares @ self.covariance * shares).sum(axis=1), 0.0)
+
+    def fit(self, rows: FloatArray, log_s: FloatArray, sd2: FloatArray) -> None:
+        """Find the weights most probable given the prior and log times of variances sd2. rows: features [n, weights].
+
+        Newton's method (Gauss and Newton's). A time far from the surface loses weight, as if errors had Student's
+        distribution with 4 degrees of freedom: cliffs are for the cells to know. How far is far is judged by the doubt of
+        the prior, too. The result is the inverse of a sum of positive matrices: no variance can become negative.
+        """
+        precision = np.linalg.inv(self.covariance0)
+        own = None
+        for _ in range(NEWTON_STEPS):
+            parts = rows * np.exp(self.phi)
+            smooth = parts.sum(axis=1)
+            shares = parts / smooth[:, None]
+            error = log_s - np.log(smooth)
+            if own is None:
+                own = sd2 / (sd2 + (shares @ self.covariance0 * shares).sum(axis=1))
+            weighted = shares.T / (sd2 + 0.25 * own * error * error)
+            information = precision + weighted @ shares
+            step = np.linalg.solve(information, weighted @ error + precision @ (self.phi0 - self.phi))
+            step = np.minimum(np.maximum(step, -1.0), 1.0)
+            self.phi = np.minimum(np.maximum(self.phi + step, -LARGEST_LOG), LARGEST_LOG)
+            if np.abs(shares @ step).max() < TOLERANCE:
+                break
+        self.covariance = np.linalg.inv(information)
 
 
 def knots_to(verified: float) -> FloatArray:
@@ -69,37 +118,3 @@ def prior(num_knots: int) -> tuple[FloatArray, FloatArray]:
     distance = np.abs(np.arange(num_knots)[:, None] - np.arange(num_knots))
     covariance[FIXED:, FIXED:] = SLOPE_SD**2 * SLOPE_RESEMBLANCE**distance
     return mean, covariance + SCALE_SD**2
-
-
-def bounded(covariance: FloatArray, num_knots: int) -> FloatArray:
-    """The same with no weight less known than before anything was seen."""
-    most = prior(num_knots)[1].diagonal()
-    shrink = np.sqrt(np.minimum(1.0, 1.5 * most / covariance.diagonal()))
-    return covariance * np.outer(shrink, shrink)
-
-
-def most_probable(
-    mean: FloatArray, covariance: FloatArray, rows: FloatArray, log_s: FloatArray, sd2: FloatArray, start: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """Log weights most probable given a normal prior and log times of variances sd2, and their covariance.
-
-    Newton's method (Gauss and Newton's). A time far from the surface loses weight, as if errors had Student's distribution
-    with 4 degrees of freedom: cliffs are for the cells to know. How far is far is judged by the doubt of the prior, too.
-    The result is the inverse of a sum of positive matrices: no variance can become negative.
-    """
-    phi, precision = start, np.linalg.inv(covariance)
-    for _ in range(NEWTON_STEPS):
-        parts = rows * np.exp(phi)
-        smooth = parts.sum(axis=1)
-        shares = parts / smooth[:, None]
-        error = log_s - np.log(smooth)
-        own = sd2 / (sd2 + np.einsum("nd,nd->n", shares @ covariance, shares))
-        weighted = shares.T / (sd2 + 0.25 * own * error * error)
-        moved = mean - phi
-        pull = precision * min(1.0, (PRIOR_TAIL + len(phi)) / (PRIOR_TAIL + float(moved @ precision @ moved)))
-        information = pull + weighted @ shares
-        step = np.clip(np.linalg.solve(information, weighted @ error + pull @ moved), -1.0, 1.0)
-        phi = np.clip(phi + step, -LARGEST_LOG, LARGEST_LOG)
-        if np.abs(step).max() < 0.03:
-            break
-    return phi, np.linalg.inv(information)

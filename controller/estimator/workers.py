@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import DISPERSION
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.state import restored
 
@@ -19,7 +20,7 @@ MEMORY_REPORTS = 300.0
 # Reports of a context between two comparisons, per worker; reports of a worker before it is compared.
 ROUND_REPORTS, ENOUGH_REPORTS = 32, 24.0
 # Log time by which a worker's cells may differ from the others': beyond a constant factor, root mean square; the factor.
-UNLIKE_TIMES, UNLIKE_FACTOR = 0.05, 0.25
+UNLIKE_TIMES, UNLIKE_FACTOR = 0.1, 0.25
 # Log ratio of accepted to expected tokens by which a worker may differ from the others, and its least significance.
 UNLIKE_ACCEPTANCE, SIGNIFICANT = 0.2, 4.0
 # Comparisons are made for so many workers of a context; in a larger fleet one worker's share is below 1%.
@@ -40,18 +41,8 @@ class Peer:
     """
 
     STATE = (
-        *(
-            "mean_log",
-            "as_seen",
-            "count",
-            "tokens",
-            "num_reports",
-            "level",
-            "offset",
-            "models",
-            "compared",
-            "times_apart",
-        ),
+        *("mean_log", "as_seen", "count", "tokens", "num_reports"),
+        *("level", "offset", "models", "compared"),
     )
 
     def __init__(self, num_cells: int) -> None:
@@ -61,7 +52,6 @@ class Peer:
         self.level, self.offset = 0.0, 0.0  # mean log time over the shared model's; what is taken out of it
         self.models = [0, 0]  # which step times and which acceptance it shares with others
         self.compared = False
-        self.times_apart = 0  # how often it was found unlike
 
     def over(self, log_seconds: FloatArray) -> float:
         """Mean log time of its reports over a model's."""
@@ -137,7 +127,7 @@ class Workers:
                 worst, found = score, worker
         return found
 
-    def unlike_in_acceptance(self, model: int, dispersion: float) -> str | None:
+    def unlike_in_acceptance(self, model: int) -> str | None:
         """The worker whose accepted tokens differ most from what the others' lead to expect, if one does."""
         members = self.sharing(ACCEPTANCE, model)
         if len(members) < 2:
@@ -148,24 +138,11 @@ class Workers:
         others = tokens.sum(axis=0) - tokens
         ratio = (others[:, 0] + 1.0) / (others[:, 1] + 1.0)
         surprise = tokens[:, 0] - ratio * tokens[:, 1]
-        z = np.abs(surprise) / np.sqrt(dispersion * (tokens[:, 2] + 1.0))
+        z = np.abs(surprise) / np.sqrt(DISPERSION * (tokens[:, 2] + 1.0))
         size = np.abs(np.log((tokens[:, 0] + 1.0) / (ratio * tokens[:, 1] + 1.0)))
         score = np.where((size > UNLIKE_ACCEPTANCE) & (z > SIGNIFICANT), size, 0.0)
         worst = int(score.argmax())
         return members[worst][0] if score[worst] > 0.0 else None
-
-    def fits(self, worker: str, model: int, noise: float) -> bool:
-        """Whether a worker's cells agree with those of the workers that share another model, clearly."""
-        mine, members = self.peers[worker], [peer for _, peer in self.sharing(TIMES, model)]
-        if not members:
-            return False
-        mean, count = self._cells(members)
-        others = count.sum(axis=0)
-        summed = (count * mean).sum(axis=0)
-        excess = differs(mine.mean_log, mine.count, summed, others, noise)
-        shared = np.minimum(mine.count, others)
-        gap = float(shared @ (mine.mean_log - summed / np.maximum(others, 1e-9))) / max(float(shared.sum()), 1e-9)
-        return excess != UNKNOWN and excess < 0.25 * UNLIKE_TIMES**2 and abs(gap) < 0.5 * UNLIKE_FACTOR
 
     def sharing(self, place: int, model: int) -> list[tuple[str, Peer]]:
         """Workers with enough reports that share a model of step times or acceptance."""

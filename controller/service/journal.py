@@ -78,6 +78,7 @@ class Unsaved:
     drift_events: list[DriftEventRow] = field(default_factory=list)
     profiles: list[ProfileRow] = field(default_factory=list)
     limits: list[ContextLimitsRow] = field(default_factory=list)
+    relearned: set[int] = field(default_factory=set)
     since: float = 0.0
 
 
@@ -159,6 +160,10 @@ class Journal:
             )
         )
 
+    def note_relearned(self, context: RegisteredContext) -> None:
+        """What is stored of the context's cells is of another time."""
+        self._of(context).relearned.add(context.context_id)
+
     def note_events(self, events: Sequence[StoreEventRow]) -> None:
         """What concerns the store as a whole; handed over at once."""
         if self.store is not None and events:
@@ -238,6 +243,7 @@ class Journal:
             drift_events=changes.drift_events,
             profiles=changes.profiles,
             context_limits=changes.limits,
+            replaced_contexts=tuple(changes.relearned),
             scope=" + ".join(pair),
         )
 

@@ -20,6 +20,7 @@ from speclen.controller.estimator.core import (
     ContextKey,
     LearnedRow,
     Limits,
+    Mix,
     ObserveOutcome,
     Probe,
     Profile,
@@ -46,6 +47,8 @@ LEARN_INTERVAL_S = 0.2
 # Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
 # to wait for the call, which takes about a millisecond for so many.
 MANY_WORKERS = 4
+# Seconds after which a worker is told anew how unlike classes of requests are: 3 to 15 kB.
+MIX_INTERVAL_S = 5.0
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -88,6 +91,7 @@ class LearningService:
         self.prediction: dict[ContextKey, PredictionError] = {}
         self.news = news
         self._tables: dict[ContextKey, dict[tuple[int, int], Table]] = {}
+        self._mixes: dict[tuple[ContextKey, tuple[int, int]], tuple[int, float, Mix | None]] = {}
         self._waiting: dict[str, Worker] = {}
         # Buckets for which a context has no probe to give until it has learned more.
         self._no_probe: dict[ContextKey, set[tuple[tuple[int, int], int]]] = {}
@@ -253,6 +257,20 @@ class LearningService:
         if table is None:
             table = tables[kind] = self.estimator.table(key, worker.worker_id)
         return table
+
+    def mix(self, worker: Worker) -> Mix | None:
+        """The numbers by which the worker weighs requests of unlike classes; None where all seen so far are of one.
+
+        They move with every report; workers get them anew when their table changes, and every few seconds.
+        """
+        key, kind, now = worker.context.key, self.kind_of(worker), time.monotonic()
+        if not self.estimator.is_mixed(key):
+            return None
+        kept = self._mixes.get((key, kind))
+        version = self.table(worker).version
+        if kept is None or kept[0] != version or now - kept[1] > MIX_INTERVAL_S:
+            kept = self._mixes[key, kind] = (version, now, self.estimator.mix(key, worker.worker_id))
+        return kept[2]
 
     def refresh(self) -> None:
         """Have expected times computed anew; lengths never need it. To be called about once a second."""

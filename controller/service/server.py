@@ -25,6 +25,7 @@ from speclen.controller.service.journal import Journal, JournalSettings
 from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import Registry
+from speclen.controller.service.relearning import relearn
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.snapshots import Snapshots
 from speclen.controller.service.streams import StreamSettings
@@ -103,6 +104,10 @@ def create_service(config: ControllerConfig, store: Store | None, stored: Stored
     settings = JournalSettings(interval_s=config.commit_interval_s)
     journal = Journal(store, snapshots, time.time, news, settings, stored.last_profile_id)
     journal.note_events(set_aside)
+    if store is not None and snapshots.unknown:
+        relearn(estimator, snapshots.unknown, store.path)
+        for context in snapshots.unknown:
+            journal.note_relearned(context)
     return LearningService(estimator, registry, journal, time.time, news, stored.last_group_id)
 
 

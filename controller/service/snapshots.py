@@ -48,6 +48,7 @@ class Snapshots:
     def __init__(self, estimator: Estimator, registry: Registry) -> None:
         self.estimator = estimator
         self.registry = registry
+        self.unknown: list[RegisteredContext] = []  # contexts whose stored state could not be used
 
     def of_pair(self, pair: tuple[str, str], contexts: Collection[RegisteredContext], now: float) -> Estimates:
         """contexts: at least one of the pair's."""
@@ -82,6 +83,8 @@ class Snapshots:
                     source=row.source,
                     is_best=row.is_best,
                     updated_at=now,
+                    observed_step_s=row.observed_step_s,
+                    num_reports_since=row.num_reports_since,
                 )
             )
 
@@ -122,7 +125,11 @@ class Snapshots:
             contexts[row.context_id] = self.registry.add_context(
                 RegisteredContext(row.context_id, key, limits, row.created_at)
             )
-            aside += self._restore_context(key, limits, stored.states, ("context", str(row.context_id)))
+            given_up = self._restore_context(key, limits, stored.states, ("context", str(row.context_id)))
+            if any(event.detail.startswith("state of context") for event in given_up):
+                self.unknown.append(contexts[row.context_id])
+            self.estimator.count_from(key, row.decision_version)
+            aside += given_up
         for worker in stored.workers:
             try:
                 self.registry.add_worker(restored_worker(worker, contexts[worker.context_id]))
@@ -169,8 +176,8 @@ def state_text(state: dict[str, Any]) -> str:
 
 def acceptance_rows(pair: tuple[str, str], model: Acceptance, now: float) -> list[AcceptanceRow]:
     """Survival by position: of everybody (batch sizes 0 to 0), then of every band of load."""
-    rows = survival_rows(pair, (0, 0), model.shared.cumprod().tolist(), model.reached.tolist(), now)
-    bands = zip(model.of_band().cumprod(axis=1).tolist(), model.band_reached.sum(axis=0).tolist(), strict=True)
+    rows = survival_rows(pair, (0, 0), model.shared.cumprod().tolist(), model.everybody[0].tolist(), now)
+    bands = zip(model.of_band().cumprod(axis=1).tolist(), model.rows[:, :, 0].sum(axis=0).tolist(), strict=True)
     for band, (survival, reached) in enumerate(bands):
         rows += survival_rows(pair, ((1 << band) // 2 + 1, 1 << band), survival, reached, now)
     return rows

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc import aio
 
+from speclen.controller.estimator.core import Mix
 from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import FullError, Worker, check_epoch
-from speclen.controller.wire.messages import probe_message, table_message
+from speclen.controller.wire.messages import mix_message, probe_message, table_message
 from speclen.controller.wire.validation import MAX_REPORTS, InvalidMessageError
 from speclen.v1 import control_pb2 as pb
 
@@ -233,7 +234,7 @@ class Streams:
         self._with_news: set[Stream] = set()
         self._turn = asyncio.Lock()
         self._num_waiting = 0
-        self._tables: dict[object, tuple[int, pb.LengthTable]] = {}
+        self._tables: dict[object, tuple[int, Mix | None, pb.LengthTable]] = {}
 
     async def serve(self, call: StreamContext) -> None:
         """One call from beginning to end. Raises FullError when too many are open."""
@@ -284,17 +285,19 @@ class Streams:
             )
 
     def table(self, worker: Worker) -> pb.LengthTable:
-        """The table, with lengths that this worker can use; built once per version."""
-        table = self.service.table(worker)
+        """The table, with lengths that this worker can use; built once per version, and as often as its mix is."""
+        table, mix = self.service.table(worker), self.service.mix(worker)
         most = worker.limits.max_speculation_length
         place = worker.context.key, self.service.kind_of(worker), most
         kept = self._tables.get(place)
-        if kept is None or kept[0] != table.version:
+        if kept is None or kept[0] != table.version or kept[1] is not mix:
             message = table_message(table)
             for choice in message.choices:
                 choice.speculation_length = min(choice.speculation_length, most)
-            kept = self._tables[place] = (table.version, message)
-        return kept[1]
+            if mix is not None:
+                message.mix.CopyFrom(mix_message(mix, most))
+            kept = self._tables[place] = (table.version, mix, message)
+        return kept[2]
 
     async def deliver(self) -> None:
         """For ever: have news sent that no answer has carried."""

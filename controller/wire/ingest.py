@@ -7,6 +7,7 @@ again by validation.py, which finds the words.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul
@@ -26,10 +27,13 @@ from speclen.controller.wire.validation import (
 from speclen.v1 import control_pb2 as pb
 
 RUNS = range(MAX_LENGTH + 1)
+# Classes of requests by their numbers in the protocol, from 1 on, as the store names them.
+CLASSES = ("greedy", "cool", "hot")
 MAX_REMEMBERED = 65_536  # histograms; about 20 MB
 
 # (length, sum, accepted tokens, JSON text)
 HistogramFacts = tuple[int, int, int, str]
+ByClass = tuple[tuple[int, tuple[int, ...]], ...]
 _histograms: dict[tuple[int, ...], HistogramFacts] = {}
 _flags: dict[frozenset[int], Flags] = {}
 _ORDINARY = Flags("", True, True)
@@ -86,16 +90,40 @@ def read_reports(
             assert error is not None, "the two checks of a report disagree"
             refusals.append(error)
             continue
+        by_class: ByClass = ()
+        classes_text = None
+        if report.class_histograms:
+            split = by_class_of(report, histogram)
+            if isinstance(split, InvalidMessageError):
+                refusals.append(split)
+                continue
+            by_class, classes_text = split
         flags = meaning_of(report) if report.flags else _ORDINARY
         teaches_latency, teaches_acceptance = flags.teaches_latency, flags.teaches_acceptance
         observe(
             StepObservation(
-                batch_size, length, latency_s, histogram, context_length, teaches_latency, teaches_acceptance
+                *(batch_size, length, latency_s, histogram, context_length, teaches_latency, teaches_acceptance),
+                by_class,
             )
         )
         step = (context_id, worker_key, epoch, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
-        keep(step + (version, probe_id, flags.names, received_at))
+        keep(step + (version, probe_id, flags.names, received_at, classes_text))
     return refusals
+
+
+def by_class_of(report: pb.StepReport, histogram: tuple[int, ...]) -> tuple[ByClass, str] | InvalidMessageError:
+    """The histogram by class, for the estimator and as JSON text; or why it is refused."""
+    split: ByClass = tuple((each.request_class - 1, tuple(each.accepted_histogram)) for each in report.class_histograms)
+    kinds = [kind for kind, _ in split]
+    if not set(kinds) <= set(range(len(CLASSES))) or len(set(kinds)) < len(kinds):
+        named = [kind + 1 for kind in kinds]
+        sentence = f"report {report.seq}: class_histograms has classes {named}; each of 1 to 3 may be there once"
+        return InvalidMessageError("class_histograms", sentence)
+    widths = {len(runs) for _, runs in split}
+    if widths != {len(histogram)} or tuple(map(sum, zip(*(runs for _, runs in split), strict=True))) != histogram:
+        sentence = f"report {report.seq}: class_histograms must add up to accepted_histogram, {list(histogram)}"
+        return InvalidMessageError("class_histograms", sentence)
+    return split, json.dumps({CLASSES[kind]: runs for kind, runs in split}, separators=(",", ":"))
 
 
 def remember(histogram: tuple[int, ...]) -> HistogramFacts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from speclen.controller.estimator.core import ContextKey, LearnedRow, Probe, Table
+from speclen.controller.estimator.core import ContextKey, LearnedRow, Mix, Probe, Table
 from speclen.v1 import control_pb2 as pb
 
 
@@ -30,6 +30,17 @@ def table_message(table: Table) -> pb.LengthTable:
             )
             for choice in table.choices
         ],
+    )
+
+
+def mix_message(mix: Mix, most: int) -> pb.LengthMix:
+    """The numbers for lengths up to `most`."""
+    step_s, tokens = mix.step_s[:, : most + 1], mix.tokens[:, :, : most + 1]
+    return pb.LengthMix(
+        bucket_ends=mix.bucket_ends,
+        num_lengths=step_s.shape[1],
+        step_s=step_s.ravel().tolist(),
+        tokens=tokens.ravel().tolist(),
     )
 
 
@@ -63,4 +74,6 @@ def learned_row_message(row: LearnedRow) -> pb.LearnedRow:
         num_steps=row.num_steps,
         source=row.source,
         is_best=row.is_best,
+        observed_step_ms=None if row.observed_step_s is None else 1e3 * row.observed_step_s,
+        num_reports_since=row.num_reports_since,
     )

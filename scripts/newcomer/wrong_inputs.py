@@ -56,7 +56,7 @@ WRONG = [
     Wrong("speclen doctor --db absent.db", "there is no database at absent.db"),
     Wrong("speclen backup copy.db --db absent.db", "absent.db"),
     Wrong("speclen explain --batch 1 --db absent.db", "absent.db"),
-    Wrong("speclen inspect --db absent.db", "absent.db"),
+    Wrong("speclen dashboard --db absent.db", "absent.db"),
     Wrong("speclen profile import junk.pem", "junk.pem"),
     Wrong("speclen --config absent.toml tables", "absent.toml"),
     Wrong("speclen --config broken.toml tables", "not valid TOML"),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +58,7 @@ def measure(one: Contestant, threads: int, work: Path, python: str, seconds: flo
     interpreter = str(work / one.environment / "bin" / "python") if one.environment else python
     command = [interpreter, str(HERE / one.script), str(work / "weights"), *one.options]
     command += ["--threads", str(threads), "--seconds", str(seconds)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    environment.pop("OMP_WAIT_POLICY", None)
-    if one.environment:
-        environment.pop("PYTHONPATH", None)
+    environment = environment_of(one, threads, work)
     log = work / f"{one.peer}.log"
     with log.open("a") as errors:
         try:
@@ -73,6 +72,18 @@ def measure(one: Contestant, threads: int, work: Path, python: str, seconds: flo
         print(f"{one.name} failed: see {log}", file=sys.stderr)
         return None
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def environment_of(one: Contestant, threads: int, work: Path) -> dict[str, str]:
+    """What the process finds: Intel's OpenMP is loaded first where a peer has it, as vLLM asks for on CPUs."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment.pop("OMP_WAIT_POLICY", None)
+    if one.environment:
+        environment.pop("PYTHONPATH", None)
+        openmp = work / one.environment / "lib" / "libiomp5.so"
+        if openmp.exists():
+            environment["LD_PRELOAD"] = str(openmp.resolve())
+    return environment
 
 
 def worth_repeating(rows: Rows, peer_rows: Rows, threads: int) -> bool:
@@ -108,6 +119,7 @@ def main() -> None:
         "--learn-s", type=float, required=True, help="at each load, before speclen's adaptive is measured"
     )
     parser.add_argument("--profile", default="")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin nothing more after so many seconds")
     parser.add_argument("--only", default="", help="peers, separated by commas; speclen always takes part")
     options = parser.parse_args()
     wanted = {"speclen", *options.only.split(",")} if options.only else None
@@ -117,11 +129,13 @@ def main() -> None:
         for one in contestants(options.learn_s, options.profile)
         if wanted is None or one.peer in wanted
     ]
-    failed = False
+    failed, began = False, time.monotonic()
     with options.lines.open("w") as lines:
         for number in range(1, options.rounds + 1):
             found: dict[tuple[Contestant, int], Rows] = {}
             for one, threads in turns:
+                if time.monotonic() - began > options.limit_s:
+                    sys.exit(f"the time is up in round {number} of {options.rounds}: the table has what was measured")
                 print(f"round {number} of {options.rounds}, {threads} threads: {one.name}", file=sys.stderr, flush=True)
                 rows = measure(one, threads, options.work, sys.executable, options.seconds)
                 failed = failed or rows is None

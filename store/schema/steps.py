@@ -24,6 +24,7 @@ from speclen.store.schema.first_views import (
     PREDICTION_ERROR,
     WORKER_HEALTH,
 )
+from speclen.store.schema.seen import CHANGES as SEEN
 
 DRIFT_EVENTS_2 = """\
 CREATE TABLE drift_events (
@@ -136,4 +137,5 @@ STEPS: dict[str, tuple[str, ...]] = {
     ),
     "m006_choices": (CHOICES,),
     "m007_unlike_workers": _made_anew("drift_events", DRIFT_EVENTS_3, DRIFT_EVENT_COLUMNS),
+    "m008_seen": SEEN,
 }

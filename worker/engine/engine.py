@@ -32,7 +32,7 @@ from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, St
 from speclen.worker.engine.outbox import Outbox, Totals, describe
 from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
-from speclen.worker.engine.step_plan import StepPlan, plan_lengths
+from speclen.worker.engine.step_plan import StepPlan, plan_lengths, rows_by_class
 from speclen.worker.engine.step_runner import StepRunner, StepTokens
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode
@@ -222,7 +222,7 @@ class Engine:
         copied = self._start_copies()
         rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
         prefilled = copied or bool(chunks)
-        choice = self._chooser.choice_for(len(rows), with_prompts=prefilled) if rows else LengthChoice(0)
+        choice = self._chooser.choice_for(len(rows), prefilled, rows_by_class(rows)) if rows else LengthChoice(0)
         wanted = (choice.plan or Plan(choice.speculation_length)).within(
             self.config.max_speculation_length, self.config.max_copied_tokens
         )
@@ -290,6 +290,7 @@ class Engine:
             accepted_histogram=plan.histogram(drafted),
             mean_context_length=mean_context_length,
             flags=frozenset(tokens.flags | plan.flags),
+            class_histograms=plan.class_histograms(drafted),
             copying=copying,
         )
 

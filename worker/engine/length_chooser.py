@@ -71,6 +71,7 @@ class StepResult:
     batch_size: rows that decoded. speculation_length: length used, which is less than the one chosen when no row could
     have used more. latency_s: wall time of the whole step. accepted_histogram[j]: rows whose accepted run, less what the
     request's end cut off, was exactly j, j = 0..speculation_length. mean_context_length: tokens held per row before.
+    class_histograms: the same by class of request, where a row is not greedy; they add up to accepted_histogram.
     copying: where the plan copies; the histogram is of the draft model's tokens alone then, 0 in rows that drafted none.
     """
 
@@ -81,13 +82,19 @@ class StepResult:
     mean_context_length: float
     flags: frozenset[StepFlag] = frozenset()
     copying: CopyReport | None = None
+    class_histograms: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class LengthChooser(Protocol):
     """Chooses lengths and learns from steps. Both methods are called from the engine's thread and never block."""
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
-        """Called once for every decoding step; a probe is thereby used up. with_prompts: whether it feeds prompts along."""
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
+        """Called once for every decoding step; a probe is thereby used up.
+
+        with_prompts: whether it feeds prompts along. rows_by_class: how many rows are greedy, cool and hot.
+        """
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         """Take note of the step that `choice` led to."""
@@ -99,7 +106,9 @@ class FixedPlan:
 
     plan: Plan
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice.of(self.plan)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
@@ -112,7 +121,9 @@ class FixedLength:
 
     speculation_length: int
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         return LengthChoice(self.speculation_length)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:

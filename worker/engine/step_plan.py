@@ -11,6 +11,7 @@ import torch
 from speclen.worker.engine.copies import RowCopies
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.engine.speculative import StepBatch
+from speclen.worker.requests.request import RequestClass
 from speclen.worker.requests.sequence import SequenceState
 
 
@@ -83,6 +84,27 @@ class StepPlan:
         for number in num_accepted:
             counts[number] += 1
         return tuple(counts)
+
+    def class_histograms(self, num_accepted: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The same by class of request, for the classes there are; empty where all rows are greedy."""
+        classes = [row.request_class for row in self.rows]
+        if not any(classes):
+            return ()
+        return tuple(
+            (
+                int(kind),
+                self.histogram([number for number, of in zip(num_accepted, classes, strict=True) if of == kind]),
+            )
+            for kind in sorted(set(classes))
+        )
+
+
+def rows_by_class(rows: Sequence[SequenceState]) -> tuple[int, ...]:
+    """How many rows are greedy, cool and hot."""
+    counts = [0] * len(RequestClass)
+    for row in rows:
+        counts[row.request_class] += 1
+    return tuple(counts)
 
 
 def plan_lengths(

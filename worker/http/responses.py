@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception
-from speclen.worker.http.schema import Sampling
+from speclen.worker.http.schema import ChatRequest, Sampling
+from speclen.worker.observing.tracing import Origin
 from speclen.worker.requests.request import SequenceOutput
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import OutputStream
@@ -46,16 +47,19 @@ class JobResponse(Response):
         self._caller = caller
         self._make_answer = make_answer
         self._arrived_at = time.monotonic()
+        self._origin = Origin()
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._origin = origin_of(scope, self._body)
         work = self._stream(send) if self._body.stream else self._whole(scope, receive, send)
         await unless_disconnected(receive, work)
 
     @contextlib.asynccontextmanager
     async def _running(self, stream: OutputStream) -> AsyncIterator[tuple[Answer, AsyncIterator[list[SequenceOutput]]]]:
         answer = await self._make_answer()
-        async with self._engine.running(answer.job.requests, stream, self._caller, self._arrived_at) as outputs:
+        running = self._engine.running(answer.job.requests, stream, self._caller, self._arrived_at, origin=self._origin)
+        async with running as outputs:
             yield answer, outputs
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,6 +102,13 @@ class JobResponse(Response):
         if told.code == INTERNAL:
             log.error("a request over HTTP failed", exc_info=error)
         return told
+
+
+def origin_of(scope: Scope, body: Sampling) -> Origin:
+    """Where a request comes from, for traces."""
+    headers = scope["headers"]
+    operation = "chat" if isinstance(body, ChatRequest) else "text_completion"
+    return Origin(lambda: {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}, operation)
 
 
 async def send_events(send: Send, objects: Iterable[Any]) -> None:

@@ -24,6 +24,7 @@ from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.reporting.advice import why
+from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
 from speclen.worker.reporting.messages import plan_of, to_report
 
@@ -170,14 +171,17 @@ class ControlClient:
 
     # The engine's side: called once a step, from the engine's thread.
 
-    def choice_for(self, batch_size: int, with_prompts: bool = False) -> LengthChoice:
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
         table = self.table
+        plan = table.plan_for(batch_size, rows_by_class)
         # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait.
-        if (self._incoming or self._probes) and not (with_prompts and table.lengths[batch_size]):
+        if (self._incoming or self._probes) and not (with_prompts and plan.draft_length):
             probe = self._take_probe(batch_size)
             if probe is not None:
                 return LengthChoice.of(probe.plan, table.decision_version, probe.probe.probe_id)
-        return LengthChoice.of(table.plans[batch_size], table.decision_version)
+        return LengthChoice.of(plan, table.decision_version)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.buffer.append(choice, result)
@@ -340,6 +344,7 @@ class ControlClient:
                 message.decision_version,
                 "controller",
                 self.card.max_copied_tokens,
+                LengthMix.from_message(message.mix) if message.HasField("mix") else None,
             )
         except ValueError as error:
             log.error("table of the controller not used", reason=str(error))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from speclen.worker.drafting.plan import PLAIN, Plan
+from speclen.worker.reporting.length_mix import LengthMix
 
 DEFAULT_LENGTH = 2  # what a worker speculates when nobody has told it anything: rarely best, rarely far off
 
@@ -28,7 +29,8 @@ class BucketLength:
 class LengthTable:
     """plans[b] is what rows do at batch size b, and lengths[b] its speculation length; entry 0 is unused.
 
-    source: "controller", "last table", "profile", "policy" or "default", for people. buckets: the same, as ranges.
+    source: "controller", "last table", "profile", "policy" or "default", for people. buckets: the same, as ranges. mix:
+    where requests of several classes were seen, what finds the length for those in a step.
     """
 
     lengths: tuple[int, ...]
@@ -36,6 +38,17 @@ class LengthTable:
     source: str
     buckets: tuple[BucketLength, ...]
     plans: tuple[Plan, ...]
+    mix: LengthMix | None = None
+
+    def plan_for(self, batch_size: int, rows_by_class: tuple[int, ...]) -> Plan:
+        """What rows do in a step with so many of them, and so many of each class where that is known.
+
+        The numbers by class are of draft tokens alone: where rows copy, the plan of the batch size holds.
+        """
+        plan = self.plans[batch_size]
+        if self.mix is None or not rows_by_class or plan.copies:
+            return plan
+        return Plan(self.mix.length_for(rows_by_class))
 
     @classmethod
     def from_buckets(
@@ -46,6 +59,7 @@ class LengthTable:
         version: int,
         source: str,
         max_copied: int = 0,
+        mix: LengthMix | None = None,
     ) -> LengthTable:
         """A table for batch sizes 1..max_batch_size. Lengths are cut to max_length, and copies to max_copied tokens.
 
@@ -61,7 +75,7 @@ class LengthTable:
                 known[batch_size] = True
         if not all(known[1:]):
             raise ValueError(f"the length table says nothing about batch size {known.index(False, 1)}")
-        return cls(tuple(plan.draft_length for plan in plans), version, source, ranges, tuple(plans))
+        return cls(tuple(plan.draft_length for plan in plans), version, source, ranges, tuple(plans), mix)
 
     @classmethod
     def constant(cls, length: int, max_batch_size: int, source: str) -> LengthTable:

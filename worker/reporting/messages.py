@@ -16,6 +16,9 @@ FLAGS = {
     StepFlag.CHANGED_LENGTH: pb.STEP_FLAG_CHANGED_LENGTH,
 }
 
+# By request class of the worker: greedy, cool, hot.
+CLASSES = (pb.REQUEST_CLASS_GREEDY, pb.REQUEST_CLASS_COOL, pb.REQUEST_CLASS_HOT)
+
 
 def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepReport:
     return pb.StepReport(
@@ -29,6 +32,10 @@ def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepRepo
         flags=[FLAGS[flag] for flag in result.flags],
         probe_id=choice.probe_id,
         copying=None if result.copying is None else to_copy_report(result.copying),
+        class_histograms=[
+            pb.ClassHistogram(request_class=CLASSES[kind], accepted_histogram=runs)
+            for kind, runs in result.class_histograms
+        ],
     )
 
 

@@ -18,6 +18,18 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
 
 
+class RequestClass(enum.IntEnum):
+    """Requests whose drafts are accepted unlike: nothing that is learned differs more."""
+
+    GREEDY = 0
+    COOL = 1
+    HOT = 2
+
+
+# Highest temperature of a cool request: most ask for 0.7 or 1.0, whose best lengths differ by two or three.
+COOL_UNTIL = 0.75
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends. Ranges are those of generation.proto.
@@ -43,6 +55,13 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     include_special_tokens: bool = False
+
+    @property
+    def request_class(self) -> RequestClass:
+        """Which requests this one's drafts are accepted like."""
+        if self.temperature == 0.0 or self.top_k == 1:
+            return RequestClass.GREEDY
+        return RequestClass.COOL if self.temperature <= COOL_UNTIL else RequestClass.HOT
 
 
 @dataclass(frozen=True, slots=True)

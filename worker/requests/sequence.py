@@ -65,6 +65,7 @@ class SequenceState:
         self.num_prompt_tokens = len(self.tokens)
         self.limit = min(self.num_prompt_tokens + sampling.max_tokens, max_context_length)
         self.fixed_length = request.fixed_length
+        self.request_class = sampling.request_class
         self.may_draft = may_draft and request.fixed_length != 0
         self.may_copy = request.fixed_length is None
         self.copy_index: CopyIndex | None = None  # made when a plan first copies

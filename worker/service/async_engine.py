@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from speclen.worker.engine.engine import Engine
+from speclen.worker.observing.request_metrics import RequestMetrics, RequestTimeline
+from speclen.worker.observing.tracing import Origin, Tracing, Untraced
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -25,28 +27,32 @@ from speclen.worker.requests.request import (
 from speclen.worker.requests.validation import check_request
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import OutputRelay, OutputStream
-from speclen.worker.service.request_metrics import RequestMetrics, RequestTimeline
 
 
 class Run:
     """One request from its place in the queue to its end."""
 
-    def __init__(self, request: GenerationRequest, timeline: RequestTimeline) -> None:
+    def __init__(self, request: GenerationRequest, timeline: RequestTimeline, trace: Untraced) -> None:
         self.request = request
         self.timeline = timeline
+        self.trace = trace
         self.ended = asyncio.Event()
         self._num_unfinished = request.sampling.n
 
     def saw(self, output: SequenceOutput, now: float) -> None:
         """Take note of every output of the request, in order. now: by time.monotonic."""
         self.timeline.saw([output], now)
+        self.trace.saw(output, now)
         self._num_unfinished -= output.finish_reason is not None
         if not self._num_unfinished:
             self.ended.set()
 
 
 class AsyncEngine:
-    """For one event loop. unread_timeout_s: after which a client that takes nothing loses its request."""
+    """For one event loop. unread_timeout_s: after which a client that takes nothing loses its request.
+
+    tracing: makes spans of requests; None: nobody asked for it.
+    """
 
     def __init__(
         self,
@@ -55,10 +61,12 @@ class AsyncEngine:
         metrics: RequestMetrics,
         stream_interval_s: float,
         unread_timeout_s: float,
+        tracing: Tracing | None = None,
     ) -> None:
         self.engine = engine
         self.entrance = entrance
         self.metrics = metrics
+        self._tracing = tracing
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._unread_timeout_s = unread_timeout_s
         self._open: dict[str, OutputStream] = {}  # by id of what is being answered
@@ -90,6 +98,11 @@ class AsyncEngine:
         for stream in self._open.values():
             stream.fail(error)
 
+    async def close(self) -> None:
+        """Let the last spans go out; to be called when all has ended."""
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
     @contextlib.contextmanager
     def open(self, request_id: str) -> Iterator[OutputStream]:
         """A stream for the outputs of one caller's requests, for the length of the block, for which a drain waits.
@@ -114,6 +127,7 @@ class AsyncEngine:
         caller: str,
         arrived_at: float,
         on_submit: Callable[[], None] = lambda: None,
+        origin: Origin = Origin(),  # noqa: B008
         patience_s: float = math.inf,
     ) -> AsyncIterator[AsyncIterator[list[SequenceOutput]]]:
         """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
@@ -127,7 +141,7 @@ class AsyncEngine:
             check_request(
                 one, self.engine.pair.vocab_size, self.engine.max_context_length, config.max_speculation_length
             )
-        runs = {one.request_id: Run(one, self.metrics.timeline(one.sampling.n, arrived_at)) for one in requests}
+        runs = {one.request_id: self._noted(one, arrived_at, origin) for one in requests}
         tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit, patience_s)) for run in runs.values()]
         try:
             await asyncio.sleep(
@@ -141,6 +155,10 @@ class AsyncEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _noted(self, request: GenerationRequest, arrived_at: float, origin: Origin) -> Run:
+        trace = Untraced() if self._tracing is None else self._tracing.request(request, origin, arrived_at)
+        return Run(request, self.metrics.timeline(request.sampling.n, arrived_at), trace)
 
     async def _run(
         self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
@@ -156,8 +174,10 @@ class AsyncEngine:
                     self.engine.abort(run.request.request_id)
         except Exception as error:
             stream.fail(error)
+            run.trace.end(error)
         finally:
             run.timeline.abandon()
+            run.trace.end()
 
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[list[SequenceOutput]]:
         while not all(run.ended.is_set() for run in runs.values()):

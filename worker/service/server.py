@@ -28,15 +28,16 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.observing.labelled import page_of
+from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.tracing import open_tracing
 from speclen.worker.profiling.seeding import seed_controller
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
-from speclen.worker.service.labelled import page_of
-from speclen.worker.service.metrics import WorkerMetrics
-from speclen.worker.service.request_metrics import RequestMetrics
 from speclen.worker.service.servicer import GenerationServicer
 
 log = structlog.get_logger()
@@ -134,6 +135,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
             await wait_until_idle(async_engine, config.drain_timeout_s, supervisor.check)
             await flush_reports(control)
     await wait_until_stopped(running)
+    await async_engine.close()
 
 
 def make_entrance(
@@ -148,11 +150,13 @@ def make_entrance(
     entrance = Entrance(pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     requests = RequestMetrics(metrics)
-    page = page_of(metrics.registry, config.served_model_name or config.target)
+    model = config.served_model_name or config.target
+    page = page_of(metrics.registry, model)
     if config.metrics_listen:
         metrics.serve(config.metrics_listen, security, page)
         supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
-    return AsyncEngine(engine, entrance, requests, STREAM_INTERVAL_S, config.unread_timeout_s), page
+    tracing = open_tracing(model, control.card.worker_id) if config.traces else None
+    return AsyncEngine(engine, entrance, requests, STREAM_INTERVAL_S, config.unread_timeout_s, tracing), page
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from speclen.transport.logs import Sparse
 from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.observing.tracing import Origin
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
 from speclen.worker.requests.request import (
@@ -106,7 +107,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         write = functools.partial(self._write, stream, context)
         sequences = [SequenceMessages(request_id, index) for index in range(generation.sampling.n)]
         patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
-        running = self._async_engine.running([generation], stream, caller, arrived_at, tell_queue_time, patience_s)
+        running = self._async_engine.running(
+            [generation], stream, caller, arrived_at, tell_queue_time, origin_of(context), patience_s
+        )
         async with running as all_outputs:
             async for outputs in all_outputs:
                 for index, group in group_by_index(outputs).items():
@@ -205,3 +208,8 @@ def caller_of(context: Context, keyring: Keyring | None = None) -> str:
     peer = context.peer()
     kind, _, _ = peer.partition(":")
     return peer.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer
+
+
+def origin_of(context: Context) -> Origin:
+    """Where the call comes from, for traces: its metadata that is text."""
+    return Origin(lambda: {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)})

@@ -19,6 +19,32 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _RequestClass:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RequestClassEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RequestClass.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REQUEST_CLASS_UNSPECIFIED: _RequestClass.ValueType  # 0
+    REQUEST_CLASS_GREEDY: _RequestClass.ValueType  # 1
+    """Always the most likely token."""
+    REQUEST_CLASS_COOL: _RequestClass.ValueType  # 2
+    """Sampled at temperatures up to 0.75."""
+    REQUEST_CLASS_HOT: _RequestClass.ValueType  # 3
+    """Sampled at higher ones."""
+
+class RequestClass(_RequestClass, metaclass=_RequestClassEnumTypeWrapper):
+    """Kinds of requests whose drafts are accepted unlike: by how they choose their tokens."""
+
+REQUEST_CLASS_UNSPECIFIED: RequestClass.ValueType  # 0
+REQUEST_CLASS_GREEDY: RequestClass.ValueType  # 1
+"""Always the most likely token."""
+REQUEST_CLASS_COOL: RequestClass.ValueType  # 2
+"""Sampled at temperatures up to 0.75."""
+REQUEST_CLASS_HOT: RequestClass.ValueType  # 3
+"""Sampled at higher ones."""
+Global___RequestClass: typing_extensions.TypeAlias = RequestClass
+
 class _StepFlag:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -243,6 +269,67 @@ class BucketChoice(google.protobuf.message.Message):
 Global___BucketChoice: typing_extensions.TypeAlias = BucketChoice
 
 @typing.final
+class ClassHistogram(google.protobuf.message.Message):
+    """Accepted runs of the rows of one class in a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_CLASS_FIELD_NUMBER: builtins.int
+    ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
+    request_class: Global___RequestClass.ValueType
+    @property
+    def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As StepReport.accepted_histogram, of these rows alone."""
+
+    def __init__(
+        self,
+        *,
+        request_class: Global___RequestClass.ValueType = ...,
+        accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "request_class", b"request_class"]) -> None: ...
+
+Global___ClassHistogram: typing_extensions.TypeAlias = ClassHistogram
+
+@typing.final
+class LengthMix(google.protobuf.message.Message):
+    """The few numbers by which a worker finds the best length for the classes of requests in its batch: the length with the
+    largest sum over classes of rows x tokens, divided by the step time.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUCKET_ENDS_FIELD_NUMBER: builtins.int
+    NUM_LENGTHS_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    num_lengths: builtins.int
+    """Lengths 0 to num_lengths - 1."""
+    @property
+    def bucket_ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Largest batch size of each bucket, ascending."""
+
+    @property
+    def step_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Seconds of a step, longer where hardly known, by bucket and length."""
+
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Expected tokens per row and step, bonus included, by class (greedy, cool, hot), bucket and length."""
+
+    def __init__(
+        self,
+        *,
+        bucket_ends: collections.abc.Iterable[builtins.int] | None = ...,
+        num_lengths: builtins.int = ...,
+        step_s: collections.abc.Iterable[builtins.float] | None = ...,
+        tokens: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bucket_ends", b"bucket_ends", "num_lengths", b"num_lengths", "step_s", b"step_s", "tokens", b"tokens"]) -> None: ...
+
+Global___LengthMix: typing_extensions.TypeAlias = LengthMix
+
+@typing.final
 class LengthTable(google.protobuf.message.Message):
     """The best length known for every bucket of a context."""
 
@@ -250,19 +337,27 @@ class LengthTable(google.protobuf.message.Message):
 
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
+    MIX_FIELD_NUMBER: builtins.int
     decision_version: builtins.int
     """Grows with every change of any choice. Workers quote it in their reports."""
     @property
     def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
         """Ascending by batch_min; every batch size from 1 to the worker's limit is in exactly one bucket."""
 
+    @property
+    def mix(self) -> Global___LengthMix:
+        """Set where requests of several classes were seen: the choices are for their usual mix then."""
+
     def __init__(
         self,
         *,
         decision_version: builtins.int = ...,
         choices: collections.abc.Iterable[Global___BucketChoice] | None = ...,
+        mix: Global___LengthMix | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choices", b"choices", "decision_version", b"decision_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mix", b"_mix", "mix", b"mix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mix", b"_mix", "choices", b"choices", "decision_version", b"decision_version", "mix", b"mix"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_mix", b"_mix"]) -> typing.Literal["mix"] | None: ...
 
 Global___LengthTable: typing_extensions.TypeAlias = LengthTable
 
@@ -383,6 +478,7 @@ class StepReport(google.protobuf.message.Message):
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     FLAGS_FIELD_NUMBER: builtins.int
     PROBE_ID_FIELD_NUMBER: builtins.int
+    CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
     COPYING_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
@@ -409,6 +505,10 @@ class StepReport(google.protobuf.message.Message):
         """Reasons why this step must not teach; empty for an ordinary step."""
 
     @property
+    def class_histograms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassHistogram]:
+        """The histogram by class, adding up to accepted_histogram; each class once. May be empty when all rows are greedy."""
+
+    @property
     def copying(self) -> Global___CopyReport:
         """Set when the plan copies, along with STEP_FLAG_COPIED. The histogram is of the draft model's tokens alone then, and
         counts rows that drafted none at 0.
@@ -426,10 +526,11 @@ class StepReport(google.protobuf.message.Message):
         decision_version: builtins.int = ...,
         flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
         probe_id: builtins.int = ...,
+        class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
         copying: Global___CopyReport | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "copying", b"copying", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
@@ -647,6 +748,8 @@ class LearnedRow(google.protobuf.message.Message):
     NUM_STEPS_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     IS_BEST_FIELD_NUMBER: builtins.int
+    OBSERVED_STEP_MS_FIELD_NUMBER: builtins.int
+    NUM_REPORTS_SINCE_FIELD_NUMBER: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
     speculation_length: builtins.int
@@ -661,6 +764,10 @@ class LearnedRow(google.protobuf.message.Message):
     source: builtins.str
     """"profile", "online" or "both"."""
     is_best: builtins.bool
+    observed_step_ms: builtins.float
+    """Mean of the num_steps step times that were seen; absent without any."""
+    num_reports_since: builtins.int
+    """Reports since the newest of these; absent without any."""
     def __init__(
         self,
         *,
@@ -675,8 +782,15 @@ class LearnedRow(google.protobuf.message.Message):
         num_steps: builtins.int = ...,
         source: builtins.str = ...,
         is_best: builtins.bool = ...,
+        observed_step_ms: builtins.float | None = ...,
+        num_reports_since: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "expected_tokens", b"expected_tokens", "is_best", b"is_best", "ms_per_token", b"ms_per_token", "ms_per_token_high", b"ms_per_token_high", "ms_per_token_low", b"ms_per_token_low", "num_steps", b"num_steps", "source", b"source", "speculation_length", b"speculation_length", "step_ms", b"step_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_reports_since", b"_num_reports_since", "_observed_step_ms", b"_observed_step_ms", "num_reports_since", b"num_reports_since", "observed_step_ms", b"observed_step_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_reports_since", b"_num_reports_since", "_observed_step_ms", b"_observed_step_ms", "batch_max", b"batch_max", "batch_min", b"batch_min", "expected_tokens", b"expected_tokens", "is_best", b"is_best", "ms_per_token", b"ms_per_token", "ms_per_token_high", b"ms_per_token_high", "ms_per_token_low", b"ms_per_token_low", "num_reports_since", b"num_reports_since", "num_steps", b"num_steps", "observed_step_ms", b"observed_step_ms", "source", b"source", "speculation_length", b"speculation_length", "step_ms", b"step_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_reports_since", b"_num_reports_since"]) -> typing.Literal["num_reports_since"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_observed_step_ms", b"_observed_step_ms"]) -> typing.Literal["observed_step_ms"] | None: ...
 
 Global___LearnedRow: typing_extensions.TypeAlias = LearnedRow
 

@@ -1,4 +1,4 @@
-"""`speclen inspect`: every page, query and chart that is packaged works on a real database, live and read-only."""
+"""`speclen dashboard`: every page, query and chart that is packaged works on a real database, live and read-only."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 from database_rows import write_database
-from store_rows import cell, report, rows, store_now
+from store_rows import NOW, cell, context, decision, report, rows, store_now
 
-from speclen.cli.inspect import METADATA, address, create_application
+from speclen.cli.dashboard import METADATA, address, create_application
 from speclen.console.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
@@ -31,7 +31,9 @@ from datasette.utils import parse_metadata
 
 PACKAGED = parse_metadata(METADATA.read_text())
 QUERIES = PACKAGED["databases"]["speclen"]["queries"]
-CHARTS = PACKAGED["plugins"]["datasette-dashboards"]["learned"]["charts"]
+PAGES = PACKAGED["plugins"]["datasette-dashboards"]
+CHARTS = {f"{page}/{name}": chart for page, content in PAGES.items() for name, chart in content["charts"].items()}
+DRAWN = sorted(name for name, chart in CHARTS.items() if chart["library"] == "vega-lite")
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_canned_queries_answer_what_they_promise(database):
     assert [(row["num_steps"], row["acceptance_rate"]) for row in json.loads(body)] == [(3, 0.5)]
 
 
-@pytest.mark.parametrize("name", sorted(name for name, chart in CHARTS.items() if "query" in chart))
+@pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("context", ["", "t + d on cpu:test, float32"])
 def test_every_chart_has_the_fields_that_it_draws(database, name, context):
     connection_rows = chart_rows(database, CHARTS[name], context)
@@ -79,8 +81,7 @@ def test_every_chart_has_the_fields_that_it_draws(database, name, context):
 
 def chart_rows(database: Path, chart: dict, context: str) -> list[dict]:
     """The rows as the page's script asks for them: with the filter's part of the query, or without it."""
-    optional = chart["query"].split("[[")[1].split("]]")[0]
-    query = chart["query"].replace(f"[[{optional}]]", optional if context else "")
+    query = re.sub(r"\[\[(.*?)\]\]", r"\1" if context else "", chart["query"])
 
     async def fetch() -> list[dict]:
         parameters = {"sql": query, "_shape": "array", "context": context}
@@ -146,8 +147,8 @@ def test_a_missing_database_is_one_sentence(tmp_path):
 @contextmanager
 def serving(database: Path, port: int):
     script = (
-        "import sys; from pathlib import Path; from speclen.cli.inspect import inspect; "
-        "inspect(Path(sys.argv[1]), sys.argv[2])"
+        "import sys; from pathlib import Path; from speclen.cli.dashboard import dashboard; "
+        "dashboard(Path(sys.argv[1]), sys.argv[2])"
     )
     command = [sys.executable, "-c", script.replace("sys.argv[2])", "sys.argv[2], False, False)"), str(database)]
     with subprocess.Popen([*command, f"127.0.0.1:{port}"], stdout=subprocess.PIPE, text=True) as process:
@@ -166,7 +167,7 @@ def test_a_taken_port_is_one_sentence(database, unused_port):
             sys.executable,
             "-m",
             "speclen.cli.app",
-            "inspect",
+            "dashboard",
             "--db",
             str(database),
             "--listen",
@@ -178,18 +179,35 @@ def test_a_taken_port_is_one_sentence(database, unused_port):
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
-def test_a_browser_draws_every_chart(database, unused_port, tmp_path):
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("width", [800, 1280])
+def test_a_browser_draws_every_chart(database, unused_port, tmp_path, page, width):
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --virtual-time-budget=20000 --dump-dom"
-    with serving(database, unused_port) as page:
-        wait_until_open(page)
-        command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'chromium'}", page]
+    flags += (
+        f" --disable-component-update --disable-sync --virtual-time-budget=20000 --dump-dom --window-size={width},900"
+    )
+    with serving(database, unused_port) as address:
+        wait_until_open(address)
+        address = address.replace("learned", page)
+        command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'chromium'}", address]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
-    charts = [name for name, chart in CHARTS.items() if chart["library"] == "vega-lite"]
-    assert len(charts) == 5
-    for name in charts:
+    for name in (name.partition("/")[2] for name in DRAWN if name.startswith(f"{page}/")):
         drawn = shown.split(f'id="chart-{name}"')[1].split('id="chart-')[0]
-        assert re.search(r'role-mark[^>]*>\s*<path[^>]* d="M', drawn), f"{name} was not drawn"
+        assert re.search(r'role-mark[^>]*>\s*<(path[^>]* d="M|line )', drawn), f"{name} was not drawn"
+
+
+def test_no_text_of_a_worker_is_taken_for_html():
+    """The plugin's own tables and metrics would do that; vega-lite draws text, and Markdown is ours alone."""
+    assert {chart["library"] for chart in CHARTS.values()} == {"vega-lite", "markdown"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_chart_has_its_place_and_every_page_leads_to_the_others(page):
+    placed = {name for row in PAGES[page]["layout"] for name in row}
+    assert placed == {*PAGES[page]["charts"]}
+    assert PAGES[page]["settings"]["autorefresh"] == 1
+    links = set(re.findall(r"/-/dashboards/(\w+)", PAGES[page]["charts"]["pages"]["display"]))
+    assert links == {*PAGES} - {page}
 
 
 def wait_until_open(page: str) -> None:
@@ -217,16 +235,55 @@ def test_a_wide_interval_does_not_flatten_the_curves(database, tmp_path):
     shutil.copy(database, wide)
     with sqlite3.connect(wide) as connection:
         connection.execute("UPDATE latency_cells SET ms_per_token_high = 1e6, ms_per_token_low = 0 WHERE batch_min > 1")
-    query = re.sub(r"\[\[.*?\]\]", "", CHARTS["curves"]["query"])
+    query = re.sub(r"\[\[.*?\]\]", "", CHARTS["learned/curves"]["query"])
     with sqlite3.connect(wide) as connection:
-        shown = connection.execute(
-            f"SELECT max(ms_per_token_high), max(ms_per_token), min(ms_per_token_low) FROM ({query})"
-        )
-        high, curve, low = shown.fetchone()
-    assert high <= 1.25 * curve
-    assert low > 0
+        shown = connection.execute(f"SELECT max(high), max(gain), min(low), min(gain) FROM ({query})")
+        high, most, low, least = shown.fetchone()
+    assert high <= 1.25 * most
+    assert low >= 0.8 * least > 0
+
+
+def test_large_batches_do_not_flatten_small_ones(database):
+    """Their tokens take many times as long; beside plain decoding at the same batch size all begin at 1."""
+    rows = chart_rows(database, CHARTS["learned/curves"], "")
+    assert {row["gain"] for row in rows if row["speculation_length"] == 0} == {1.0}
+
+
+def test_equal_lengths_are_one_range(tmp_path):
+    path = tmp_path / "ranges.db"
+    store = Store.open(path)
+    lengths = {1: 2, 2: 2, 3: 2, 4: 1, 5: 2}
+    cells = [cell(length, size, size, is_best=length == best) for size, best in lengths.items() for length in (0, 1, 2)]
+    assert store_now(store, Commit(contexts=[context()], latency_cells=cells)) is None
+    store.close()
+    rows = chart_rows(path, CHARTS["learned/now"], "")
+    assert [(row["batch_sizes"], row["speculation_length"]) for row in rows] == [("1-3", 2), ("4", 1), ("5", 2)]
+
+
+def test_lengths_are_shown_from_when_to_when(database):
+    """One bar from each change to the next, the last one until now; a batch size stands for the bucket that holds it."""
+    store = Store.open(database)
+    later = decision(2, 1, previous_length=2, decided_at=NOW + 60)
+    assert store_now(store, Commit(decisions=[later])) is None
+    store.close()
+    bars = chart_rows(database, CHARTS["learned/lengths"], "")
+    last, first = [bar for bar in bars if bar["size"] == 4]
+    assert (first["speculation_length"], last["speculation_length"]) == (2, 1)
+    assert first["until"] == last["since"] < last["until"]
 
 
 def test_hours_are_counted_to_24():
-    for chart in ("choices", "error"):
-        assert "%H:%M" in CHARTS[chart]["display"]["encoding"]["x"]["axis"]["format"]
+    """The library's own axis reads 04 PM."""
+    axes = [axis for name in DRAWN for axis in time_axes(CHARTS[name]["display"])]
+    assert len(axes) == 3
+    for axis in axes:
+        assert {axis["format"][unit] for unit in ("hours", "minutes")} == {"%H:%M"}
+
+
+def time_axes(display: object) -> list[dict]:
+    if isinstance(display, list):
+        return [axis for one in display for axis in time_axes(one)]
+    if not isinstance(display, dict):
+        return []
+    own = [display["axis"]] if display.get("type") == "temporal" else []
+    return own + [axis for one in display.values() for axis in time_axes(one)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -16,7 +17,6 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.service.metrics import WorkerMetrics
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)

@@ -1,4 +1,4 @@
-"""`speclen inspect`: Datasette on the live database, with descriptions, canned queries and charts."""
+"""`speclen dashboard`, also called `inspect`: Datasette on the live database, with charts and canned queries."""
 
 from __future__ import annotations
 
@@ -16,23 +16,33 @@ if TYPE_CHECKING:
 
 # Under this name every query and chart finds the database, whatever the file is called.
 DATABASE_NAME = "speclen"
-METADATA = Path(__file__).with_name("inspect.yaml")
+METADATA = Path(__file__).with_name("dashboard.yaml")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def inspect(
-    db: Path = DB_OPTION,
-    listen: str = typer.Option("127.0.0.1:8001", help="Address of the web pages, HOST:PORT."),
-    insecure: bool = typer.Option(
-        False, "--insecure", help="Allow an address other than loopback: anybody who reaches it can read everything."
-    ),
-    open_browser: bool = typer.Option(False, "--open", help="Open the dashboard in a browser."),
-) -> None:
-    """Browse the database in a web browser while the controller writes: learned curves, choices, prediction error.
+LISTEN = typer.Option("127.0.0.1:7090", help="Address of the web pages, HOST:PORT.")
+INSECURE = typer.Option(
+    False, "--insecure", help="Allow an address other than loopback: anybody who reaches it can read everything."
+)
+OPEN = typer.Option(False, "--open", help="Open the dashboard in a browser.")
+
+
+def inspect(db: Path = DB_OPTION, listen: str = LISTEN, insecure: bool = INSECURE, open_browser: bool = OPEN) -> None:
+    """The same as `speclen dashboard`, by its older name.
 
     Needs the extra packages of `pip install 'speclen[inspect]'`.
 
     Example: speclen inspect --db .speclen/speclen.db --open
+    """
+    dashboard(db, listen, insecure, open_browser)
+
+
+def dashboard(db: Path = DB_OPTION, listen: str = LISTEN, insecure: bool = INSECURE, open_browser: bool = OPEN) -> None:
+    """Look at what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
+
+    Needs the extra packages of `pip install 'speclen[inspect]'`.
+
+    Example: speclen dashboard --db .speclen/speclen.db --open
     """
     host, port = address(listen, insecure)
     application = create_application(db)

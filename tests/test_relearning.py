@@ -1,0 +1,80 @@
+"""The law: a state of another version costs nobody what was learned; it is taught again by the reports that are kept."""
+
+import json
+
+import pytest
+from control_fakes import CONTEXT, identity, registration, report, run, served
+
+from speclen.store.connection import connect_reader, connect_writer
+from speclen.v1 import control_pb2 as pb
+
+OLD_STATE = json.dumps({"policy": "adaptive", "buckets": [1, 2, 4, 8, 16, 32], "model": {}, "lengths": [2] * 6})
+
+
+async def life(tmp_path, first: int, last: int) -> pb.LearnedTable:
+    """A controller that a worker sends these reports, and what it knows in the end."""
+    async with served(tmp_path, commit_interval_s=0.05) as at:
+        await at.stub.RegisterWorker(registration())
+        for seq in range(first, last + 1):
+            length = seq % 3
+            reported = report(
+                seq,
+                speculation_length=length,
+                accepted_histogram=[1] * length + [4 - length],
+                latency_s=0.02 + 0.003 * length + 0.0001 * (seq % 5),
+                class_histograms=[
+                    pb.ClassHistogram(request_class=1, accepted_histogram=[0] * length + [2]),
+                    pb.ClassHistogram(request_class=3, accepted_histogram=[1] * length + [2 - length]),
+                ],
+            )
+            await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=reported))
+        return (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0]
+
+
+def test_a_state_of_another_version_is_learned_again_at_start(tmp_path):
+    known: list[pb.LearnedTable] = []
+
+    async def story():
+        known.append(await life(tmp_path, 1, 60))
+        connection = connect_writer(tmp_path / "test.db")
+        connection.execute("UPDATE learned_states SET state = ?", (OLD_STATE,))
+        connection.execute("UPDATE latency_cells SET batch_min = batch_min, batch_max = 32 WHERE batch_min = 17")
+        connection.execute("DELETE FROM latency_cells WHERE batch_min > 17")
+        connection.close()
+        known.append(await life(tmp_path, 61, 60))
+
+    run(story)
+    before, after = known
+    assert sum(row.num_steps for row in after.rows) == 60
+    assert [row.observed_step_ms for row in after.rows] == [row.observed_step_ms for row in before.rows]
+    for old, new in zip(before.rows, after.rows, strict=True):
+        assert new.step_ms == pytest.approx(old.step_ms, rel=1e-6)
+        assert new.expected_tokens == pytest.approx(old.expected_tokens, rel=1e-6)
+    assert after.decision_version >= before.decision_version
+    connection = connect_reader(tmp_path / "test.db")
+    kinds = [row[0] for row in connection.execute("SELECT kind FROM store_events")]
+    assert kinds == ["state_set_aside"] * 2
+    cells = connection.execute("SELECT count(*), max(batch_max) FROM latency_cells WHERE batch_min = 17").fetchone()
+    assert tuple(cells) == (5, 17), "what was stored of buckets that are no more is gone"
+    connection.close()
+
+
+def test_reports_that_are_not_kept_any_more_leave_a_new_context(tmp_path):
+    async def story():
+        await life(tmp_path, 1, 20)
+        connection = connect_writer(tmp_path / "test.db")
+        connection.execute("UPDATE learned_states SET state = '[]'")
+        connection.execute("DELETE FROM step_reports")
+        connection.close()
+        assert not (await life(tmp_path, 21, 20)).rows
+        assert (await life(tmp_path, 21, 40)).rows
+
+    run(story)
+
+
+def test_the_kept_reports_say_which_class_accepted_what(tmp_path):
+    run(lambda: life(tmp_path, 1, 4))
+    connection = connect_reader(tmp_path / "test.db")
+    texts = [row[0] for row in connection.execute("SELECT class_histograms FROM step_reports ORDER BY seq LIMIT 2")]
+    connection.close()
+    assert texts == ['{"greedy":[0,2],"hot":[1,1]}', '{"greedy":[0,0,2],"hot":[1,1,0]}']
