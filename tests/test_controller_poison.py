@@ -223,13 +223,8 @@ def overflowing(state: str) -> str:
     """As the defect left it: finite numbers from which only infinities follow."""
     parsed = json.loads(state)
     times = parsed["times"][0]
-<<<<<<< HEAD
-    times["covariance"] = [[1e308] * len(row) for row in times["covariance"]]
+    times["surface"]["covariance"] = [[1e308] * 15 for _ in range(15)]
     times["rho"] = [1e3] * (32 * 5)
-=======
-    times["surface"]["covariance"] = [[1e308] * len(row) for row in times["surface"]["covariance"]]
-    times["rho"] = [1e3] * len(times["rho"])
->>>>>>> trunk
     return json.dumps(parsed)
 
 

@@ -107,13 +107,8 @@ class Context:
     def tokens(self, group: Group) -> FloatArray:
         """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
         known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
-<<<<<<< HEAD
-        mixed: FloatArray = np.einsum("kc,ckl->kl", self.mix, known)[self.bands]
-        return np.maximum(mixed, 1.0)  # shares sum to 1 only about
-=======
         mixed: FloatArray = (self.mix.T[:, :, None] * known).sum(axis=0)[self.bands]
-        return mixed
->>>>>>> trunk
+        return np.maximum(mixed, 1.0)  # shares sum to 1 only about
 
     def redecide(self, group: Group, cause: str = "") -> list[Decision]:
         """Choose anew by the newest estimates; returns what changed, and why."""

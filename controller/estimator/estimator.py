@@ -392,12 +392,8 @@ class Estimator:
 
 
 def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
-<<<<<<< HEAD
-    kept = state["band_reached"]
-    classes, bands, positions = kept["shape"] if isinstance(kept, dict) else np.shape(kept)
-=======
-    classes, bands, _, positions = np.shape(state["rows"])
->>>>>>> trunk
+    kept = state["rows"]
+    classes, bands, _, positions = kept["shape"] if isinstance(kept, dict) else np.shape(kept)
     model: Acceptance = restored(Acceptance(positions, bands, classes), state)
     model.renew()
     if classes != NUM_CLASSES or not model.sound:

@@ -6,13 +6,15 @@ verifying the one length and drafting the other, and teaches where both are the 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
 
+NOBODY: Set[str] = frozenset()
+ORDINARY: frozenset[StepFlag] = frozenset()
 MAX_PENDING = 64  # steps on their way at once; vLLM has two, and as many more as it has pipeline stages
 
 
@@ -65,7 +67,7 @@ class PendingStep:
     started: float
     choice: LengthChoice
     drafting: LengthChoice
-    prompts: set[str]
+    prompts: Set[str]
     num_decoding: int
     num_next: int
     longest_draft: int
@@ -87,7 +89,7 @@ class StepTracker:
         self.num_odd = 0  # steps whose rows do not add up: not reported
         self._drafting = first
         self._pending: deque[PendingStep] = deque(maxlen=MAX_PENDING)
-        self._prefilling: set[str] = set()
+        self._prefilling: Set[str] = NOBODY
         self._seen: set[tuple[int, int, int]] = set()
         self._ended = 0.0
         self._busy = False
@@ -98,10 +100,9 @@ class StepTracker:
         if not tokens:
             return None
         cached = output.scheduled_cached_reqs
-        prompts = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
-        prompts |= self._prefilling & tokens.keys()
-        unfinished = {name for name in prompts if is_unfinished(requests[name], tokens[name])}
-        self._prefilling = unfinished | {name for name in self._prefilling - tokens.keys() if name in requests}
+        prompts, unfinished = NOBODY, NOBODY
+        if output.scheduled_new_reqs or cached.resumed_req_ids or self._prefilling:
+            prompts, unfinished = self._in_prompts(output, requests)
         drafts = list(map(len, output.scheduled_spec_decode_tokens.values()))
         contexts = cached.num_computed_tokens
         step = PendingStep(
@@ -118,6 +119,15 @@ class StepTracker:
         )
         self._pending.append(step)
         return step
+
+    def _in_prompts(self, output: Scheduled, requests: Mapping[str, Request]) -> tuple[Set[str], Set[str]]:
+        """Rows of a step that compute prompt tokens, and those of them that have more to compute after it."""
+        tokens = output.num_scheduled_tokens
+        prompts = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+        prompts |= self._prefilling & tokens.keys()
+        unfinished = {name for name in prompts if is_unfinished(requests[name], tokens[name])}
+        self._prefilling = unfinished | {name for name in self._prefilling - tokens.keys() if name in requests}
+        return prompts, unfinished
 
     def drafts(self, step: PendingStep, choice: LengthChoice) -> None:
         """The step drafts at this choice."""
@@ -142,7 +152,7 @@ class StepTracker:
         if histogram is None or sum(histogram) != step.num_decoding:
             self.num_odd += 1
             return None
-        flags = frozenset(self._flags(step, length))
+        flags = self._flags(step, length)
         choice = step.choice
         if choice.probe_id and StepFlag.CHANGED_LENGTH in flags:  # the probe is the step with its length alone
             choice = LengthChoice(choice.speculation_length, choice.decision_version)
@@ -165,17 +175,19 @@ class StepTracker:
             return max(started, self._ended)
         return self._ended if self._busy else started
 
-    def _flags(self, step: PendingStep, length: int) -> Iterable[StepFlag]:
+    def _flags(self, step: PendingStep, length: int) -> frozenset[StepFlag]:
+        flags = []
         if step.prompts:
-            yield StepFlag.PREFILL
+            flags.append(StepFlag.PREFILL)
         if not self.ragged and step.num_drafts != length * step.num_decoding:
-            yield StepFlag.MIXED_LENGTHS
+            flags.append(StepFlag.MIXED_LENGTHS)
         if step.drafting.speculation_length != length:
-            yield StepFlag.CHANGED_LENGTH
+            flags.append(StepFlag.CHANGED_LENGTH)
         shape = (step.num_decoding, length, step.drafting.speculation_length)
         if shape not in self._seen:
             self._seen.add(shape)
-            yield StepFlag.FIRST_USE
+            flags.append(StepFlag.FIRST_USE)
+        return frozenset(flags) if flags else ORDINARY
 
 
 def is_unfinished(request: Request, num_tokens: int) -> bool:
@@ -183,20 +195,18 @@ def is_unfinished(request: Request, num_tokens: int) -> bool:
     return request.num_computed_tokens + num_tokens < request.num_tokens + request.num_output_placeholders
 
 
-def accepted_histogram(sampled: Sampled, prompts: set[str], length: int) -> tuple[int, ...] | None:
+def accepted_histogram(sampled: Sampled, prompts: Set[str], length: int) -> tuple[int, ...] | None:
     """Rows by accepted run, 0 to length, without those that were in their prompts; None where a run is longer.
 
     Rows of requests that ended while the step was under way count like others: they were computed like others.
     """
-    rows, index = sampled.sampled_token_ids, sampled.req_id_to_index
-    counts = Counter(map(len, rows))
-    for name in prompts:
-        if name in index:
-            counts[len(rows[index[name]])] -= 1
+    rows = sampled.sampled_token_ids
+    if prompts:
+        rows = [rows[index] for name, index in sampled.req_id_to_index.items() if name not in prompts]
     histogram = [0] * (length + 1)
-    for num_tokens, num_rows in counts.items():
-        run = max(num_tokens - 1, 0)  # the last token is the target's own
+    for row in rows:
+        run = len(row) - 1 if row else 0  # the last token is the target's own
         if run > length:
             return None
-        histogram[run] += num_rows
+        histogram[run] += 1
     return tuple(histogram)
