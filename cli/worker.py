@@ -12,12 +12,12 @@ from speclen.console.flags import flags_from
 from speclen.console.whose import check_controller
 from speclen.transport.address import check_exposure, check_free
 from speclen.transport.credentials import check_pages
+from speclen.transport.supervision import PartFailedError
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
 from speclen.worker.models.naming import check_names
 from speclen.worker.observing.tracing import check_tracing
-from speclen.worker.service.supervision import PartFailedError
 
 
 @flags_from(WorkerConfig)

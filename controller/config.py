@@ -37,6 +37,7 @@ class ControllerConfig:
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
     token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
+    read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     run_id: str = setting("", "Name of the run that this belongs to: workers that expect another are refused.")
 
@@ -50,7 +51,7 @@ class ControllerConfig:
     @property
     def security(self) -> ServerSecurity:
         """TLS and token. Raises ValueError for a combination that cannot work."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file)
+        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file, self.read_token_file)
 
     @property
     def database(self) -> Path:

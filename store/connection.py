@@ -18,6 +18,7 @@ __all__ = [
     "APPLICATION_ID",
     "Connection",
     "CorruptStoreError",
+    "FileErrors",
     "StoreError",
     "connect_reader",
     "connect_writer",
@@ -35,6 +36,9 @@ OLDEST_USABLE_SQLITE = (3, 38, 0)
 
 # sqlite3.Connection of whichever module was found above.
 Connection = Any
+
+# What a damaged file may raise. SQLite names the damaged thing in its message, and that name may be no text at all.
+FileErrors = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
 class StoreError(Exception):
@@ -64,7 +68,7 @@ def connect_writer(path: Path) -> Connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA journal_size_limit = 67108864")
-    except sqlite3.DatabaseError as error:
+    except FileErrors as error:
         raise refusal(path, error) from error
     return connection
 
@@ -77,7 +81,7 @@ def connect_reader(path: str | os.PathLike[str]) -> Connection:
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
         require_ours(path, connection)
-    except sqlite3.DatabaseError as error:
+    except FileErrors as error:
         raise refusal(path, error) from error
     connection.row_factory = sqlite3.Row
     return connection
@@ -101,6 +105,8 @@ def refusal(path: Path, error: Exception, damaged: bool = False) -> StoreError:
 
 def is_corruption(error: Exception) -> bool:
     """True if SQLite says that the file's content is wrong, as opposed to the disk being full or busy."""
+    if isinstance(error, UnicodeDecodeError) or str(error).startswith("Could not decode to UTF-8"):
+        return True
     return primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 

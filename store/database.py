@@ -20,6 +20,7 @@ from speclen.store.batch import Batches, OnDone
 from speclen.store.connection import (
     Connection,
     CorruptStoreError,
+    FileErrors,
     StoreError,
     connect_reader,
     connect_writer,
@@ -82,6 +83,8 @@ class Store:
         if self.num_commits_missing:
             _note_missing(connection, self.num_commits_missing)
         lock.note(self._commit_number)
+        # Age is time that has gone by: a clock that jumps ahead must not make every report too old to be kept.
+        self._epoch = time.time() - time.monotonic()
         self._closing_at: float | None = None
         self._failure = ""
         self._num_commits = self._num_failures = self._num_dropped = self._num_refused = 0
@@ -215,7 +218,7 @@ class Store:
         with self._changed:
             while not self._waiting.by_scope and self._closing_at is None:
                 self._changed.wait(LOOK_INTERVAL_S)
-                self._presence.check()
+                self._presence.check(self._commit_number)
             if not self._waiting.by_scope:
                 return None
             return self._swap()
@@ -247,11 +250,12 @@ class Store:
 
     def _commit(self, batches: Batches) -> Outcome:
         """One transaction, in a file that was there before and after it."""
-        self._presence.check()
+        self._presence.check(self._commit_number)
         number = self._commit_number + 1
-        outcome = write(self._connection, batches, self.config.retention, self._failpoints, number)
+        now = self._epoch + time.monotonic()
+        outcome = write(self._connection, batches, self.config.retention, self._failpoints, number, now)
         self._commit_number = number
-        self._presence.check()
+        self._presence.check(number)
         self._lock_file.note(number)
         return outcome
 
@@ -297,7 +301,7 @@ def _open_checked(path: Path, config: StoreConfig) -> Connection:
         migrate(path, connection)
         _check_content(path, connection, config.checked_bytes)
         queries.load_state(connection)
-    except sqlite3.Error as error:
+    except FileErrors as error:
         connection.close()
         raise refusal(path, error) from error
     except BaseException:

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from speclen.store.connection import StoreError, refusal
@@ -121,22 +122,88 @@ class StoreGoneError(StoreError):
 
 
 class Presence:
-    """The files of an open database (the database, its WAL and the WAL's index), by device and inode."""
+    """The files of an open database (the database, its WAL and the WAL's index): by device and inode, and by their heads.
+
+    The head tells another content under the same inode, as `cp` leaves it. Nobody but the writer changes it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._identities = {name: identity for name in files_of(path) if (identity := identity_of(name)) is not None}
+        self._file = Head.of(path, HEAD_OF_DATABASE)
+        self._wal = Head.of(files_of(path)[1], HEAD_OF_WAL)
 
-    def check(self) -> None:
-        """Raises StoreGoneError where a name no longer leads to the file that is written to."""
+    def check(self, num_commits: int) -> None:
+        """Raises StoreGoneError where a name no longer leads to the file that is written to, or that was written over.
+
+        num_commits: the number of the newest commit (`PRAGMA user_version`).
+        """
         for name, identity in self._identities.items():
             now = identity_of(name)
             if now != identity:
-                raise StoreGoneError(
-                    f"{name} was {'deleted' if now is None else 'replaced'} while the controller was writing to it: "
-                    "what has been acknowledged may be gone, nothing more is acknowledged; put the file back or restore "
-                    "a backup, and start the controller again."
-                )
+                raise gone(name, "deleted" if now is None else "replaced")
+        file, wal = Head.of(self.path, HEAD_OF_DATABASE), Head.of(files_of(self.path)[1], HEAD_OF_WAL)
+        if file.is_cut(self._file):
+            raise gone(self.path, "cut short")
+        if file.content != self._file.content and not file.follows(self._file, num_commits):
+            raise gone(self.path, "written over")
+        moved = wal.size == 0 and number(file.content, USER_VERSION) == num_commits  # PRAGMA wal_checkpoint(TRUNCATE)
+        if wal.full < wal.size or (wal.is_cut(self._wal) and not moved):
+            raise gone(files_of(self.path)[1], "cut short")
+        self._file, self._wal = file, wal
+
+
+def gone(name: Path, what: str) -> StoreGoneError:
+    return StoreGoneError(
+        f"{name} was {what} while the controller was writing to it: what has been acknowledged may be gone, nothing more "
+        "is acknowledged; put the file back or restore a backup, and start the controller again."
+    )
+
+
+# SQLite's header of a database, and of a WAL with the salt that changes whenever the WAL is begun anew.
+HEAD_OF_DATABASE, HEAD_OF_WAL = 100, 32
+# In the database's head, numbers big-endian. The form: size of a page, and whether it is in WAL mode.
+FORM, CHANGE_COUNTER, USER_VERSION = slice(16, 24), slice(24, 28), slice(60, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first bytes of a file, and its size. In WAL mode the writer's checkpoints alone change a database's.
+
+    full: up to where there is no hole. A WAL is written without gaps; one that was cut while a commit ran has one.
+    """
+
+    content: bytes
+    size: int
+    full: int
+
+    @classmethod
+    def of(cls, path: Path, num_bytes: int) -> Head:
+        try:
+            with path.open("rb", buffering=0) as file:
+                content, size = file.read(num_bytes), os.fstat(file.fileno()).st_size
+                return cls(content, size, os.lseek(file.fileno(), 0, os.SEEK_HOLE) if size else 0)
+        except OSError:
+            return cls(b"", 0, 0)
+
+    def is_cut(self, before: Head) -> bool:
+        """Whether the end is missing: SQLite shortens a file only when it writes another head."""
+        return self.size < before.size and self.content[: self.size] == before.content[: self.size]
+
+    def follows(self, before: Head, num_commits: int) -> bool:
+        """Whether a checkpoint can have written this head: of the same form, and neither older nor newer than the commits.
+
+        A copy made by `speclen backup`, or by VACUUM INTO, is no file in WAL mode: its form differs.
+        """
+        old, new = before.content, self.content
+        if len(new) < HEAD_OF_DATABASE or old[FORM] != new[FORM]:
+            return False
+        in_order = number(old, CHANGE_COUNTER) <= number(new, CHANGE_COUNTER)
+        return in_order and number(old, USER_VERSION) <= number(new, USER_VERSION) <= num_commits
+
+
+def number(head: bytes, place: slice) -> int:
+    return int.from_bytes(head[place], "big")
 
 
 def files_of(path: Path) -> tuple[Path, ...]:

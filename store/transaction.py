@@ -29,9 +29,9 @@ class Outcome:
 
 
 def write(
-    connection: Connection, batches: Batches, retention: Retention, failpoints: Failpoints, number: int
+    connection: Connection, batches: Batches, retention: Retention, failpoints: Failpoints, number: int, now: float
 ) -> Outcome:
-    """Store batches in one transaction, commit `number` of the file.
+    """Store batches in one transaction, commit `number` of the file. now: in seconds since 1970, for what is too old.
 
     What belongs to one scope is written whole or not at all, and one that cannot be written is no reason not to write
     the others. Raises what SQLite raises (disk full, damaged file, ...) after rolling everything back.
@@ -40,7 +40,7 @@ def write(
     connection.execute("BEGIN IMMEDIATE")
     try:
         outcome = _write_scopes(connection, batches, failpoints)
-        enforce_retention(connection, retention, batches.num_reports, time.time())
+        enforce_retention(connection, retention, batches.num_reports, now)
         failpoints.reach("after_retention")
         connection.execute(f"PRAGMA user_version = {number}")
         failpoints.reach("before_commit")

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports, workers
+from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -393,3 +394,39 @@ async def read_to_the_end(call, answers):
     except aio.AioRpcError as error:
         return error.code().name
     return "OK"
+
+
+def test_a_token_for_reading_reads_and_changes_nothing(tmp_path):
+    token, reading = tmp_path / "token", tmp_path / "reading"
+    token.write_text("0123456789abcdef\n")
+    reading.write_text("fedcba9876543210\n")
+
+    async def story():
+        async with served(None, token_file=token, read_token_file=reading) as at:
+            full = (("authorization", "Bearer 0123456789abcdef"),)
+            read = (("authorization", "Bearer fedcba9876543210"),)
+            await at.stub.RegisterWorker(registration(), metadata=full)
+            table = await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT), metadata=read)
+            assert table.tables
+            health = health_pb2_grpc.HealthStub(at.channel)
+            await health.Check(health_pb2.HealthCheckRequest(), metadata=read)
+            for call in (
+                at.stub.RegisterWorker(registration("other"), metadata=read),
+                at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(1)), metadata=read),
+                at.stub.ImportProfile(pb.ImportProfileRequest(), metadata=read),
+            ):
+                code, words = await status_of(call)
+                assert (code, words) == ("PERMISSION_DENIED", "this token is for reading alone")
+            stream = at.stub.StreamReports(metadata=read)
+            assert (await status_of(stream.read()))[0] == "PERMISSION_DENIED"
+
+    run(story)
+
+
+def test_a_token_for_reading_has_to_be_another_one_beside_a_token(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    with pytest.raises(ValueError, match="--read-token-file needs --token-file"):
+        ServerSecurity(read_token_file=token)
+    with pytest.raises(ValueError, match="--read-token-file holds a token of --token-file"):
+        ServerSecurity(token_file=token, read_token_file=token).interceptors()

@@ -14,7 +14,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.controller.service.server import end
-from speclen.controller.service.supervision import Supervisor
+from speclen.transport.supervision import Supervisor
 
 PATIENCE_S = 60
 
@@ -104,7 +104,7 @@ def test_health_and_streams_tell_of_a_failure(tmp_path):
                 raise RuntimeError("no more")
 
             at.controller.supervisor.start("a part", fail())
-            assert await at.controller.supervisor.failure == "a part has ended: no more"
+            assert str(await at.controller.supervisor.failure) == "a part has ended: no more"
             await end(at.controller, 0.0)
             with pytest.raises(aio.AioRpcError) as ending:
                 await read_to_the_end(call)
@@ -119,7 +119,7 @@ def test_health_is_not_serving_while_the_failed_controller_is_still_there(tmp_pa
         async with served(tmp_path) as at:
             at.service.journal.store._ended = RuntimeError("gone")  # as the writer's thread says it
             health = health_pb2_grpc.HealthStub(at.channel)
-            assert "gone" in await asyncio.wait_for(at.controller.supervisor.failure, 1.0)
+            assert "gone" in str(await asyncio.wait_for(at.controller.supervisor.failure, 1.0))
             answer = await health.Check(health_pb2.HealthCheckRequest(service="speclen.store"))
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
             at.service.journal.store._ended = None
@@ -136,7 +136,7 @@ def test_what_is_stopped_on_purpose_is_no_failure():
         assert not supervisor.failure.done()
         again = Supervisor()
         again.watch(thread)
-        assert await asyncio.wait_for(again.failure, 5.0) == "a thread has ended: its thread is dead"
+        assert str(await asyncio.wait_for(again.failure, 5.0)) == "a thread has ended: its thread is dead"
         await again.stop()
 
     asyncio.run(story())
@@ -146,11 +146,11 @@ def test_a_task_that_returns_or_is_cancelled_by_somebody_else_has_ended_too():
     async def story():
         returned = Supervisor()
         returned.start("a task", asyncio.sleep(0))
-        assert await returned.failure == "a task has ended: without a reason"
+        assert str(await returned.failure) == "a task has ended: without a reason"
         cancelled = Supervisor()
         cancelled.start("a task", asyncio.sleep(60))
         await asyncio.sleep(0)
         cancelled._tasks[0].cancel()
-        assert await cancelled.failure == "a task has ended: without a reason"
+        assert str(await cancelled.failure) == "a task has ended: without a reason"
 
     asyncio.run(story())

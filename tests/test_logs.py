@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from google.protobuf.message import DecodeError
 
-from speclen.transport.logs import Sparse, set_up_logs
+from speclen.transport.logs import ForeignFilter, Sparse, set_up_logs
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +60,27 @@ def test_many_events_of_a_kind_are_one_line_with_their_number() -> None:
     times = iter([0.0, 1.0, 2.0, 2.0, 5.0, 6.0])
     sparse = Sparse(5.0, lambda: next(times))
     assert [sparse.pass_on(kind) for kind in "aaabaa"] == [0, None, None, 0, 2, None]
+
+
+def test_what_callers_make_other_libraries_log_cannot_fill_a_disk():
+    stream = io.StringIO()
+    set_up_logs(stream=stream)
+    for _ in range(1000):
+        try:
+            raise DecodeError("Error parsing message")
+        except DecodeError:
+            logging.getLogger("grpc").exception("Unexpected [DecodeError] raised by servicer method [/a/B]")
+    logging.getLogger("uvicorn").warning("Invalid HTTP request received.")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "Traceback" not in stream.getvalue()
+
+
+def test_what_was_left_out_is_counted(monkeypatch):
+    filter_, now = ForeignFilter(), [0.0]
+    filter_._sparse = Sparse(clock=lambda: now[0])
+    records = [logging.LogRecord("grpc", logging.ERROR, "a.py", 1, "x", (), None) for _ in range(4)]
+    assert [filter_.filter(record) for record in records[:3]] == [True, False, False]
+    now[0] = 6.0
+    assert filter_.filter(records[3])
+    assert records[3].unlogged_before == 2

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from store_rows import context, moment, report, rows, store_now, worker
 
-from speclen.store.connection import StoreError
-from speclen.store.database import Store
+from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
+from speclen.store.database import Store, StoreConfig
 from speclen.store.files import StoreGoneError, is_locked, lock_path
 from speclen.store.records import Commit, StateRow
+from speclen.store.retention import Retention
 
 
 def wait_until(condition, timeout_s: float = 10.0) -> None:
@@ -215,4 +216,123 @@ def test_what_is_refused_of_one_scope_does_not_hold_up_another(tmp_path):
     assert "refuses" in str(outcomes["bad"])
     assert rows(tmp_path / "s.db", "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
     assert rows(tmp_path / "s.db", "SELECT worker_key, seq FROM step_reports") == [(2, 5)]
+    store.close()
+
+
+def cut_in_half(path: Path, backup: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def emptied(path: Path, backup: Path) -> None:
+    os.truncate(path, 0)
+
+
+def copied_over(path: Path, backup: Path) -> None:
+    """What `cp backup path` does: the same inode with another content."""
+    with path.open("r+b") as target:
+        target.truncate(0)
+        target.write(backup.read_bytes())
+
+
+def copied_into(path: Path, backup: Path) -> None:
+    """The same without a moment in which the file is empty, and with a size that does not shrink."""
+    content = backup.read_bytes()
+    with path.open("r+b") as target:
+        target.write(content)
+        target.write(bytes(max(0, path.stat().st_size - len(content))))
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize("harm", [cut_in_half, emptied, copied_over, copied_into])
+def test_a_file_that_is_written_over_in_place_is_noticed_within_a_second(tmp_path, suffix, harm):
+    """The inode stays, so looking for it was not enough: acknowledgements went on for reports that were never to be read."""
+    if suffix and harm in (copied_over, copied_into):
+        pytest.skip("a database is no WAL: SQLite reads that as an empty one")
+    path, backup = tmp_path / "s.db", tmp_path / "backup.db"
+    store = Store.open(path)
+    store._connection.execute("PRAGMA wal_autocheckpoint = 20")
+    for first in (1, 1001, 2001):
+        assert store_now(store, moment(range(first, first + 1000))) is None
+        if first == 1:
+            rows(path, f"VACUUM INTO '{backup}'")
+    assert path.stat().st_size > 100_000, "there were checkpoints since"
+    assert store_now(store, moment([3001])) is None  # and there is something in the WAL
+    assert store.health().alive
+    harm(path.with_name(path.name + suffix), backup)
+    done = time.monotonic()
+    wait_until(lambda: not store.health().alive)
+    assert time.monotonic() - done < 1.5
+    assert "cut short" in store.health().detail or "written over" in store.health().detail
+    with pytest.raises(StoreGoneError):
+        store.submit(moment([99_999]), lambda error: None)
+    store.close()
+
+
+def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_another(tmp_path):
+    """A false alarm would end a controller whose file is sound."""
+    path = tmp_path / "s.db"
+    store = Store.open(path, StoreConfig(retention=Retention(max_report_rows=3000)))
+    store._connection.execute("PRAGMA wal_autocheckpoint = 20")
+    for number in range(24):
+        assert store_now(store, moment(range(1 + 1000 * number, 1001 + 1000 * number))) is None
+        if number % 4 == 1:  # a reader holds checkpoints up for a while, and another program adds an index
+            reader = connect_reader(path)
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM step_reports").fetchone()
+        elif number % 4 == 3:
+            reader.close()
+        if number == 12:
+            other = sqlite3.connect(path)
+            other.execute("CREATE INDEX other ON step_reports (seq)")
+            other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            other.close()
+    assert store.health().ok
+    store.close()
+    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch):
+    """What is committed afterwards lies behind the cut, so the file is no shorter than before."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment(range(1, 2000))) is None
+    wal = path.with_name("s.db-wal")
+    reach = store._failpoints.reach
+    monkeypatch.setattr(
+        store._failpoints,
+        "reach",
+        lambda name: os.truncate(wal, wal.stat().st_size // 2) if name == "after_begin" else reach(name),
+    )
+    error = store_now(store, moment(range(2000, 2100)))
+    assert "cut short" in str(error)
+    store.close()
+
+
+def test_a_clock_that_jumps_ahead_makes_no_report_too_old(tmp_path, monkeypatch):
+    """Every raw report of a fleet went, a few thousand with each commit, when the clock was wrong for a moment."""
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1, 2, 3])) is None
+    monkeypatch.setattr(time, "time", lambda: 5e9)
+    assert store_now(store, moment([4])) is None
+    assert store_now(store, moment([5])) is None
+    store.close()
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,), (4,), (5,)]
+
+
+@pytest.mark.parametrize("what", ["schema", "column"])
+def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_path, what):
+    """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    store.close()
+    content = path.read_bytes()
+    old = b"CREATE TABLE workers (" if what == "schema" else b"cpu:test"
+    assert old in content
+    new = b"CREATE TAB\xed\xff workers (" if what == "schema" else b"cpu:\xed\xff\xed\xff"
+    path.write_bytes(content.replace(old, new))
+    with pytest.raises(CorruptStoreError, match=r"is damaged .*--move-corrupt-aside"):
+        Store.open(path)
+    store = Store.open(path, move_corrupt_aside=True)
+    assert store_now(store, moment([1])) is None
     store.close()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 
-import speclen.worker.service.supervision
-from speclen.worker.service.supervision import PartFailedError, Supervisor, describe
+import speclen.transport.supervision
+from speclen.transport.supervision import PartFailedError, Supervisor, describe
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speclen.worker.service.supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
 
 
 def run(test: Any) -> None:
@@ -95,3 +98,48 @@ def test_an_error_is_described_with_its_place() -> None:
     said = describe(raised.value)
     assert said.startswith("ValueError: invalid literal")
     assert "(test_supervision.py:" in said
+
+
+def test_a_loop_that_hangs_is_noticed_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speclen.transport.supervision, "HANG_LOOK_S", 0.05)
+    monkeypatch.setattr(speclen.transport.supervision, "HANG_LOOKS", 4)
+    places: list[str] = []
+
+    async def test() -> None:
+        watch = Supervisor().watch_loop(places.append)
+        await asyncio.sleep(0.5)
+        assert watch.is_alive(), "a loop that answers does not hang"
+        assert not places
+        time.sleep(0.6)  # noqa: ASYNC251  (a loop that hangs is the point)
+        watch.join(5.0)
+
+    run(test)
+    assert "test_supervision.py" in places[0]
+
+
+HANGING = """
+import asyncio, time
+from speclen.transport import supervision
+supervision.HANG_LOOK_S, supervision.HANG_LOOKS = 0.05, 4
+
+async def main():
+    supervision.Supervisor().watch_loop()
+    await asyncio.sleep(0.1)
+    time.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_loop_hangs_ends_with_a_word_and_code_1() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "its event loop does not answer" in done.stdout + done.stderr
+    assert "<string>:9 main" in done.stdout + done.stderr
+
+
+def test_a_loop_that_has_closed_does_not_hang() -> None:
+    async def test() -> Any:
+        return Supervisor().watch_loop(lambda place: pytest.fail(place))
+
+    asyncio.run(test()).join(5.0)

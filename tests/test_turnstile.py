@@ -116,3 +116,52 @@ def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
         assert requests.turnstile._num_free == 2
 
     run(test)
+
+
+def after_a_stay(turnstile: Turnstile, seconds: float) -> Requests:
+    turnstile._mean_stay_s = seconds
+    return Requests(turnstile)
+
+
+def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
+    async def test() -> None:
+        requests = after_a_stay(Turnstile(2, 100, max_wait_s=3.0), 2.0)  # a place becomes free every second
+        for name in ["a1", "a2", "a3", "a4", "a5"]:
+            await requests.come(name)
+        assert requests.turnstile.num_waiting == 3
+        with pytest.raises(
+            QueueFullError, match=r"3 requests .* about 4\.0 s, and --max-queue-s is 3: try again later"
+        ):
+            async with requests.turnstile.turn("a"):
+                pass
+        await requests.come("b1")  # whose turn comes after one of a's
+        assert requests.turnstile.num_waiting == 4
+
+    run(test)
+
+
+def test_who_cannot_wait_so_long_is_refused_at_once() -> None:
+    async def test() -> None:
+        requests = after_a_stay(Turnstile(1, 100), 2.0)
+        await requests.come("a1")
+        with pytest.raises(QueueFullError, match=r"about 2\.0 s, and the deadline leaves 1\.5 s"):
+            async with requests.turnstile.turn("a", patience_s=1.5):
+                pass
+        await requests.come("a2")
+        assert requests.turnstile.num_waiting == 1
+
+    run(test)
+
+
+def test_how_long_requests_stay_is_learned() -> None:
+    async def test() -> None:
+        turnstile = Turnstile(1, 100)
+        assert turnstile.expected_wait_s("a") == 0.0
+        async with turnstile.turn("a"):
+            assert turnstile.expected_wait_s("a") == 0.0, "nothing is known yet"
+            await asyncio.sleep(0.02)
+        async with turnstile.turn("a"):
+            assert 0.02 <= turnstile.expected_wait_s("a") < 1.0
+        assert turnstile.expected_wait_s("a") == 0.0, "a place is free"
+
+    run(test)

@@ -1,1 +1,1 @@
-"""Addresses, TLS and tokens: what controller and worker have in common on the network. Imports nothing of ours."""
+"""What controller and worker have in common: addresses, TLS, tokens, logs, supervision. Imports nothing of ours."""

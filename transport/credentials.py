@@ -23,15 +23,19 @@ class ServerSecurity:
     """How a server protects itself. Raises ValueError, naming flags, for a combination that cannot work.
 
     tls_cert, tls_key: PEM files, both or none. tls_client_ca: clients must show a certificate it signed.
-    token_file: file with tokens, one a line, one of which every call must carry.
+    token_file: file with tokens, one a line, one of which every call must carry. read_token_file: likewise, for calls
+    that only read.
     """
 
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     token_file: Path | None = None
+    read_token_file: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.read_token_file is not None and self.token_file is None:
+            raise ValueError("--read-token-file needs --token-file: without that one anybody may call everything")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together: give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -68,7 +72,14 @@ class ServerSecurity:
     def interceptors(self) -> list[aio.ServerInterceptor]:
         """The token check, when there is a token. Raises ValueError."""
         keyring = self.keyring()
-        return [] if keyring is None else [TokenInterceptor(keyring)]
+        if keyring is None:
+            return []
+        if self.read_token_file is None:
+            return [TokenInterceptor(keyring)]
+        reading = read_tokens("--read-token-file", self.read_token_file)
+        if any(keyring.caller(f"Bearer {token}") is not None for token in reading):
+            raise ValueError("--read-token-file holds a token of --token-file: whoever may only read needs another one")
+        return [TokenInterceptor(keyring, Keyring(reading))]
 
     def keyring(self, flag: str = "--token-file") -> Keyring | None:
         """The tokens, when there are any. Raises ValueError."""
@@ -91,11 +102,15 @@ def check_pages(address: str, security: ServerSecurity, insecure: bool) -> None:
     check_exposure("--metrics-listen", address, security.encrypted, authenticated, insecure, means="")
 
 
-class TokenInterceptor(aio.ServerInterceptor):
-    """Refuses calls without `authorization: Bearer TOKEN`."""
+# What a method that changes nothing begins with: ours, and those of health and reflection.
+READING = ("Get", "Check", "Watch", "List", "ServerReflectionInfo")
 
-    def __init__(self, keyring: Keyring) -> None:
-        self._keyring = keyring
+
+class TokenInterceptor(aio.ServerInterceptor):
+    """Refuses calls without `authorization: Bearer TOKEN`. reading: tokens that are good for calls that change nothing."""
+
+    def __init__(self, keyring: Keyring, reading: Keyring | None = None) -> None:
+        self._keyring, self._reading = keyring, reading
 
     async def intercept_service(
         self,
@@ -106,14 +121,22 @@ class TokenInterceptor(aio.ServerInterceptor):
         given = [value for key, value in handler_call_details.invocation_metadata or () if key == "authorization"]
         if len(given) == 1 and self._keyring.caller(given[0]) is not None:
             return handler
+        if len(given) == 1 and self._reading is not None and self._reading.caller(given[0]) is not None:
+            if handler_call_details.method.rpartition("/")[2].startswith(READING):
+                return handler
+            return refusing(handler, grpc.StatusCode.PERMISSION_DENIED, "this token is for reading alone")
         return refusing(handler)
 
 
-def refusing(handler: grpc.RpcMethodHandler[Any, Any] | None) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same shape that answers UNAUTHENTICATED; an unknown method is not told from a known one."""
+def refusing(
+    handler: grpc.RpcMethodHandler[Any, Any] | None,
+    code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED,
+    words: str = "send the metadata `authorization: Bearer TOKEN`",
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of the same shape that answers with the code; an unknown method is not told from a known one."""
 
     async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send the metadata `authorization: Bearer TOKEN`")
+        await context.abort(code, words)
 
     if handler is None or not (handler.request_streaming or handler.response_streaming):
         return grpc.unary_unary_rpc_method_handler(refuse)

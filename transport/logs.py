@@ -44,6 +44,7 @@ def set_up_logs(level: str = "info", stream: TextIO = sys.stderr) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
+    handler.addFilter(ForeignFilter())
     logging.basicConfig(handlers=[handler], level=max(least, logging.WARNING), force=True)
     logging.getLogger("speclen").setLevel(least)
 
@@ -65,3 +66,25 @@ class Sparse:
             return None
         self._last[kind] = now, 0
         return left_out
+
+
+class ForeignFilter(logging.Filter):
+    """Of what another library logs at one place of its code, one record every some seconds, with how many were left out.
+
+    Callers can have gRPC and uvicorn log a line for every message that is none, gRPC's with a traceback of its own code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sparse = Sparse()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] == "speclen":
+            return True
+        if (left_out := self._sparse.pass_on(f"{record.name} {record.pathname}:{record.lineno}")) is None:
+            return False
+        if left_out:
+            record.unlogged_before = left_out
+        if record.exc_info and record.exc_info[0] is not None and record.exc_info[0].__name__ == "DecodeError":
+            record.exc_info = record.exc_text = None
+        return True

@@ -30,6 +30,9 @@ class WorkerConfig:
     max_batch_size: int = setting(32, "Rows decoding in one step.", least=1, most=4096)
     max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
+    max_queue_s: float = setting(
+        0.0, "A request that would wait longer than these seconds for a row is refused at once; 0: none is.", least=0
+    )
     max_kv_tokens: int = setting(0, "Tokens of KV cache over all rows; 0: as many as fit.", least=0)
     max_cached_tokens: int = setting(
         8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
@@ -68,6 +71,7 @@ class WorkerConfig:
     tls_key: Path | None = setting(None, "Key of the certificate, PEM.")
     tls_client_ca: Path | None = setting(None, "Clients must show a certificate of this authority, PEM.")
     token_file: Path | None = setting(None, "File with bearer tokens, one a line, one of which every call must carry.")
+    read_token_file: Path | None = setting(None, "File with further tokens, for calls that only read.")
     insecure: bool = setting(False, "Allow an address other than loopback without TLS and authentication.")
     controller_ca: Path | None = setting(None, "Authority of the controller's certificate, PEM.")
     controller_cert: Path | None = setting(None, "Certificate to show to the controller, PEM.")
@@ -118,7 +122,7 @@ class WorkerConfig:
 
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""
-        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file)
+        return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.token_file, self.read_token_file)
 
     def http_security(self) -> ServerSecurity:
         """As the Generate service, with a key of its own if there is one. Raises as `server_security`."""

@@ -29,7 +29,6 @@ from speclen.controller.service.relearning import relearn
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.snapshots import Snapshots
 from speclen.controller.service.streams import StreamSettings
-from speclen.controller.service.supervision import LOOK_INTERVAL_S, EndedError, Supervisor
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
@@ -37,6 +36,7 @@ from speclen.store.retention import Retention
 from speclen.transport.address import check_free
 from speclen.transport.aio import prepare_aio
 from speclen.transport.stopping import stop_event
+from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError, Supervisor
 from speclen.v1 import control_pb2, control_pb2_grpc
 
 log = structlog.get_logger()
@@ -177,7 +177,7 @@ async def end(controller: Running, timeout_s: float) -> None:
     """Drain; where something has failed, only tell: what would be saved could be wrong."""
     await set_health(controller.health, NOT_SERVING)
     failure = controller.supervisor.failure
-    failed = failure.result() if failure.done() else ""
+    failed = str(failure.result()) if failure.done() else ""
     await controller.supervisor.stop()
     streams = controller.servicer.streams
     if failed:
@@ -201,14 +201,14 @@ async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
 
 
 async def watch_store(store: Store | None, health_servicer: health.aio.HealthServicer) -> None:
-    """Keep the store's health, and the log, up to date for ever. Raises EndedError when the store has ended."""
+    """Keep the store's health, and the log, up to date for ever. Raises PartFailedError when the store has ended."""
     was_ok, num_lost = None, 0
     while True:
         state = store.health() if store is not None else None
         ok = state is None or state.ok
         if state is not None and not state.alive:
             await health_servicer.set(STORE_SERVICE, NOT_SERVING)
-            raise EndedError(state.detail)
+            raise PartFailedError(state.detail)
         if ok != was_ok:
             await health_servicer.set(STORE_SERVICE, SERVING if ok else NOT_SERVING)
             if state is not None and not ok:
@@ -245,9 +245,11 @@ async def serve(config: ControllerConfig, announce: Callable[[str], None]) -> No
             contexts=len(controller.stored.contexts),
             workers=len(controller.stored.workers),
         )
-        await first_of(stopping, controller.supervisor.failure)
-        if controller.supervisor.failure.done():
-            await give_up(controller)
+        controller.supervisor.watch_loop()
+        try:
+            await controller.supervisor.wait(stopping)
+        except PartFailedError as error:
+            await give_up(controller, error)
         log.info("stopping")
     if page is not None:  # after the end of supervision, which would take it for a failure
         page.server.shutdown()
@@ -268,17 +270,9 @@ def serve_page(controller: Running, config: ControllerConfig) -> Any:
     return page
 
 
-async def first_of(stopping: asyncio.Event, failure: asyncio.Future[str]) -> None:
-    """Return when it is time to stop, for whichever reason."""
-    told = asyncio.ensure_future(stopping.wait())
-    ends: set[asyncio.Future[Any]] = {told, failure}
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-
-
-async def give_up(controller: Running) -> NoReturn:
+async def give_up(controller: Running, error: PartFailedError) -> NoReturn:
     """Say once why, tell the workers, and end the process: there is nothing left that could be relied on."""
-    log.critical("the controller ends: a part of it has failed", reason=controller.supervisor.failure.result())
+    log.critical("the controller ends: a part of it has failed", reason=str(error))
     with contextlib.suppress(Exception):
         await asyncio.wait_for(end(controller, 0.0), 0.6)
     sys.stdout.flush()

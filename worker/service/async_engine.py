@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
@@ -127,12 +128,13 @@ class AsyncEngine:
         arrived_at: float,
         on_submit: Callable[[], None] = lambda: None,
         origin: Origin = Origin(),  # noqa: B008
+        patience_s: float = math.inf,
     ) -> AsyncIterator[AsyncIterator[list[SequenceOutput]]]:
         """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
 
-        arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. The block begins as soon as all
-        have a place in the queue. Raises ValueError naming the field, QueueFullError, or the stream's failure; while
-        outputs are read, these and RequestFailedError.
+        arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. patience_s: after which the
+        caller gives up. The block begins as soon as all have a place in the queue. Raises ValueError naming the field,
+        QueueFullError, or the stream's failure; while outputs are read, these and RequestFailedError.
         """
         config = self.engine.config
         for one in requests:
@@ -140,7 +142,7 @@ class AsyncEngine:
                 one, self.engine.pair.vocab_size, self.engine.max_context_length, config.max_speculation_length
             )
         runs = {one.request_id: self._noted(one, arrived_at, origin) for one in requests}
-        tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit)) for run in runs.values()]
+        tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit, patience_s)) for run in runs.values()]
         try:
             await asyncio.sleep(
                 0
@@ -158,10 +160,12 @@ class AsyncEngine:
         trace = Untraced() if self._tracing is None else self._tracing.request(request, origin, arrived_at)
         return Run(request, self.metrics.timeline(request.sampling.n, arrived_at), trace)
 
-    async def _run(self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None]) -> None:
+    async def _run(
+        self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
+    ) -> None:
         """Wait for the turn, then keep it until the request has ended; what goes wrong is the stream's failure."""
         try:
-            async with self.entrance.turnstile.turn(caller):
+            async with self.entrance.turnstile.turn(caller, patience_s):
                 self.engine.submit(run.request, functools.partial(self._relay.put, stream))
                 try:
                     on_submit()

@@ -9,14 +9,19 @@ from speclen.worker.service.turnstile import Turnstile
 
 
 class Entrance:
-    """For one event loop. num_rows: of the engine. max_waiting: requests that may wait for a row, here or in the engine."""
+    """For one event loop. num_rows: of the engine. max_waiting: requests that may wait for a row, here or in the engine.
 
-    def __init__(self, pair: ModelPair, max_context_length: int, num_rows: int, max_waiting: int) -> None:
+    max_wait_s: see `Turnstile`.
+    """
+
+    def __init__(
+        self, pair: ModelPair, max_context_length: int, num_rows: int, max_waiting: int, max_wait_s: float = 0.0
+    ) -> None:
         self.encoder = TextEncoder(pair.tokenizer, max_context_length)
         self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids)
         # Some wait in the engine, so that a row that becomes free is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
-        self.turnstile = Turnstile(num_rows + num_ahead, max_waiting - num_ahead)
+        self.turnstile = Turnstile(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)
 
     @property
     def num_waiting(self) -> int:

@@ -21,6 +21,7 @@ from speclen.transport.address import check_exposure, check_free
 from speclen.transport.aio import prepare_aio
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.stopping import stop_event
+from speclen.transport.supervision import PartFailedError, Supervisor
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 from speclen.worker.backends.threads import ThreadChoice, watch_cores
 from speclen.worker.config import WorkerConfig
@@ -38,7 +39,6 @@ from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.servicer import GenerationServicer
-from speclen.worker.service.supervision import PartFailedError, Supervisor
 
 log = structlog.get_logger()
 
@@ -122,6 +122,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
         if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
             choice = ThreadChoice(engine.num_threads)
             supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+        supervisor.watch_loop()
         await set_health(health_servicer, SERVING)
         progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
         if front:
@@ -146,7 +147,7 @@ def make_entrance(
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """What every edge goes through, and the metrics page, which is served if that is configured."""
-    entrance = Entrance(pair, engine.max_context_length, engine.max_batch_size, config.max_waiting)
+    entrance = Entrance(pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s)
     metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
     requests = RequestMetrics(metrics)
     model = config.served_model_name or config.target

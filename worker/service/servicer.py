@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,8 +106,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
         write = functools.partial(self._write, stream, context)
         sequences = [SequenceMessages(request_id, index) for index in range(generation.sampling.n)]
+        patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
         running = self._async_engine.running(
-            [generation], stream, caller, arrived_at, tell_queue_time, origin_of(context)
+            [generation], stream, caller, arrived_at, tell_queue_time, origin_of(context), patience_s
         )
         async with running as all_outputs:
             async for outputs in all_outputs:

@@ -4,45 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 
 from speclen.worker.requests.request import QueueFullError
 
+SMOOTHING = 0.1  # weight of the newest stay in the mean one
+
 
 class Turnstile:
     """For one event loop. width: requests inside at once. max_waiting: requests that wait for that at most.
+
+    max_wait_s: a request that is expected to wait longer is refused at once, since whoever hears it early can go elsewhere;
+    0: none is.
 
     Whoever comes next is the first of the caller whose turn it is, so a caller with one request waits for one round, not
     for all that another caller has sent. When the queue is full, one more request is refused, or pushes out the newest
     of the caller with the most if that has at least two more waiting than its own: nobody can fill the queue for others.
     """
 
-    def __init__(self, width: int, max_waiting: int) -> None:
-        self._num_free = width
+    def __init__(self, width: int, max_waiting: int, max_wait_s: float = 0.0) -> None:
+        self._width = self._num_free = width
         self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s or math.inf
+        self._mean_stay_s = 0.0  # inside; 0 until the first has left
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, the next one first
 
     @property
     def num_waiting(self) -> int:
         return sum(len(queue) for queue in self._waiting.values())
 
+    def expected_wait_s(self, caller: str) -> float:
+        """How long one more request of a caller would wait if stays go on being as long (Little's law)."""
+        own = len(self._waiting.get(caller, ()))
+        ahead = own + sum(min(len(queue), own + 1) for name, queue in self._waiting.items() if name != caller)
+        return 0.0 if self._num_free else (ahead + 1) * self._mean_stay_s / self._width
+
     @contextlib.asynccontextmanager
-    async def turn(self, caller: str) -> AsyncIterator[float]:
+    async def turn(self, caller: str, patience_s: float = math.inf) -> AsyncIterator[float]:
         """Wait for the turn, and be inside for the length of the block. The value: seconds waited.
 
-        Raises QueueFullError.
+        patience_s: after which the caller gives up. Raises QueueFullError, at once where it would be in vain to wait.
         """
         started = time.monotonic()
         if self._num_free:
             self._num_free -= 1
         else:
+            self._check_wait(caller, patience_s)
             await self._wait(caller)
+        entered = time.monotonic()
         try:
-            yield time.monotonic() - started
+            yield entered - started
         finally:
+            stay_s = time.monotonic() - entered
+            self._mean_stay_s += (SMOOTHING if self._mean_stay_s else 1.0) * (stay_s - self._mean_stay_s)
             self._leave()
+
+    def _check_wait(self, caller: str, patience_s: float) -> None:
+        """Raises QueueFullError for a request whose turn is expected too late."""
+        expected_s = self.expected_wait_s(caller)
+        if expected_s > min(self._max_wait_s, patience_s):
+            limit = f"the deadline leaves {patience_s:.1f} s"
+            if self._max_wait_s < patience_s:
+                limit = f"--max-queue-s is {self._max_wait_s:g}"
+            raise QueueFullError(
+                f"{self.num_waiting} requests are waiting already: this one would wait for about {expected_s:.1f} s, and "
+                f"{limit}: try again later"
+            )
 
     async def _wait(self, caller: str) -> None:
         if self.num_waiting >= self._max_waiting:
@@ -68,7 +98,9 @@ class Turnstile:
         greediest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=caller)
         own = len(self._waiting.get(caller, ()))
         if greediest == caller or len(self._waiting[greediest]) < own + 2:
-            raise QueueFullError(f"{self.num_waiting} requests are waiting already: try again later")
+            expected_s = self.expected_wait_s(caller)
+            about = f", for about {expected_s:.1f} s" if expected_s else ""
+            raise QueueFullError(f"{self.num_waiting} requests are waiting already{about}: try again later")
         turn = self._waiting[greediest][-1]
         self._forget(greediest, turn)
         turn.set_exception(QueueFullError("pushed out by a caller with fewer requests"))

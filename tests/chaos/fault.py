@@ -1,0 +1,85 @@
+"""What a fault is: something done to a running system, a promise, and what was found."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class BreachError(AssertionError):
+    """A promise was broken. One sentence."""
+
+
+class CannotRunError(Exception):
+    """The fault cannot be made on this machine. One sentence that says why."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where and for how long a fault is made. folder: empty at the start. dice: the same for the same --seed."""
+
+    folder: Path
+    seconds: float
+    dice: random.Random
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        return self.seconds - (time.monotonic() - self.started)
+
+    def rounds(self, least: int = 1) -> Iterator[int]:
+        """0, 1, … until the time is over, but at least so many."""
+        number = 0
+        while number < least or self.left_s > 0:
+            yield number
+            number += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """name: for --only. does: the fault itself, one sentence. weight: its share of the time. brief: in the short run."""
+
+    name: str
+    does: str
+    promise: str
+    run: Callable[[Place], str]
+    weight: float
+    brief: bool
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(
+    promise: str, weight: float = 1.0, brief: bool = False
+) -> Callable[[Callable[[Place], str]], Callable[[Place], str]]:
+    """Enter a function among the faults: its docstring says what it does, its result what was found.
+
+    It raises BreachError for a broken promise, CannotRunError where the fault cannot be made.
+    """
+
+    def enter(run: Callable[[Place], str]) -> Callable[[Place], str]:
+        name = run.__name__.replace("_", "-")
+        does = " ".join((run.__doc__ or "").split("\n\n")[0].split())
+        FAULTS[name] = Fault(name, does, promise, run, weight, brief)
+        return run
+
+    return enter
+
+
+def require(condition: object, breach: str) -> None:
+    """Raise BreachError unless the condition holds."""
+    if not condition:
+        raise BreachError(breach)
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> float:
+    """Wait for something that has to happen; the seconds it took. Raises BreachError when it does not."""
+    started = time.monotonic()
+    while not condition():
+        require(time.monotonic() - started < timeout_s, f"{what} did not happen within {timeout_s:g} s")
+        time.sleep(0.02)
+    return time.monotonic() - started

@@ -1,0 +1,179 @@
+"""Nonsense by the million: into the services without sockets, and through sockets into real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import venv
+from collections import Counter
+from pathlib import Path
+
+import grpc
+from test_controller_fuzz import damaged
+
+from chaos.fault import BreachError, CannotRunError, Place, fault, require
+from chaos.fleet import SERVING, Fleet, free_address
+from chaos.load import Load
+from chaos.mutation import mutant
+from chaos.targets import SEEDS, Targets
+
+ROOT = Path(__file__).parents[2]
+WANTED = 1_000_000  # messages of a full run
+FULL_S = 45.0  # of a share of the time that makes it a full run
+CODES = {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN", "INTERNAL"}
+CODES |= {"UNIMPLEMENTED", "DEADLINE_EXCEEDED", "NOT_FOUND"}
+METHODS = {
+    "/speclen.v1.ControlService/RegisterWorker": SEEDS[1],
+    "/speclen.v1.ControlService/StreamReports": SEEDS[0],
+    "/speclen.v1.ControlService/ImportProfile": SEEDS[2],
+    "/speclen.v1.GenerationService/Generate": SEEDS[3],
+}
+HTTP = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 83\r\n\r\n"
+    b'{"model": "bundled:target", "prompt": "def f(x):", "max_tokens": 4, "stream": true}\n'
+)
+
+
+@fault("Each is taken or refused in words; nothing is raised, and what was learned stays finite.", weight=3, brief=True)
+def fuzz(place: Place) -> str:
+    """Messages with extreme fields and damaged bytes go straight into the controller's service and the worker's checks: a
+    million of them in a full run."""
+    targets, number = Targets(), 0
+    wanted = WANTED if place.seconds >= FULL_S else 0
+    while number < wanted or place.left_s > 0:
+        number += 1
+        message = mutant(place.dice.choice(SEEDS), place.dice)
+        if message is not None:
+            try:
+                targets.give(message, place.dice)
+            except Exception as error:
+                raise BreachError(
+                    f"{type(error).__name__}: {error} by {type(message).__name__} {message!s:.300}"
+                ) from error
+    targets.check()
+    damaged_ones = number - targets.num_taken - targets.num_refused
+    return f"{number:,} messages: {targets.num_taken:,} taken, {targets.num_refused:,} refused, {damaged_ones:,} unreadable"
+
+
+@fault(
+    "Controller and worker answer each with a status and stay SERVING; a client beside them gets every token.",
+    brief=True,
+)
+def fuzz_sockets(place: Place) -> str:
+    """Damaged and extreme messages go to a real controller and a real worker over gRPC and HTTP while a client asks."""
+    front, counts = free_address(), Counter[str]()
+    failures: list[BaseException] = []
+    with Fleet(place, worker=["--http-listen", front]) as fleet:
+        worker, controller = fleet.workers[0], fleet.controller
+        with Load([worker.address], 2, place.dice.randrange(2**20)) as load:
+
+            def send(seed: int) -> None:
+                try:
+                    fuzz_addresses(random.Random(seed), place, controller.address, worker.address, front, counts)
+                except BaseException as error:
+                    failures.append(error)
+
+            threads = [
+                threading.Thread(target=send, args=(place.dice.randrange(2**30),), daemon=True) for _ in range(3)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(place.seconds + 120)
+            require(not any(thread.is_alive() for thread in threads), "a fuzzed call hangs")
+        if failures:
+            raise failures[0]
+        fleet.check_idle()
+        require([program.health() for program in fleet.programs] == [SERVING] * 2, "not SERVING after the fuzz")
+    strange = set(counts) - CODES - {"HTTP"}
+    require(not strange, f"calls ended with {strange}")
+    return f"{sum(counts.values()):,} messages: {dict(counts.most_common())}; {load.summary()}"
+
+
+def fuzz_addresses(
+    dice: random.Random, place: Place, controller: str, worker: str, front: str, counts: Counter[str]
+) -> None:
+    with grpc.insecure_channel(controller) as control, grpc.insecure_channel(worker) as generation:
+        for _ in place.rounds(20):
+            if dice.random() < 0.2:
+                send_http(front, damaged(HTTP, dice))
+                counts["HTTP"] += 1
+                continue
+            method, valid = dice.choice(list(METHODS.items()))
+            message = mutant(valid, dice)
+            data = damaged(valid.SerializeToString(), dice) if message is None else message.SerializeToString()
+            channel = generation if "Generate" in method else control
+            counts[code_of(channel, method, data)] += 1
+
+
+def code_of(channel: grpc.Channel, method: str, data: bytes) -> str:
+    """The status that a call with these bytes ends with."""
+    try:
+        if method.endswith("StreamReports"):
+            list(channel.stream_stream(method)(iter([data]), timeout=3))
+        elif method.endswith("Generate"):
+            list(channel.unary_stream(method)(data, timeout=3))
+        else:
+            channel.unary_unary(method)(data, timeout=3)
+    except grpc.RpcError as error:
+        return error.code().name
+    return "OK"
+
+
+def send_http(front: str, data: bytes) -> None:
+    """Send it, read what comes, and go."""
+    host, _, port = front.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(3)
+            while connection.recv(65536):
+                pass
+        except OSError:
+            return
+
+
+@fault("As above: nothing but refusals in words.")
+def fuzz_by_coverage(place: Place) -> str:
+    """The same doors, by inputs that a coverage-guided fuzzer (atheris, libFuzzer) finds; its wheel is installed into an
+    environment of its own."""
+    python = atheris_python()
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "proto"), str(ROOT / "tests"), *packages])}
+    corpus = place.folder / "corpus"
+    corpus.mkdir()
+    for number, seed in enumerate(SEEDS):
+        (corpus / f"{number}").write_bytes(bytes([number]) + seed.SerializeToString())
+    seconds = max(10, int(place.left_s))
+    options = [f"-max_total_time={seconds}", "-rss_limit_mb=3000", "-timeout=10", "-print_final_stats=1"]
+    options += [f"-seed={place.dice.randrange(1, 2**31)}", f"-artifact_prefix={place.folder}/"]
+    done = subprocess.run(
+        [python, "-m", "chaos.coverage", *options, corpus],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds + 240,
+    )
+    words = [line for line in done.stderr.splitlines() if "Error:" in line or "Exception:" in line]
+    require(done.returncode == 0, f"the fuzzer ended with {done.returncode}: {(words or ['?'])[-1][:300]}")
+    stats = dict(line[6:].split(":", 1) for line in done.stderr.splitlines() if line.startswith("stat::"))
+    kept = len(list(corpus.iterdir()))
+    return f"{int(stats['number_of_executed_units']):,} inputs, {kept} of them kept for what they reached"
+
+
+def atheris_python() -> Path:
+    """The interpreter of an environment with atheris, made on first use. Raises CannotRunError."""
+    folder = ROOT / ".chaos"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True, clear=True)
+    if subprocess.run([python, "-c", "import atheris.function_hooks"], capture_output=True).returncode:
+        made = subprocess.run([python, "-m", "pip", "install", "-q", "atheris"], capture_output=True, text=True)
+        if made.returncode:
+            raise CannotRunError(f"atheris cannot be installed: {made.stderr.strip().splitlines()[-1][:200]}")
+    return python

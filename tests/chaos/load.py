@@ -1,0 +1,141 @@
+"""Clients that know what has to come: greedy outputs of the target model alone, as transformers itself gives them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from types import TracebackType
+
+import grpc
+
+from chaos.fault import require
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+
+MOST_TOKENS = 64
+PROMPTS = (
+    "def add(a, b):\n    return",
+    "import os\nimport sys\n\n\ndef main():",
+    "class Queue:\n    def __init__(self, maxsize=0):",
+    "for line in file:",
+    "    try:\n        return self._values[key]\n    except KeyError:",
+    'def read(path):\n    """Read a file."""\n',
+    "if __name__ == '__main__':",
+    "while True:\n    item = queue.get()",
+)
+
+
+@lru_cache(maxsize=1)
+def truth() -> tuple[tuple[int, ...], ...]:
+    """The first MOST_TOKENS tokens that the target alone gives for each prompt, by transformers' own `generate`."""
+    import torch
+
+    from speclen.worker.models.loading import load_pair
+
+    pair = load_pair("bundled:target", None, "cpu", "float32")
+    outputs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([pair.tokenizer(prompt).input_ids])
+        with torch.inference_mode():
+            tokens = pair.target.generate(
+                ids, do_sample=False, max_new_tokens=MOST_TOKENS, eos_token_id=None, pad_token_id=0
+            )
+        outputs.append(tuple(tokens[0, ids.shape[1] :].tolist()))
+    return tuple(outputs)
+
+
+def request(prompt: int, max_tokens: int, stream: bool = True, **sampling: object) -> pb.GenerateRequest:
+    fields = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0, **sampling}
+    return pb.GenerateRequest(text=PROMPTS[prompt], stream=stream, sampling_params=pb.SamplingParams(**fields))
+
+
+def complaint(prompt: int, max_tokens: int, responses: Sequence[pb.GenerateResponse]) -> str:
+    """What is wrong with an answer; empty if it is the target's own."""
+    chunks = [token for each in responses if each.HasField("chunk") for token in each.chunk.token_ids]
+    last = responses[-1].complete if responses else pb.GenerateComplete()
+    expected = truth()[prompt][:max_tokens]
+    if tuple(last.output_ids) != expected:
+        return f"prompt {prompt}: {len(last.output_ids)} tokens that are not the target's {max_tokens}"
+    if len(responses) > 1 and tuple(chunks) != expected:
+        return f"prompt {prompt}: the chunks are not what the last message says"
+    return ""
+
+
+class Load:
+    """Clients, each in a thread, that ask one thing after the other for the length of a `with` block.
+
+    allowed: names of status codes that the fault explains; any other, and any wrong token, is a breach.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], num_clients: int, seed: int, allowed: Sequence[str] = (), pause_s: float = 0.02
+    ) -> None:
+        self.codes: Counter[str] = Counter()
+        self.details: dict[str, str] = {}  # the last by code
+        self.wrong: list[str] = []
+        self.seconds: list[float] = []  # of each answered request
+        self._addresses, self._allowed, self._pause_s = list(addresses), set(allowed), pause_s
+        self._done = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask_for_ever, args=(random.Random(seed * 1000 + number),), daemon=True)
+            for number in range(num_clients)
+        ]
+
+    def __enter__(self) -> Load:
+        truth()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        for thread in self._threads:
+            thread.join(90)
+        if kind is None:
+            self.check()
+
+    @property
+    def num_answered(self) -> int:
+        return self.codes["OK"]
+
+    def check(self) -> None:
+        require(not self.wrong, f"{len(self.wrong)} of {self.num_answered} answers are wrong, such as {self.wrong[:1]}")
+        others = {code: count for code, count in self.codes.items() if code not in {"OK", *self._allowed}}
+        require(not others, f"requests ended with {others}: {[self.details[code] for code in others]}")
+        require(not any(thread.is_alive() for thread in self._threads), "a request hangs")
+        require(self.num_answered, "not one request was answered")
+
+    def _ask_for_ever(self, dice: random.Random) -> None:
+        channels = {address: grpc.insecure_channel(address) for address in self._addresses}
+        while not self._done.is_set():
+            self._ask(channels[dice.choice(self._addresses)], dice)
+            time.sleep(dice.uniform(0, 2 * self._pause_s))
+        for channel in channels.values():
+            channel.close()
+
+    def _ask(self, channel: grpc.Channel, dice: random.Random) -> None:
+        prompt, max_tokens, started = dice.randrange(len(PROMPTS)), dice.randint(1, MOST_TOKENS), time.monotonic()
+        try:
+            call = rpc.GenerationServiceStub(channel).Generate(
+                request(prompt, max_tokens, dice.random() < 0.7), timeout=60
+            )
+            responses = list(call)
+        except grpc.RpcError as error:
+            self.codes[error.code().name] += 1
+            self.details[error.code().name] = error.details() or ""
+            time.sleep(0.05)
+            return
+        self.codes["OK"] += 1
+        self.seconds.append(time.monotonic() - started)
+        if wrong := complaint(prompt, max_tokens, responses):
+            self.wrong.append(wrong)
+
+    def summary(self) -> str:
+        failed = {code: count for code, count in self.codes.items() if code != "OK"}
+        return f"{self.num_answered} answers, each the target's own" + (f", beside {failed}" if failed else "")

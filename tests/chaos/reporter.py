@@ -1,0 +1,90 @@
+"""A worker that only reports, to a real controller that may die, move or refuse, and what it was promised."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+from kill_harness import ReportingWorker
+from test_kill import check_reports
+
+from chaos.fault import BreachError, require, until
+from speclen.store.connection import connect_reader
+from speclen.store.queries import stored_reports
+from speclen.v1 import control_pb2 as pb
+
+CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:chaos", dtype="float32")
+
+
+class Reporter:
+    """Keeps reporting for the length of a `with` block, and connects again whenever the connection ends."""
+
+    def __init__(self, address: str, dice: random.Random, number: int = 1, max_unacknowledged: int = 3000) -> None:
+        self.worker = ReportingWorker(number, CONTEXT, dice, max_unacknowledged)
+        self.address = address
+        self._done = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Reporter:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done = True
+        self.worker.finishing = True
+        self._thread.join(1.0 if kind else 20.0)
+
+    def _run(self) -> None:
+        while not self._done:
+            with contextlib.suppress(grpc.RpcError):
+                try:
+                    self.worker.report_until_broken(self.address)
+                except grpc.RpcError:
+                    raise
+                except Exception as error:
+                    self._failure = error
+                    return
+            if self.worker.finishing and not self.worker.unacknowledged:
+                return
+            time.sleep(0.02)
+
+    @property
+    def num_acknowledged(self) -> int:
+        return self.worker.num_acknowledged
+
+    def wait_for_more(self, num_reports: int = 50, timeout_s: float = 30.0) -> None:
+        """Until so many more are acknowledged."""
+        wanted = self.num_acknowledged + num_reports
+        until(lambda: self.num_acknowledged >= wanted or self._failure, "an acknowledgement", timeout_s)
+        self.check()
+
+    def finish(self, timeout_s: float = 60.0) -> None:
+        """Have everything acknowledged."""
+        self.worker.finishing = True
+        self._thread.join(timeout_s)
+        self.check()
+        left = len(self.worker.unacknowledged)
+        require(not left and not self._thread.is_alive(), f"{left} reports are never acknowledged")
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise BreachError(f"the reporting failed: {self._failure!r}")
+        require(not self.worker.broken_promises, f"{self.worker.broken_promises[:1]}")
+
+    def check_stored(self, database: Path) -> None:
+        """All that was reported is there once, as it was sent. Raises BreachError."""
+        connection = connect_reader(database)
+        try:
+            check_reports(database, self.worker.number, self.worker.last_seq, list(stored_reports(connection)))
+        except AssertionError as error:
+            raise BreachError(str(error).splitlines()[0]) from error
+        finally:
+            connection.close()
