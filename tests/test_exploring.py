@@ -6,7 +6,7 @@ import pytest
 from speclen.bench.simulation.players import make_player
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
-from speclen.controller.estimator.choice import CAP_STEPS_AT_ZERO, MARGIN, REPEATS, RESUME_HORIZON, SHARE_AT_ZERO
+from speclen.controller.estimator.choice import CAP_STEPS_AT_ZERO, MARGIN, RESUME_HORIZON, SHARE_AT_ZERO
 from speclen.controller.estimator.core import StepObservation
 from tests.steps_of import KEY, Steps, controller_for, serve
 from tests.test_learning import AWAITED
@@ -20,7 +20,7 @@ def test_probes_cost_at_most_their_share_of_the_time(scenario):
     run = world.play(player)
     choice = player.estimator.context(player.estimator.contexts[0]).main.choice
     visited, longest = len(set(world.courses[0].batch.tolist())), float(run.seconds.max())
-    start = visited * (CAP_STEPS_AT_ZERO + REPEATS) * longest
+    start = visited * CAP_STEPS_AT_ZERO * longest
     assert choice.probe_s <= SHARE_AT_ZERO * run.seconds.sum() * 1.05 + start
     assert player.num_probes > 0
 
@@ -67,7 +67,6 @@ def test_way_back_from_not_drafting():
     assert controller.length_for(KEY, 8) >= 3
 
 
-@AWAITED
 def test_a_profile_that_says_never_is_found_out():
     steps = Steps(3)
     controller = controller_for(steps, factor=4.0)
@@ -176,7 +175,7 @@ def loss_of_the_honest(lie: str, start: int) -> float:
     return lost / total
 
 
-@pytest.mark.parametrize("lie", [pytest.param(lie, marks=[AWAITED] if lie == "noise" else []) for lie in LIES])
+@pytest.mark.parametrize("lie", LIES)
 def test_one_of_eight_workers_that_begins_to_lie_does_not_change_the_choice_of_the_others(lie):
     """Measured: a loss of 0.1%, as without the lies. The documented bound is 0.5%."""
     assert loss_of_the_honest(lie, start=12) < 0.005

@@ -23,6 +23,7 @@ import openai
 
 from speclen.bench.clients.crowd import NUM_DISCONNECTS, NUM_STREAMS, Crowd, disconnects, streams
 from speclen.bench.clients.openai_cases import CASES
+from speclen.console.errors import UserError
 from speclen.console.processes import Child
 
 MODEL = "bundled-pair"
@@ -42,7 +43,7 @@ SCHEMATHESIS = ["--exclude-checks", "positive_data_acceptance", "--phases", "exa
 
 
 # Of the worker. Schemathesis asks for 64 sequences without a limit again and again: short ones, then.
-OPTIONS = {"crowd": ["--max-batch-size", "16"], "schemathesis": ["--max-kv-tokens", "64", "--max-length", "2"]}
+OPTIONS = {"crowd": ["--max-batch-size", "16"], "schemathesis": ["--max-kv-tokens", "256", "--max-length", "2"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,10 @@ def check(arguments: argparse.Namespace, folder: Path) -> list[Finding]:
     findings = []
     for name in arguments.only.split(","):
         print(f"{name} …", file=sys.stderr)
-        findings += check_one(name, arguments, folder)
+        try:
+            findings += check_one(name, arguments, folder)
+        except UserError as error:  # of its worker; the other programs have workers of their own
+            findings.append(Finding(name, "everything", False, str(error), 0.0))
     return findings
 
 

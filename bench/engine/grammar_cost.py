@@ -2,7 +2,8 @@
 
     python -m speclen.bench.engine.grammar_cost --rows 16 --length 3
 
-The grammar allows any text, so all of them write alike, and only the following of it differs.
+The grammar allows any text, so all of them write alike, and only the following of it differs. Beside the time of a step
+stands the CPU time of the engine's own thread, which other programs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ def any_text(pair: ModelPair) -> Grammar:
 
 def seconds(
     engine: Engine, prompts: list[list[int]], grammars: list[Grammar | None], sampling: SamplingParams
-) -> float:
-    """Per step of all rows."""
+) -> tuple[float, float]:
+    """Of the clock and of the thread's CPU, per step of all rows."""
     for at, (ids, grammar) in enumerate(zip(prompts, grammars, strict=True)):
         engine.submit(GenerationRequest(str(at), tuple(ids), sampling, grammar=grammar), lambda output: None)
     while engine.scheduler.num_decoding < len(prompts):
         engine.step()
-    started, steps = time.perf_counter(), engine.load().num_steps
+    started, cpu, steps = time.perf_counter(), time.thread_time(), engine.load().num_steps
     while len(engine.scheduler.rows) == len(prompts):
         engine.step()
-    took = (time.perf_counter() - started) / (engine.load().num_steps - steps)
+    steps = engine.load().num_steps - steps
+    took = (time.perf_counter() - started) / steps, (time.thread_time() - cpu) / steps
     while engine.load().num_running:
         engine.step()
     return took
@@ -63,7 +65,7 @@ def main() -> None:
     engine = Engine(pair, EngineConfig(max_batch_size=arguments.rows, seed=0), FixedLength(arguments.length))
     prompts = [pair.tokenizer(f"def function_{at}(a, b):\n    ")["input_ids"] for at in range(arguments.rows)]
     sampling = SamplingParams(arguments.temperature, max_tokens=arguments.max_tokens, ignore_eos=True)
-    grammar, times = any_text(pair), {kind: list[float]() for kind in KINDS}
+    grammar, times = any_text(pair), {kind: list[tuple[float, float]]() for kind in KINDS}
     for repeat in range(arguments.repeats + 1):
         for kind in KINDS:
             number = {"nobody": 0, "one": 1, "everybody": arguments.rows}[kind]
@@ -72,9 +74,11 @@ def main() -> None:
             if repeat:  # the first one warms up
                 times[kind].append(took)
     result = {"settings": vars(arguments), "machine": machine(pair.device), "backend": engine.backend}
-    steps = {kind: asdict(spread([1000 * took for took in found])) for kind, found in times.items()}
-    shares = {kind: asdict(ratio(found, times["nobody"])) for kind, found in times.items() if kind != "nobody"}
-    print(json.dumps(result | {"step_ms": steps, "step_over_that_of_nobody": shares}, indent=2))
+    for at, name in enumerate(("step", "thread_cpu_of_a_step")):
+        of = {kind: [one[at] for one in found] for kind, found in times.items()}
+        result[f"{name}_ms"] = {kind: asdict(spread([1000 * one for one in found])) for kind, found in of.items()}
+        result[f"{name}_over_that_of_nobody"] = {kind: asdict(ratio(of[kind], of["nobody"])) for kind in KINDS[1:]}
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":
