@@ -104,7 +104,14 @@ def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str],
 def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32", "threads": 1}
     arguments |= {"batch_sizes": "2", "lengths": "2", "prompt_tokens": 8, "new_tokens": 12, "repeats": 1, "seed": 0}
-    arguments |= {"prompts": None, "baselines": False, "as_json": True, "out": None, "backend": "torch,openvino"}
+    arguments |= {
+        "prompts": None,
+        "baselines": False,
+        "as_json": True,
+        "out": None,
+        "backend": "torch,openvino",
+        "plans": "",
+    }
     speclen.bench.engine.step.step(**arguments)
     content = json.loads(capsys.readouterr().out)
     cells = [(cell["backend"], cell["speculation_length"]) for cell in content["cells"]]
@@ -129,7 +136,15 @@ def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: py
 def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str, object], reason: str) -> None:
     defaults: dict[str, object] = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32"}
     defaults |= {"batch_sizes": "1", "lengths": "2", "prompt_tokens": 8, "new_tokens": 8, "repeats": 1, "threads": 0}
-    defaults |= {"prompts": None, "seed": 0, "backend": "torch", "baselines": False, "as_json": False, "out": None}
+    defaults |= {
+        "prompts": None,
+        "seed": 0,
+        "backend": "torch",
+        "baselines": False,
+        "as_json": False,
+        "out": None,
+        "plans": "",
+    }
     with pytest.raises(UserError, match=reason):
         speclen.bench.engine.step.step(**(defaults | arguments))
 

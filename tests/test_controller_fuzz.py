@@ -154,13 +154,13 @@ def test_any_profile_is_taken_or_refused(profile):
 def test_nonsense_teaches_nothing_and_never_raises(reports):
     service = create_service(ControllerConfig(in_memory=True), None, StoredState(), News())
     worker = service.register(read_registration(registration()))
-    before = service.table(worker.context)
+    before = service.table(worker)
     refusals = service.take(worker, reports)
     service.learn(worker)
     accepted = service.totals.num_reports
     assert accepted + len(refusals) + service.totals.num_repeated == len(reports)
     if not accepted:
-        assert service.table(worker.context) == before
+        assert service.table(worker) == before
     for key in service.registry.contexts:
         for row in service.learned(key)[1]:
             assert row.estimate.step_s > 0

@@ -120,14 +120,15 @@ def test_leaving_zero_must_pay_for_catching_up():
     assert choice.lengths[3] == 1
 
 
-@AWAITED
-@pytest.mark.parametrize("batch", [4, 8, 16])
-def test_times_that_are_wrongly_believed_to_be_long_do_not_keep_drafting_off(batch):
-    """A profile in which every draft takes six times as long; the first step after length 0 teaches no time."""
+def played_with_dear_drafts(batch: int, rounds: int) -> tuple[Steps, list[int]]:
+    """Lengths by step, with a profile in which every draft takes six times as long, in groups of four.
+
+    The first step after length 0 teaches no time.
+    """
     steps = Steps(3)
     controller = controller_for(steps, factor=6.0)
     previous, played = 0, []
-    for _ in range(250):
+    for _ in range(rounds):
         group = []
         for _ in range(4):
             probe = controller.take_probe(KEY, batch)
@@ -140,7 +141,22 @@ def test_times_that_are_wrongly_believed_to_be_long_do_not_keep_drafting_off(bat
             previous = length
         controller.observe(KEY, group)
     assert played[:8].count(0) >= 4, "the profile must have been believed"
+    return steps, played
+
+
+@AWAITED
+@pytest.mark.parametrize("batch", [4, 8, 16])
+def test_times_that_are_wrongly_believed_to_be_long_do_not_keep_drafting_off(batch):
+    steps, played = played_with_dear_drafts(batch, 250)
     assert 0 not in played[500:]
+    assert steps.goodput(batch, played[-1]) >= 0.98 * steps.goodput(batch, steps.best(batch))
+
+
+@pytest.mark.parametrize("batch", [4, 8, 16])
+def test_times_that_are_wrongly_believed_to_be_long_do_not_keep_drafting_off_for_ever(batch):
+    """One probe costs more than the account ever holds: a full account pays for it all the same."""
+    steps, played = played_with_dear_drafts(batch, 500)
+    assert played[1600:].count(0) < 20
     assert steps.goodput(batch, played[-1]) >= 0.98 * steps.goodput(batch, steps.best(batch))
 
 

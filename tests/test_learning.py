@@ -104,7 +104,6 @@ def test_a_bump_of_one_cell_stays_in_that_cell():
     assert believed(estimator)[7, 3] / step_time(8, 3) == pytest.approx(1.0, abs=0.07)  # not played
 
 
-@AWAITED
 def test_a_throttled_device_is_noticed_and_followed():
     steps = Steps(4)
     estimator = estimator_for(profile_of(steps))
@@ -249,7 +248,6 @@ def test_a_fall_is_found_and_only_recent_rows_count_then():
     assert estimator.survival(KEY)[0] == pytest.approx(0.4, abs=0.06)
 
 
-@AWAITED
 def test_rows_that_stay_do_not_look_like_a_change():
     """A hard request decodes alone for 40 steps, then an easy one: the same mix for 4,000 steps, few alarms at most.
 

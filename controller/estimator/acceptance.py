@@ -33,7 +33,7 @@ KEPT_SHARE, KEPT_ROWS = 0.05, 20.0
 # Rows beyond this were never counted.
 MOST_COUNT = 1e15
 # Requests are easy or hard and stay in the batch for many steps: variance of accepted tokens over that of independent rows.
-DISPERSION = 2.0
+DISPERSION = 3.0
 
 
 def band_of(batch_size: int) -> int:

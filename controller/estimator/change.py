@@ -79,7 +79,7 @@ JUMP, JUMP_SHARE = 3.0, 0.2
 SPEED_REPORTS = 50.0
 # A speed that stays away is none: its mean over so many reports is compared with so many of its standard deviations, and
 # this at least.
-AWAY_REPORTS, AWAY_SDS, LEAST_AWAY = 300.0, 2.0, 0.15
+AWAY_REPORTS, AWAY_SDS, LEAST_AWAY = 300.0, 1.7, 0.15
 
 
 class Speed:

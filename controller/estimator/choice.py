@@ -26,8 +26,9 @@ SHARE, SHARE_AT_ZERO = 0.001, 0.003
 CAP_STEPS, CAP_STEPS_AT_ZERO = 1.0, 4.0
 # Standard deviations of optimism by which a probe is picked, and the least it is charged, in steps: a guess is a guess.
 OPTIMISM, LEAST_CHARGE = 1.5, 0.02
-# A probe at length 0 takes a second step unless the step time is known this well, relative to length 0 (log-sd).
-KNOWN_SD = 0.06
+# A probe at length 0 takes a second step unless the step time is known this well, relative to length 0 (log-sd), from this
+# many reports of its own.
+KNOWN_SD, KNOWN_REPORTS = 0.06, 3.0
 # Length before anything is known.
 COLD_LENGTH = 2
 
@@ -64,6 +65,8 @@ class LengthChoice:
             needed = MARGIN + (now == 0) * (resume_s / RESUME_HORIZON) / self.seconds[:, 0]
             best = np.where(cautious[at, best] > cautious[at, now] + needed, best, now)
         self.lengths, self.decided = best, True
+        for bucket in np.flatnonzero(self.credit < 0.0):
+            self._reckon_again(int(bucket))
         fresh = (best == 0) & ~self.zero_filled
         self.credit[fresh] = CAP_STEPS_AT_ZERO
         self.zero_filled |= fresh
@@ -115,14 +118,22 @@ class LengthChoice:
             self.to_follow[bucket] = False
             return second
         cost = max(float(loss[1]) + resume_s / float(self.seconds[bucket, 0]), LEAST_CHARGE)
-        if cost > self.credit[bucket]:
+        # A full account pays for one probe however dear, and is in debt for it: what is believed of drafting may be wrong.
+        if cost > self.credit[bucket] and self.credit[bucket] < CAP_STEPS_AT_ZERO:
             return None
-        if times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
+        seen = times.grid(times.evidence)[bucket, second] >= KNOWN_REPORTS
+        if not seen or times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
             # Both are charged now. What that overdraws is earned back before the next.
             self.to_follow[bucket] = True
             cost += max(float(loss[second]), LEAST_CHARGE)
         self._charge(bucket, cost)
         return 1
+
+    def _reckon_again(self, bucket: int) -> None:
+        """A debt is what the probe costs by the newest estimates: times wrongly believed to be long owe nothing."""
+        dear = np.maximum(self.loss(bucket)[1:], LEAST_CHARGE)
+        owed = 0.0 if self.lengths[bucket] else float(dear[0] + dear.min())
+        self.credit[bucket] = max(float(self.credit[bucket]), CAP_STEPS_AT_ZERO - owed if owed else 0.0)
 
     def _charge(self, bucket: int, cost: float) -> None:
         self.credit[bucket] -= cost

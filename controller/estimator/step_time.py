@@ -196,11 +196,14 @@ class StepTimes:
         """Add a group to the evidence of its cells; returns the statistic of a change, if one was found, else 0."""
         noise, unsure, spans = self.noise**2, self.variance[cell], steps.spans
         now, doubt = self.watch.now(spans)
-        clipped = self._clipped(log_s - predicted - now, np.sqrt(unsure + noise + doubt), cell)
+        raw = log_s - predicted - now
+        clipped = self._clipped(raw, np.sqrt(unsure + noise + doubt), cell)
+        # What was cut off says that the mean is elsewhere, but not where: it counts for as much less (Huber's weights).
+        trust = np.abs(clipped) / np.maximum(np.maximum(np.abs(raw), np.abs(clipped)), 1e-9)
         self.surprise = clipped + now
         now, share = self.watch.follow(spans, clipped, unsure, noise)
         self.clock += len(cell)
-        self._add(cell, steps.weight * share, predicted + self.surprise - now, steps.context)
+        self._add(cell, steps.weight * share * trust, predicted + self.surprise - now, steps.context)
         if self.clock - self.fitted_at >= min(RENEWED_SHARE * float(self.evidence.sum()), RENEWED_REPORTS):
             self.fitted_at = self.clock
             self._fit()
