@@ -40,7 +40,6 @@ class Settings:
     """What is measured: backends and grids, and tokens per prompt and output."""
 
     backends: tuple[str, ...]
-
     batch_sizes: tuple[int, ...]
     lengths: tuple[int, ...]
     prompt_tokens: int
@@ -86,21 +85,25 @@ def step(
     try:
         pair = load_pair(**models)
         set_threads(threads, pair)
-        texts = texts_from_file(prompts) if prompts else held_out_texts()
         check(settings, pair)
-        source = PromptSource(pair.tokenizer, texts, seed)
+        source = PromptSource(pair.tokenizer, texts_from_file(prompts) if prompts else held_out_texts(), seed)
         if plans:
             result = measure_plans(pair, plan_settings(settings, plans, temperatures), source, progress)
         else:
             result = measure(pair, settings, source, baselines)
     except ValueError as error:
         raise UserError(str(error)) from error
+    present(result, bool(plans), as_json, out)
+
+
+def present(result: dict[str, Any], of_plans: bool, as_json: bool, out: Path | None) -> None:
+    """Print the result, and write it to the file if there is one."""
     text = json.dumps(result, indent=2)
     if out is not None:
         out.write_text(text + "\n")
     if as_json:
         print(text)
-    elif plans:
+    elif of_plans:
         show_plans(result, Console(width=None if sys.stdout.isatty() else 120))
     else:
         show(result)

@@ -36,6 +36,7 @@ HistogramFacts = tuple[int, int, int, str]
 ByClass = tuple[tuple[int, tuple[int, ...]], ...]
 _histograms: dict[tuple[int, ...], HistogramFacts] = {}
 _flags: dict[frozenset[int], Flags] = {}
+_NO_CLASSES: tuple[ByClass, str | None] = ((), None)
 _ORDINARY = Flags("", True, True)
 
 
@@ -67,9 +68,8 @@ def read_reports(
     refusals: list[InvalidMessageError] = []
     observe, keep = group.observations.append, group.rows.append
     max_batch_size, max_length = limits.max_batch_size, limits.max_speculation_length
-    context_id, worker_key = origin.context_id, origin.worker_key
-    epoch, received_at = origin.epoch, origin.received_at
-    known = _histograms
+    whose = origin.context_id, origin.worker_key, origin.epoch
+    received_at, known = origin.received_at, _histograms
     for report in reports:
         seq, batch_size, length = report.seq, report.batch_size, report.speculation_length
         latency_s, context_length = report.latency_s, report.mean_context_length
@@ -90,8 +90,7 @@ def read_reports(
             assert error is not None, "the two checks of a report disagree"
             refusals.append(error)
             continue
-        by_class: ByClass = ()
-        classes_text = None
+        by_class, classes_text = _NO_CLASSES
         if report.class_histograms:
             split = by_class_of(report, histogram)
             if isinstance(split, InvalidMessageError):
@@ -99,14 +98,9 @@ def read_reports(
                 continue
             by_class, classes_text = split
         flags = meaning_of(report) if report.flags else _ORDINARY
-        teaches_latency, teaches_acceptance = flags.teaches_latency, flags.teaches_acceptance
-        observe(
-            StepObservation(
-                *(batch_size, length, latency_s, histogram, context_length, teaches_latency, teaches_acceptance),
-                by_class,
-            )
-        )
-        step = (context_id, worker_key, epoch, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
+        teaches = flags.teaches_latency, flags.teaches_acceptance
+        observe(StepObservation(batch_size, length, latency_s, histogram, context_length, *teaches, by_class))
+        step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
         keep(step + (version, probe_id, flags.names, received_at, classes_text))
     return refusals
 
