@@ -32,6 +32,9 @@ from speclen.store.records import (
 log = structlog.get_logger()
 
 
+MOST_OTHERS = 8  # contexts of a pair that a commit shows anew although none of their own reports came
+
+
 @dataclass(slots=True)
 class Estimates:
     """What is believed about one pair and some of its contexts, at one moment."""
@@ -51,9 +54,11 @@ class Snapshots:
         self.unknown: list[RegisteredContext] = []  # contexts whose stored state could not be used
 
     def of_pair(self, pair: tuple[str, str], contexts: Collection[RegisteredContext], now: float) -> Estimates:
-        """contexts: at least one of the pair's."""
+        """contexts: at least one of the pair's. Others in which workers report move with it, since acceptance is shared."""
         estimates = Estimates()
-        for context in contexts:
+        changed = {context.context_id: context for context in contexts}
+        others = [other for key, other in self.registry.contexts.items() if key.pair == pair and other.workers]
+        for context in (changed | {other.context_id: other for other in others[:MOST_OTHERS]}).values():
             self._add_context(estimates, context, now)
         estimates.acceptance = acceptance_rows(pair, self.estimator.acceptance(pair), now)
         state = self.estimator.export_pair_state(pair)
