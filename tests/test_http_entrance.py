@@ -18,7 +18,8 @@ from http_worker import HttpWorker, http_worker
 from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.requests.request import EngineFailedError
+from speclen.worker.requests.request import EngineFailedError, GenerationRequest
+from speclen.worker.requests.sequence import OnOutput
 
 ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -83,22 +84,21 @@ def test_holders_of_keys_take_turns(tmp_path: Path) -> None:
     security = ServerSecurity(token_file=tmp_path / "keys")
     with http_worker(max_batch_size=1, max_waiting=8, security=security) as worker, ThreadPoolExecutor(8) as pool:
         hold(worker)
-        ended: list[str] = []
+        entered, turnstile = admissions(worker), worker.async_engine.entrance.turnstile
 
-        def ask(name: str, key: str) -> None:
+        def ask(key: str) -> None:
             headers = {"Authorization": f"Bearer {key}"}
-            body = ENDLESS | {"max_tokens": 2}
+            body = ENDLESS | {"max_tokens": 2 + keys.index(key)}
             assert httpx.post(f"{worker.url}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
-            ended.append(name)
 
         tasks = []
-        for number, (name, key) in enumerate([("a", keys[0])] * 6 + [("b", keys[1])]):
-            tasks.append(pool.submit(ask, name, key))
-            until(lambda number=number: worker.async_engine.num_open == number + 1)  # type: ignore[misc]
+        for number, key in enumerate([keys[0]] * 6 + [keys[1]]):
+            tasks.append(pool.submit(ask, key))
+            until(lambda number=number: len(entered) + turnstile.num_waiting == number + 1)  # type: ignore[misc]
         release(worker)
         for task in tasks:
             task.result()
-        assert ended.index("b") <= 3, "two are in the engine by then, and one of the first caller's is before it"
+        assert entered.index(3) <= 3, "two are in the engine by then, and one of the first caller's is before it"
 
 
 def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
@@ -176,6 +176,19 @@ def hold(worker: HttpWorker) -> None:
 
     worker.engine.runner.run = wait_and_run  # type: ignore[method-assign]
     worker.go = go  # type: ignore[attr-defined]
+
+
+def admissions(worker: HttpWorker) -> list[int]:
+    """The `max_tokens` of every request that enters the engine from now on, in order."""
+    entered: list[int] = []
+    submit = worker.engine.submit
+
+    def note_and_submit(request: GenerationRequest, on_output: OnOutput) -> None:
+        entered.append(request.sampling.max_tokens)
+        submit(request, on_output)
+
+    worker.engine.submit = note_and_submit  # type: ignore[method-assign]
+    return entered
 
 
 def release(worker: HttpWorker) -> None:
