@@ -6,6 +6,7 @@ number of tokens to generate; all of them ask for the same number, so that stati
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import threading
@@ -47,6 +48,16 @@ class Measured:
 
     def print(self) -> None:
         print(json.dumps(asdict(self)), flush=True)
+
+
+def option_parser(description: str, folder: str) -> argparse.ArgumentParser:
+    """With the options that every peer's program takes. folder: what the folder of weights and requests holds."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("folder", type=Path, help=f"holds {folder}")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    return parser
 
 
 def summary(

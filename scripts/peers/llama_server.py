@@ -5,14 +5,13 @@ Runs in the environment of that peer. Weights are the GGUF files that to_gguf.py
 
 from __future__ import annotations
 
-import argparse
 import json
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import xllamacpp
-from closed_loop import Clients, Prompt, Requests, summary
+from closed_loop import Clients, Prompt, Requests, option_parser, summary
 
 CONTEXT = 512  # tokens per slot: prompt, output and draft fit
 DRAFT_SIMPLE = 1  # the number of COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
@@ -63,12 +62,8 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="holds target.gguf, draft.gguf and requests.json")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--threads", type=int, required=True)
+    parser = option_parser(__doc__, "target.gguf, draft.gguf and requests.json")
     parser.add_argument("--length", type=int, required=True, help="tokens to draft; 0: no draft model")
-    parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     requests = Requests.read(options.folder / "requests.json")
     draft = options.folder / "draft.gguf" if options.length else None

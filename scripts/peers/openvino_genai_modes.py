@@ -6,14 +6,13 @@ would keep keys and values in 8 bits if it were not told otherwise. Prompts are 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from pathlib import Path
 
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from closed_loop import Requests, step_loop, summary
+from closed_loop import Requests, option_parser, step_loop, summary
 
 PEER = "OpenVINO GenAI"
 MODES = {
@@ -77,12 +76,8 @@ class Pipeline:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="holds target-openvino, draft-openvino and requests.json")
+    parser = option_parser(__doc__, "target-openvino, draft-openvino and requests.json")
     parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     requests = Requests.read(options.folder / "requests.json")
     loaded = load(options.folder, options.mode, options.threads, max(options.concurrency))

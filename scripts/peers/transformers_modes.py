@@ -5,14 +5,13 @@ Runs in the environment of that peer.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from closed_loop import Measured, Requests, batches, summary
+from closed_loop import Measured, Requests, batches, option_parser, summary
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 PEER = "transformers"
@@ -112,12 +111,8 @@ def continuous(model: Any, requests: Requests, concurrency: int, seconds: float)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="holds target, draft and requests.json")
+    parser = option_parser(__doc__, "target, draft and requests.json")
     parser.add_argument("--mode", choices=("static", "assisted", "continuous"), required=True)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     requests = Requests.read(options.folder / "requests.json")

@@ -5,13 +5,12 @@ Runs in the environment of that peer. Prompts are not remembered, as with every 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 from pathlib import Path
 from typing import Any
 
-from closed_loop import Requests, step_loop, summary
+from closed_loop import Requests, option_parser, step_loop, summary
 
 PEER = "vLLM (CPU build)"
 MODES = {
@@ -73,12 +72,8 @@ class Engine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="holds target, draft and requests.json")
+    parser = option_parser(__doc__, "target, draft and requests.json")
     parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     set_environment(options.threads)
     requests = Requests.read(options.folder / "requests.json")
