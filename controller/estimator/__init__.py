@@ -8,7 +8,7 @@ It learns acceptance and step times from reports and decides lengths.
     outcome = estimator.observe(key, steps, worker_id)   # decisions that changed, and what drifted, in words
     estimator.table(key, worker_id)                      # best length by bucket; of a worker that is unlike others its own
     estimator.mix(key, worker_id).length_for(rows)       # the same for rows of several classes of requests
-    estimator.take_probe(key, batch_size, worker=...)    # at most one exploratory step, paid for; mostly None
+    estimator.take_probe(key, batch_size, worker_id=...) # at most one exploratory step, paid for; mostly None
     estimator.learned_rows(key)                          # what is believed, beside what was seen
     state = estimator.export_state(key)                  # plain values; restore() goes on bit for bit
 

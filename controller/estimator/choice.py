@@ -131,9 +131,11 @@ class LengthChoice:
 
     def _reckon_again(self, bucket: int) -> None:
         """A debt is what the probe costs by the newest estimates: times wrongly believed to be long owe nothing."""
+        if self.lengths[bucket]:
+            self.credit[bucket] = 0.0
+            return
         dear = np.maximum(self.loss(bucket)[1:], LEAST_CHARGE)
-        owed = 0.0 if self.lengths[bucket] else float(dear[0] + dear.min())
-        self.credit[bucket] = max(float(self.credit[bucket]), CAP_STEPS_AT_ZERO - owed if owed else 0.0)
+        self.credit[bucket] = max(float(self.credit[bucket]), CAP_STEPS_AT_ZERO - float(dear[0] + dear.min()))
 
     def _charge(self, bucket: int, cost: float) -> None:
         self.credit[bucket] -= cost

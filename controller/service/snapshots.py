@@ -31,8 +31,7 @@ from speclen.store.records import (
 
 log = structlog.get_logger()
 
-
-MOST_OTHERS = 8  # contexts of a pair that a commit shows anew although none of their own reports came
+MOST_OTHERS = 8  # contexts of a pair whose tables a commit shows anew although none of their own reports came
 
 
 @dataclass(slots=True)
@@ -54,12 +53,15 @@ class Snapshots:
         self.unknown: list[RegisteredContext] = []  # contexts whose stored state could not be used
 
     def of_pair(self, pair: tuple[str, str], contexts: Collection[RegisteredContext], now: float) -> Estimates:
-        """contexts: at least one of the pair's. Others in which workers report move with it, since acceptance is shared."""
+        """contexts: at least one of the pair's. The tables of others with workers move along with the acceptance."""
         estimates = Estimates()
-        changed = {context.context_id: context for context in contexts}
-        others = [other for key, other in self.registry.contexts.items() if key.pair == pair and other.workers]
-        for context in (changed | {other.context_id: other for other in others[:MOST_OTHERS]}).values():
+        for context in contexts:
             self._add_context(estimates, context, now)
+            self._add_table(estimates, context, now)
+        changed = {context.context_id for context in contexts}
+        others = [other for key, other in self.registry.contexts.items() if key.pair == pair and other.workers]
+        for other in [other for other in others if other.context_id not in changed][:MOST_OTHERS]:
+            self._add_table(estimates, other, now)
         estimates.acceptance = acceptance_rows(pair, self.estimator.acceptance(pair), now)
         state = self.estimator.export_pair_state(pair)
         estimates.states.append(StateRow("pair", json.dumps(pair), state_text(state), now))
@@ -72,7 +74,9 @@ class Snapshots:
         estimates.states.append(
             StateRow("context", str(context.context_id), state_text(self.estimator.export_state(key)), now)
         )
-        for row in self.estimator.learned_rows(key):
+
+    def _add_table(self, estimates: Estimates, context: RegisteredContext, now: float) -> None:
+        for row in self.estimator.learned_rows(context.key):
             estimate = row.estimate
             estimates.latency_cells.append(
                 LatencyCellRow(
