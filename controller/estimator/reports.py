@@ -12,12 +12,17 @@ from speclen.controller.estimator.step_time import spans_of
 
 
 class Reports:
-    """batch, length, seconds, context, teaches_latency: [n]; spans: each worker and its place. See `parts` for the rest."""
+    """batch, length, seconds, context, teaches_latency, count: [n]; spans: each worker and its place.
+
+    count: steps that a report stands for. See `parts` for the rest.
+    """
 
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans_of(workers)
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class = zip(*steps, strict=True)
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count = zip(
+            *steps, strict=True
+        )
         for name, values, most in (
             ("batch_size", batch, limits.max_batch_size),
             ("speculation_length", length, limits.max_speculation_length),
@@ -26,6 +31,7 @@ class Reports:
                 raise ValueError(f"{name} {max(values)} is beyond the context's limit of {most}")
         self.batch, self.length, self.seconds = np.array(batch), np.array(length), np.array(seconds)
         self.context, self.teaches_latency = np.array(context), np.array(times)
+        self.count = np.array(count, dtype=float)
         self.judged = self.length * accepts  # positions that say something of acceptance
 
     def parts(self, positions: int, bands: np.ndarray) -> Parts:
@@ -49,4 +55,4 @@ class Reports:
         rows[:, 0], rows[:, 1] = at_least[:, :-1], at_least[:, 1:]
         rows *= np.arange(positions) < self.judged[where][:, None, None]
         workers = [self.workers[at] for at in where.tolist()]
-        return Parts(rows, kinds, bands[batch], where, at_least[:, 0] / batch, workers)
+        return Parts(rows, kinds, bands[batch], where, at_least[:, 0] / batch, workers, self.count[where])
