@@ -12,7 +12,7 @@ from steps_of import KEY, Steps, controller_for
 
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, replay
 from speclen.controller.estimator.core import ContextKey, Limits
-from speclen.controller.estimator.merging import merged, typical
+from speclen.controller.estimator.reports import merged, typical
 from speclen.controller.service.sequence import SeqWindow
 from speclen.controller.service.thinning import LONGEST_S, MESSAGES_PER_S, THICK_BELOW, THIN_ABOVE, Thinning
 from speclen.controller.wire.ingest import Group, Origin

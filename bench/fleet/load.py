@@ -125,7 +125,8 @@ class StreamedWorker:
             acknowledged = 0
             while acknowledged < len(self.messages):
                 answer = await call.read()
-                assert answer is not EOF, "the controller ended the stream"
+                if answer is EOF:
+                    raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
                 now = time.perf_counter()
                 if answer.HasField("table") and answer.table.decision_version != self.version:
                     self.told.note(self.version, answer.table.decision_version, now)
@@ -143,6 +144,8 @@ class StreamedWorker:
             sent_at[number] = time.perf_counter()
             if number >= counted_from:
                 self.late.append(sent_at[number] - due)
+            if reader.done():
+                await reader
             await call.write(message)
         await asyncio.wait_for(reader, 60.0)
         call.cancel()

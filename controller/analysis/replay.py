@@ -16,9 +16,9 @@ from speclen.controller.estimator.buckets import FINE
 from speclen.controller.estimator.context import Context
 from speclen.controller.estimator.core import ContextKey, Decision, DriftEvent, Limits, Profile, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.merging import typical
 from speclen.controller.estimator.policies import ADAPTIVE, make_policy
 from speclen.controller.estimator.policies.policy import Policy, Space
+from speclen.controller.estimator.reports import typical
 
 
 @dataclass(frozen=True, slots=True)

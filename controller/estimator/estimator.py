@@ -31,10 +31,9 @@ from speclen.controller.estimator.core import (
     StepObservation,
     Table,
 )
-from speclen.controller.estimator.merging import OTHERS, merged, typical
 from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
 from speclen.controller.estimator.policies.policy import Space
-from speclen.controller.estimator.reports import Reports
+from speclen.controller.estimator.reports import OTHERS, Reports, merged, typical
 from speclen.controller.estimator.state import exported, restored
 from speclen.controller.estimator.step_time import Steps, spans_of
 

@@ -45,8 +45,8 @@ class RegisteredContext:
 class Worker:
     """The newest life of a worker. Times in seconds since 1970.
 
-    group: reports that wait to be learned from, the oldest since waiting_since. durable_seq: every report up to it is on disk, or given up as missing.
-    noted_at: when last_seen_at last went into a commit. num_*: over all epochs.
+    group: reports that wait to be learned from, the oldest since waiting_since. durable_seq: every report up to it is on
+    disk, or given up as missing. noted_at: when last_seen_at last went into a commit. num_*: over all epochs.
     """
 
     worker_key: int
