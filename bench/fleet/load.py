@@ -117,7 +117,8 @@ class StreamedWorker:
 
     async def run(self, channel: aio.Channel, start: float, counted_from: int) -> None:
         """Send all messages, the first at `start`; trips and delays count from one message on."""
-        call, sent_at = open_stream(channel), {}
+        call = open_stream(channel)
+        sent_at: dict[int, float] = {}
         await call.write(pb.StreamReportsRequest(worker=self.identity).SerializeToString())
         steps_each = [0]
 
