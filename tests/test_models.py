@@ -11,8 +11,9 @@ import tiny_models
 import torch
 from transformers import PreTrainedTokenizerFast
 
-import speclen.worker.models.source
+import speclen.worker.models.loading
 import speclen.worker.models.naming
+import speclen.worker.models.source
 from speclen.worker.models.loading import load_pair, resolve_device, resolve_dtype
 from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError
 from speclen.worker.reporting.identity import model_name
