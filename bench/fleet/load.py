@@ -1,7 +1,8 @@
-"""One controller under the reports of its part of a fleet: real gRPC, real windows, a process of its own.
+"""What a message of a worker's steps costs a controller: real gRPC, real windows, a process of its own.
 
 Workers here are streams without models. What they send is what a worker's own code makes of made-up steps, serialised
-before the clock starts, so that the machine's other core can send for thousands of them.
+before the clock starts. What counts is the controller's processor time, by its own count of reports: that a machine's other
+core cannot send for a whole fleet, or is busy otherwise, does not change it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import random
 import re
 import time
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from grpc import aio
 
 from speclen.bench.service.controller import ControllerProcess
@@ -29,42 +29,16 @@ EOF: Any = aio.EOF  # type: ignore[attr-defined]
 CHANNELS = 32
 REGISTERING = 64  # at once
 BATCH_STEPS = 12.0  # mean number of steps between two changes of a worker's batch size
-WAIT = re.compile(r'speclen_controller_learning_wait_seconds_bucket\{le="([^"]+)"\} ([0-9.e+]+)')
+COUNT = re.compile(r"^speclen_controller_reports_total ([0-9.e+]+)$", re.MULTILINE)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Load:
-    """What was measured of one controller. Times in seconds.
+    """What a controller took in a second, and what of a core that cost, all threads: learning and the database included."""
 
-    busy: share of a core, all threads. trips: from sending a message to its answer. waits: (bound, share of workers' reports
-    learned from within it). deliveries: from the first worker that had a new table to each of the others.
-    late: by how much messages were sent after their time, which is the sender's fault, not the controller's.
-    """
-
-    num_workers: int
-    num_steps: int
-    num_messages: int
-    seconds: float
+    messages_per_s: float
+    steps_per_s: float
     busy: float
-    cpu_us_per_message: float
-    cpu_us_per_step: float
-    trips: np.ndarray
-    waits: list[tuple[float, float]]
-    deliveries: np.ndarray
-    late: np.ndarray
-
-
-@dataclass(slots=True)
-class Told:
-    """When each worker had which version of its table."""
-
-    first: dict[int, float] = field(default_factory=dict)
-    delays: list[float] = field(default_factory=list)
-
-    def note(self, known: int, version: int, now: float) -> None:
-        """A worker that had one version has a later one now, and with it all in between."""
-        self.first.setdefault(version, now)
-        self.delays += [now - at for each, at in self.first.items() if known < each <= version]
 
 
 def made_up_steps(dice: random.Random, num: int, first_seq: int) -> list[tuple[int, LengthChoice, StepResult]]:
@@ -98,12 +72,9 @@ def messages_of(seed: int, num_messages: int, steps_each: int, added_up: bool) -
 class StreamedWorker:
     """One worker's stream: a message each window, at its time, whatever the answers do."""
 
-    def __init__(self, index: int, messages: list[bytes], window_s: float, told: Told) -> None:
+    def __init__(self, index: int, messages: list[bytes], window_s: float) -> None:
         self.identity = pb.WorkerIdentity(worker_id=f"streamed-{index}", epoch=time.time_ns())
-        self.messages, self.window_s, self.told = messages, window_s, told
-        self.version = 0
-        self.trips: list[float] = []
-        self.late: list[float] = []
+        self.messages, self.window_s = messages, window_s
 
     async def register(self, channel: aio.Channel, turn: asyncio.Semaphore) -> None:
         request = pb.RegisterWorkerRequest(
@@ -115,111 +86,69 @@ class StreamedWorker:
         async with turn:
             await rpc.ControlServiceStub(channel).RegisterWorker(request, timeout=60.0)
 
-    async def run(self, channel: aio.Channel, start: float, counted_from: int) -> None:
-        """Send all messages, the first at `start`; trips and delays count from one message on."""
+    async def run(self, channel: aio.Channel, start: float) -> None:
+        """Send message after message until cancelled, the first at `start`."""
         call = open_stream(channel)
-        sent_at: dict[int, float] = {}
         await call.write(pb.StreamReportsRequest(worker=self.identity).SerializeToString())
-        steps_each = [0]
-
-        async def read() -> None:
-            acknowledged = 0
-            while acknowledged < len(self.messages):
-                answer = await call.read()
-                if answer is EOF:
-                    raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
-                now = time.perf_counter()
-                if answer.HasField("table") and answer.table.decision_version != self.version:
-                    self.told.note(self.version, answer.table.decision_version, now)
-                    self.version = answer.table.decision_version
-                while acknowledged in sent_at and answer.applied_seq >= (acknowledged + 1) * steps_each[0]:
-                    if acknowledged >= counted_from:
-                        self.trips.append(now - sent_at[acknowledged])
-                    acknowledged += 1
-
-        steps_each[0] = _last_seq(self.messages[0])
-        reader = asyncio.create_task(read())
-        for number, message in enumerate(self.messages):
-            due = start + number * self.window_s
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            sent_at[number] = time.perf_counter()
-            if number >= counted_from:
-                self.late.append(sent_at[number] - due)
-            if reader.done():
-                await reader
-            await call.write(message)
-        await asyncio.wait_for(reader, 60.0)
-        call.cancel()
+        reader = asyncio.create_task(read_all(call))
+        try:
+            for number, message in enumerate(self.messages):
+                await asyncio.sleep(max(0.0, start + number * self.window_s - time.perf_counter()))
+                if reader.done():
+                    await reader
+                await call.write(message)
+        finally:
+            reader.cancel()
+            call.cancel()
 
 
-def _last_seq(message: bytes) -> int:
-    request = pb.StreamReportsRequest.FromString(message)
-    return request.windows[-1].last_seq if request.windows else request.reports[-1].seq
+async def read_all(call: Any) -> None:
+    """Read answers for ever. Raises RuntimeError when the controller ends the stream."""
+    while await call.read() is not EOF:
+        pass
+    raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
 
 
-def waits_of(page: str) -> dict[float, float]:
-    """Cumulative counts by bound, from a metrics page."""
-    return {float(bound.replace("+Inf", "inf")): float(count) for bound, count in WAIT.findall(page)}
+async def num_reports(process: ControllerProcess) -> float:
+    """Steps that the controller has learned from so far."""
 
+    def read() -> str:
+        with urllib.request.urlopen(process.metrics, timeout=30) as answer:
+            return str(answer.read().decode())
 
-def read_page(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        return str(answer.read().decode())
+    found = COUNT.search(await asyncio.to_thread(read))
+    assert found is not None
+    return float(found[1])
 
 
 async def load_of(
-    process: ControllerProcess, num_workers: int, steps_per_s: float, window_s: float, seconds: float, warm_up_s: float
+    process: ControllerProcess,
+    num_workers: int,
+    window_s: float,
+    steps_each: int,
+    seconds: float,
+    warm_up_s: float,
+    added_up: bool = True,
 ) -> Load:
-    """Have so many workers report for some seconds, after a warm-up."""
-    steps_each = max(1, round(steps_per_s * window_s))
-    counted_from, num = round(warm_up_s / window_s), round((warm_up_s + seconds) / window_s)
-    kinds = [messages_of(seed, num, steps_each, True) for seed in range(min(num_workers, 32))]
-    told, turn = Told(), asyncio.Semaphore(REGISTERING)
-    workers = [StreamedWorker(at, kinds[at % len(kinds)], window_s, told) for at in range(num_workers)]
-    channels = await connect(process.address, min(num_workers, CHANNELS))
+    """Have so many workers report for some seconds, after a warm-up. steps_each: of a message."""
+    num = round(1.5 * (warm_up_s + seconds) / window_s) + 4
+    kinds = [messages_of(seed, num, steps_each, added_up) for seed in range(min(num_workers, 16))]
+    workers = [StreamedWorker(at, kinds[at % len(kinds)], window_s) for at in range(num_workers)]
+    channels, turn = await connect(process.address, min(num_workers, CHANNELS)), asyncio.Semaphore(REGISTERING)
     pairs = [(worker, channels[at % len(channels)]) for at, worker in enumerate(workers)]
     await asyncio.gather(*(worker.register(channel, turn) for worker, channel in pairs))
-    dice, start = random.Random(0), time.perf_counter() + 1.0
-    tasks = [
-        asyncio.create_task(worker.run(channel, start + dice.random() * window_s, counted_from))
-        for worker, channel in pairs
-    ]
-    await asyncio.sleep(max(0.0, start + warm_up_s - time.perf_counter()))
-    cpu_s, before = process.cpu_s(), waits_of(await asyncio.to_thread(read_page, process.metrics))
-    began = time.perf_counter()
+    dice, start = random.Random(0), time.perf_counter() + 0.5
+    tasks = [asyncio.create_task(worker.run(channel, start + dice.random() * window_s)) for worker, channel in pairs]
+    await asyncio.sleep(warm_up_s)
+    began, cpu_s, before = time.perf_counter(), process.cpu_s(), await num_reports(process)
     await asyncio.sleep(seconds)
-    cpu_s, after = process.cpu_s() - cpu_s, waits_of(await asyncio.to_thread(read_page, process.metrics))
+    taken, cpu_s = await num_reports(process) - before, process.cpu_s() - cpu_s
     took = time.perf_counter() - began
-    await asyncio.gather(*tasks)
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
     for channel in channels:
         await channel.close()
-    return _summed(workers, told, cpu_s, took, before, after, steps_each)
-
-
-def _summed(
-    workers: list[StreamedWorker],
-    told: Told,
-    cpu_s: float,
-    seconds: float,
-    before: dict[float, float],
-    after: dict[float, float],
-    steps_each: int,
-) -> Load:
-    trips = np.concatenate([worker.trips for worker in workers])
-    late = np.concatenate([worker.late for worker in workers])
-    num_messages = len(trips)
-    counts = {bound: after[bound] - before.get(bound, 0.0) for bound in after}
-    total = max(max(counts.values(), default=0.0), 1.0)
-    return Load(
-        num_workers=len(workers),
-        num_steps=num_messages * steps_each,
-        num_messages=num_messages,
-        seconds=seconds,
-        busy=cpu_s / seconds,
-        cpu_us_per_message=1e6 * cpu_s / num_messages,
-        cpu_us_per_step=1e6 * cpu_s / (num_messages * steps_each),
-        trips=trips,
-        waits=[(bound, counts[bound] / total) for bound in sorted(counts)],
-        deliveries=np.array(told.delays or [0.0]),
-        late=late,
-    )
+    return Load(taken / steps_each / took, taken / took, cpu_s / took)
