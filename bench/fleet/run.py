@@ -119,9 +119,7 @@ def _as_dict(each: Point) -> dict[str, Any]:
 def as_text(ingest: Ingest, points: list[Point]) -> str:
     """A table for people."""
     lines = [
-        f"a message costs {1e6 * ingest.message_s:.0f} us of a core, and a controller {ingest.fixed:.0%} of one besides"
-    ]
-    lines.append(
+        f"a message costs {1e6 * ingest.message_s:.0f} us of a core, a controller {ingest.fixed:.0%} of one besides",
         f"{'workers':>8} {'controllers':>11} {'window s':>8} {'messages/s':>10} {'busy':>6} "
         f"{'stale p50':>9} {'p99 s':>6} {'goodput':>8} {'at once':>8} {'lost':>7}",
     ]
