@@ -36,15 +36,21 @@ class Ingest:
 
 def measured(window_s: float, seconds: float) -> Ingest:
     """The cost of real messages at real controllers, by a line through the loads."""
+    loads = asyncio.run(_loads(window_s, seconds))
+    messages, busy = np.array([(load.messages_per_s, load.busy) for load in loads]).T
+    slope, fixed = np.polyfit(messages, busy, 1)
+    return Ingest(max(float(fixed), 0.0), max(float(slope), 1e-6), tuple(loads))
+
+
+async def _loads(window_s: float, seconds: float) -> list[Load]:
     loads = []
     for num_workers in LOADS:
         tell(f"a controller under {num_workers} workers")
         with controller_process("sqlite", True) as process:
             steps_each = round(STEPS_PER_S * window_s)
-            loads.append(asyncio.run(load_of(process, num_workers, window_s, steps_each, seconds, 3.0)))
-    messages, busy = np.array([(load.messages_per_s, load.busy) for load in loads]).T
-    slope, fixed = np.polyfit(messages, busy, 1)
-    return Ingest(max(float(fixed), 0.0), max(float(slope), 1e-6), tuple(loads))
+            loads.append(await load_of(process, num_workers, window_s, steps_each, seconds, 3.0))
+    await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
+    return loads
 
 
 @dataclass(frozen=True, slots=True)
