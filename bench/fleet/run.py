@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,42 +16,36 @@ from speclen.bench.fleet.load import Load, load_of
 from speclen.bench.fleet.quality import Quality, Setting, delay_ticks, play, window_ticks
 from speclen.bench.fleet.staleness import Costs, Staleness, staleness
 from speclen.bench.fleet.world import Fleet
-from speclen.bench.service.controller import controller_process, machine_facts
+from speclen.bench.service.controller import brackets, controller_process, machine_facts
+from speclen.bench.spread import spread
+from speclen.controller.service.thinning import MESSAGES_PER_S, SHORTEST_S
 
-LOADS = (100, 300, 500)  # workers that report while a controller's time is measured
+SENDERS, MESSAGES_EACH, REPEATS = 512, 24, 3  # of a measurement of a real controller
 STEPS_PER_S = 40.0
 PROBED_S = 3.0  # simulated, to learn what a round of learning takes
-SHORTEST_S = 0.25  # of a window
-# Messages a second and core that are planned with, as the controller does: see thinning.py.
-MESSAGES_PER_S = 5_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """Of a controller: share of a core that it takes whatever comes, and seconds of one for each message."""
+    """What real controllers took: windows, and the same steps by themselves. message_s: of a core for a window."""
 
-    fixed: float
     message_s: float
-    loads: tuple[Load, ...]
+    windows: tuple[Load, ...] = ()
+    single: tuple[Load, ...] = ()
 
 
-def measured(window_s: float, seconds: float) -> Ingest:
-    """The cost of real messages at real controllers, by a line through the loads."""
-    loads = asyncio.run(_loads(window_s, seconds))
-    messages, busy = np.array([(load.messages_per_s, load.busy) for load in loads]).T
-    slope, fixed = np.polyfit(messages, busy, 1)
-    return Ingest(max(float(fixed), 0.0), max(float(slope), 1e-6), tuple(loads))
-
-
-async def _loads(window_s: float, seconds: float) -> list[Load]:
-    loads = []
-    for num_workers in LOADS:
-        tell(f"a controller under {num_workers} workers")
-        with controller_process("sqlite", True) as process:
-            steps_each = round(STEPS_PER_S * window_s)
-            loads.append(await load_of(process, num_workers, window_s, steps_each, seconds, 3.0))
+async def measured(window_s: float) -> Ingest:
+    """The cost of real messages at real controllers, medians of interleaved repeats."""
+    loads: dict[bool, list[Load]] = {True: [], False: []}
+    for repeat in range(REPEATS):
+        for added_up, done in loads.items():
+            tell(f"a real controller, repeat {repeat + 1} of {REPEATS}, {'windows' if added_up else 'single steps'}")
+            with controller_process("sqlite", True) as process:
+                steps_each = round(STEPS_PER_S * window_s)
+                done.append(await load_of(process, SENDERS, MESSAGES_EACH, steps_each, added_up))
     await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
-    return loads
+    message_s = float(np.median([load.message_s for load in loads[True]]))
+    return Ingest(message_s, tuple(loads[True]), tuple(loads[False]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +70,11 @@ def point(
     num_workers: int, num_controllers: int, ingest: Ingest, kinds: int, seconds: float, seed: int, compare: bool
 ) -> Point:
     """Simulate a fleet; compare: also under one controller that sees everything at once."""
-    share = 1.0 - min(ingest.fixed, 0.5)  # of a core, that is left for what comes
     each = -(-num_workers // num_controllers)
     window_s = max(each / MESSAGES_PER_S, SHORTEST_S)
     tell(f"{num_workers} workers, {num_controllers} controllers")
     tried = play(Fleet(num_workers, kinds, PROBED_S, seed), Setting(num_controllers, window_ticks(window_s), 4), seed)
-    costs = Costs(ingest.message_s / share, tried.round_s / share, tried.call_s / share)
+    costs = Costs(ingest.message_s, tried.round_s, tried.call_s)
     age = staleness(each, window_s, costs, seed=seed)
     fleet = Fleet(num_workers, kinds, seconds, seed)
     late = Setting(num_controllers, window_ticks(window_s), delay_ticks(age.after_s))
@@ -93,10 +87,9 @@ def point(
 
 def fleet(
     workers: int = typer.Option(10_000, min=100, max=1_000_000, help="Workers of the largest fleet."),
-    controllers: int = typer.Option(4, min=1, max=256, help="Controllers of the largest fleet."),
+    controllers: int = typer.Option(10, min=1, max=256, help="Controllers, a core each, of the largest fleet."),
     kinds: int = typer.Option(4, min=1, max=64, help="Kinds of machine."),
     seconds: float = typer.Option(30.0, min=6.0, help="Simulated seconds; prompts and speed change once each."),
-    load_seconds: float = typer.Option(5.0, min=1.0, help="Length of each measurement of a real controller."),
     message_us: float = typer.Option(0.0, min=0.0, help="Cost of a message; 0: measured at real controllers."),
     compare: bool = typer.Option(True, help="Play each fleet also under one controller that sees everything at once."),
     seed: int = typer.Option(0, min=0, help="Seed of the simulated fleet."),
@@ -104,9 +97,9 @@ def fleet(
 ) -> None:
     """Simulate fleets up to so many workers, with the real estimator and the measured cost of real messages.
 
-    Example: speclen bench fleet --workers 10000 --controllers 4
+    Example: speclen bench fleet --workers 10000 --controllers 10
     """
-    ingest = Ingest(0.0, 1e-6 * message_us, ()) if message_us else measured(0.5, load_seconds)
+    ingest = Ingest(1e-6 * message_us) if message_us else asyncio.run(measured(0.5))
     sizes = [(max(workers // 100, 1), 1), (workers // 10, max(controllers // 4, 1)), (workers, controllers)]
     points = [point(size, many, ingest, kinds, seconds, seed, compare) for size, many in sizes]
     document = {"machine": machine_facts(), "ingest": asdict(ingest), "points": [_as_dict(each) for each in points]}
@@ -122,10 +115,19 @@ def _as_dict(each: Point) -> dict[str, Any]:
     return {**asdict(each), "lost": each.lost}
 
 
+def as_line(what: str, loads: Sequence[Load]) -> str:
+    """What was measured of a real controller."""
+    if not loads:
+        return f"{what}: not measured"
+    message_us = spread([1e6 * load.message_s for load in loads])
+    steps = spread([load.steps_per_core_s for load in loads])
+    return f"{what}: {brackets(message_us, '{:.0f}')} us a message, {brackets(steps, '{:,.0f}')} steps a core-second"
+
+
 def as_text(ingest: Ingest, points: list[Point]) -> str:
     """A table for people."""
     lines = [
-        f"a message costs {1e6 * ingest.message_s:.0f} us of a core, a controller {ingest.fixed:.0%} of one besides",
+        *map(as_line, ("windows", "single steps"), (ingest.windows, ingest.single)),
         f"{'workers':>8} {'controllers':>11} {'window s':>8} {'messages/s':>10} {'busy':>6} "
         f"{'stale p50':>9} {'p99 s':>6} {'goodput':>8} {'at once':>8} {'lost':>7}",
     ]
