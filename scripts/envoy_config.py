@@ -7,7 +7,8 @@ Writes Envoy's configuration as YAML to standard output:
 
 A worker given by name stands for all addresses of the name, so one headless service of Kubernetes is enough; that is what
 deploy/envoy/envoy.yaml is for, which this wrote: --worker speclen-worker:7080 --http speclen-worker:8000 --listen
-0.0.0.0:7090 --http-listen 0.0.0.0:8090. Tokens pass through as they come.
+0.0.0.0:7090 --http-listen 0.0.0.0:8090 --worker-ca /tls/ca.crt --tls-cert /tls/tls.crt --tls-key /tls/tls.key
+--no-checks. Tokens pass through as they come.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def socket_address(flag: str, address: str) -> dict[str, Any]:
 def cluster(
     name: str, flag: str, workers: list[str], health: dict[str, Any], http2: bool, ca: Path | None
 ) -> dict[str, Any]:
-    """Workers among which the one with the fewest requests in flight is chosen, of two drawn at random."""
+    """Workers among which the one with the fewest requests in flight is chosen, of two drawn at random.
+
+    health: how their health is checked; empty where somebody else does, and names no worker that is not ready.
+    """
     endpoints = [{"endpoint": {"address": socket_address(flag, worker)}} for worker in workers]
     protocol = {"http2_protocol_options": {}} if http2 else {"http_protocol_options": {}}
     made: dict[str, Any] = {
@@ -56,12 +60,12 @@ def cluster(
         "lb_policy": "LEAST_REQUEST",
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "typed_extension_protocol_options": {OPTIONS: typed(OPTIONS, explicit_http_config=protocol)},
-        "health_checks": [
-            {"timeout": "2s", "interval": "5s", "unhealthy_threshold": 2, "healthy_threshold": 1, **health},
-        ],
         "circuit_breakers": {"thresholds": [{"max_requests": MOST_REQUESTS, "max_pending_requests": MOST_REQUESTS}]},
         "outlier_detection": {"consecutive_gateway_failure": 3, "base_ejection_time": "5s", "max_ejection_percent": 50},
     }
+    if health:
+        often = {"timeout": "2s", "interval": "5s", "unhealthy_threshold": 2, "healthy_threshold": 1}
+        made["health_checks"] = [{**often, **health}]
     if ca is not None:
         trusted = {"trusted_ca": {"filename": str(ca)}}
         host = split_address(flag, workers[0])[0]
@@ -113,18 +117,19 @@ def config(
     http_listen: str,
     admin: str,
     token: str,
+    checks: bool,
     ca: Path | None,
     tls: tuple[Path, Path] | None,
 ) -> dict[str, Any]:
     """Envoy's bootstrap. token: that health checks over gRPC carry; "" for none."""
-    grpc_health: dict[str, Any] = {"grpc_health_check": {}}
-    if token:
+    grpc_health: dict[str, Any] = {"grpc_health_check": {}} if checks else {}
+    if token and checks:
         header = {"header": {"key": "authorization", "value": f"Bearer {token}"}}
         grpc_health["grpc_health_check"]["initial_metadata"] = [header]
     listeners = [listener("grpc", "--listen", listen, "connect-failure,refused-stream,reset", tls)]
     clusters = [cluster("grpc", "--worker", workers, grpc_health, True, ca)]
     if http_workers:
-        http_health = {"http_health_check": {"path": "/health"}}
+        http_health = {"http_health_check": {"path": "/health"}} if checks else {}
         listeners.append(listener("http", "--http-listen", http_listen, "connect-failure,reset", tls))
         clusters.append(cluster("http", "--http", http_workers, http_health, False, ca))
     return {
@@ -140,6 +145,9 @@ def main(
     http_listen: str = typer.Option("127.0.0.1:8090", help="Where clients find HTTP."),
     admin_listen: str = typer.Option("127.0.0.1:9901", help="Envoy's own page."),
     token_file: Path | None = typer.Option(None, help="Token of the workers, for the checks of their health."),
+    checks: bool = typer.Option(
+        True, help="Check the workers' health; not where their name stands for ready ones alone."
+    ),
     worker_ca: Path | None = typer.Option(None, help="Authority of the workers' certificates: speak TLS with them."),
     tls_cert: Path | None = typer.Option(None, help="Certificate to show to clients, with --tls-key."),
     tls_key: Path | None = typer.Option(None, help="Key of that certificate."),
@@ -150,7 +158,7 @@ def main(
     token = "" if token_file is None else token_file.read_text().split()[0]
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
     try:
-        made = config(worker, listen, http, http_listen, admin_listen, token, worker_ca, tls)
+        made = config(worker, listen, http, http_listen, admin_listen, token, checks, worker_ca, tls)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(HEADER + yaml.safe_dump(made, sort_keys=False), nl=False)

