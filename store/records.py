@@ -27,6 +27,7 @@ class ContextRow:
     decision_version: int
     created_at: float
     updated_at: float
+    max_copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class WorkerRow:
     registered_at: float
     last_seen_at: float
     missing_ranges: str = "[]"
+    max_copied_tokens: int = 0
 
 
 class ReportRow(NamedTuple):
@@ -63,7 +65,8 @@ class ReportRow(NamedTuple):
     group_id: reports that were learned from in one call share it, and it ascends, so that a replay can make the same
     calls. accepted_histogram: JSON array text, such as "[3,1,0]". num_accepted_tokens: sum of j * histogram[j].
     flags: lower-case names joined by a space ("prefill catch_up"), empty for a step that teaches. class_histograms: JSON
-    text such as '{"greedy":[1,0],"hot":[2,1]}', None where the worker did not tell classes of requests apart.
+    text such as '{"greedy":[1,0],"hot":[2,1]}', None where the worker did not tell classes of requests apart. copying: JSON
+    text of what copying did (see the schema), None where the plan does not copy.
     """
 
     group_id: int
@@ -82,6 +85,7 @@ class ReportRow(NamedTuple):
     flags: str
     received_at: float
     class_histograms: str | None = None
+    copying: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,27 @@ class LatencyCellRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanEstimateRow:
+    """What is believed about one plan that copies in one bucket. Replaces the row of the same context, batch_min and place.
+
+    place: 0 for the plan in use, if one is, then the best others. plan: in words. is_best: in use.
+    """
+
+    context_id: int
+    batch_min: int
+    batch_max: int
+    place: int
+    plan: str
+    speculation_length: int
+    step_s: float
+    expected_tokens: float
+    ms_per_token_low: float
+    ms_per_token_high: float
+    is_best: bool
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StateRow:
     """The estimator's own state as JSON text, from which it goes on. Replaces the row of the same scope and key.
 
@@ -144,7 +169,10 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRow:
-    """A bucket's choice changed. after_group_id: last group of reports that was learned from before."""
+    """A bucket's choice changed. after_group_id: last group of reports that was learned from before.
+
+    previous_plan, plan: in words where rows copy; the lengths are the draft model's.
+    """
 
     context_id: int
     batch_min: int
@@ -157,6 +185,8 @@ class DecisionRow:
     reason: str
     after_group_id: int
     decided_at: float
+    previous_plan: str | None = None
+    plan: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +211,7 @@ class ContextLimitsRow:
     max_speculation_length: int
     after_group_id: int
     added_at: float
+    max_copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +269,7 @@ class Commit:
     reports: Sequence[ReportRow | tuple[object, ...]] = ()
     acceptance: Sequence[AcceptanceRow] = ()
     latency_cells: Sequence[LatencyCellRow] = ()
+    plan_estimates: Sequence[PlanEstimateRow] = ()
     states: Sequence[StateRow] = ()
     decisions: Sequence[DecisionRow] = ()
     drift_events: Sequence[DriftEventRow] = ()

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator.plans.plan import Copies, Plan
+
 
 @dataclass(frozen=True, slots=True)
 class ContextKey:
@@ -28,10 +30,14 @@ class ContextKey:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a worker can do. Lengths 0..max_speculation_length and batch sizes 1..max_batch_size are allowed."""
+    """What a worker can do. Lengths 0..max_speculation_length and batch sizes 1..max_batch_size are allowed.
+
+    max_copied_tokens: that a row can copy in one step; 0: it cannot.
+    """
 
     max_batch_size: int = 32
     max_speculation_length: int = 8
+    max_copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,8 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     teaches_latency, teaches_acceptance: False where a flag of the report forbids it (a catch-up step says nothing
     about latency, for example).
     by_class: (class of request, its histogram) for the classes in the batch, adding up to accepted_histogram; empty where
-    the worker does not tell them apart.
+    the worker does not tell them apart. copying: what copying did, where the plan copies and other flags leave it to teach;
+    the rest teaches neither latency nor acceptance then.
     """
 
     batch_size: int
@@ -72,6 +79,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     teaches_latency: bool = True
     teaches_acceptance: bool = True
     by_class: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    copying: Copies | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +126,23 @@ class LengthEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The length believed best for one bucket, with what it was chosen over."""
+    """The length believed best for one bucket, with what it was chosen over.
+
+    plan: for workers that can copy, where one that does is believed to be better.
+    """
 
     bucket: Bucket
     speculation_length: int
     ms_per_token: float | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A change of a bucket's choice, with both estimates and the reason, in words."""
+    """A change of a bucket's choice, with both estimates and the reason, in words.
+
+    plan, previous_plan: where rows copy, or did; the lengths are those of the draft model then.
+    """
 
     context: ContextKey
     bucket: Bucket
@@ -137,6 +152,8 @@ class Decision:
     previous_ms_per_token: float | None
     ms_per_token: float | None
     reason: str
+    previous_plan: Plan | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +205,12 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An exploratory length for one step of one worker."""
+    """An exploratory length, or a plan that copies, for one step of one worker."""
 
     probe_id: int
     bucket: Bucket
     speculation_length: int
+    plan: Plan | None = None
 
 
 @dataclass(slots=True)

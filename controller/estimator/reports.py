@@ -17,7 +17,9 @@ class Reports:
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans_of(workers)
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class = zip(*steps, strict=True)
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, copying = zip(
+            *steps, strict=True
+        )
         for name, values, most in (
             ("batch_size", batch, limits.max_batch_size),
             ("speculation_length", length, limits.max_speculation_length),
@@ -26,6 +28,8 @@ class Reports:
                 raise ValueError(f"{name} {max(values)} is beyond the context's limit of {most}")
         self.batch, self.length, self.seconds = np.array(batch), np.array(length), np.array(seconds)
         self.context, self.teaches_latency = np.array(context), np.array(times)
+        self.steps = steps
+        self.copied = [at for at, told in enumerate(copying) if told is not None] if any(copying) else []
         self.judged = self.length * accepts  # positions that say something of acceptance
 
     def parts(self, positions: int, bands: np.ndarray) -> Parts:

@@ -6,6 +6,7 @@ import json
 from typing import Any, Protocol
 
 from speclen.controller.estimator.core import Profile, ProfileCell, StepObservation
+from speclen.controller.wire.copies import stored_copies
 from speclen.controller.wire.flags import named_flags
 from speclen.controller.wire.ingest import CLASSES
 
@@ -27,6 +28,8 @@ class StoredReport(Protocol):
     def flags(self) -> str: ...
     @property
     def class_histograms(self) -> str | None: ...
+    @property
+    def copying(self) -> str | None: ...
 
 
 def observation_of(report: StoredReport) -> StepObservation:
@@ -42,6 +45,7 @@ def observation_of(report: StoredReport) -> StepObservation:
         flags.teaches_latency,
         flags.teaches_acceptance,
         tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
+        stored_copies(report.copying, flags),
     )
 
 

@@ -24,6 +24,7 @@ from speclen.store.schema.first_views import (
     PREDICTION_ERROR,
     WORKER_HEALTH,
 )
+from speclen.store.schema.plans import CHANGES as PLANS
 from speclen.store.schema.seen import CHANGES as SEEN
 
 DRIFT_EVENTS_2 = """\
@@ -138,4 +139,5 @@ STEPS: dict[str, tuple[str, ...]] = {
     "m006_choices": (CHOICES,),
     "m007_unlike_workers": _made_anew("drift_events", DRIFT_EVENTS_3, DRIFT_EVENT_COLUMNS),
     "m008_seen": SEEN,
+    "m009_plans": PLANS,
 }
