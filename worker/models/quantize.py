@@ -50,7 +50,7 @@ def round_weights(model: Any) -> None:
             # GPT-2's linear layers have [inputs, outputs].
             rounded = _rounded(module.weight, dim=0 if isinstance(module, Conv1D) else 1)
             module.weight.copy_(rounded.widened())
-            module.weight.int8 = rounded  # type: ignore[union-attr]
+            module.weight.int8 = rounded  # type: ignore[attr-defined]
 
 
 def _rounded(weight: torch.Tensor, dim: int) -> Int8Weight:
