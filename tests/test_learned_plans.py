@@ -185,7 +185,7 @@ def test_no_report_of_copying_breaks_it(seed):
             histogram = tuple(rng.multinomial(batch, np.ones(length + 1) / (length + 1)).tolist())
             told = None if rng.random() < 0.3 else copies
             group.append(
-                StepObservation(batch, length, seconds, histogram, 100.0, told is None, told is None, (), told)
+                StepObservation(batch, length, seconds, histogram, 100.0, told is None, told is None, (), copying=told)
             )
         estimator.observe(KEY, group, "w")
         estimator.take_probe(KEY, None, 4, "w", 16)

@@ -239,7 +239,7 @@ class Context:
         """
         group, previous = self.group_of(worker), self.last_length.pop(worker, -1)
         for step in steps:
-            resumed = previous == 0 < step.speculation_length and step.copying is None
+            resumed = previous == 0 < step.speculation_length and step.copying is None and step.num_steps == 1
             if resumed and not step.teaches_latency and group.choice.decided:
                 usual = float(group.choice.seconds[group.times.bucket_of[step.batch_size], step.speculation_length])
                 extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
@@ -262,7 +262,7 @@ class Context:
             peer = self.workers.peer(worker)
             if peer is not None:
                 speed = times.watch.speed_of(worker).mean
-                self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed)
+                self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed, steps.num_steps[span])
 
     def compare(self, num_reports: int) -> list[DriftEvent]:
         """Compare workers when it is time; returns who was found unlike the others."""

@@ -9,6 +9,7 @@ from speclen.controller.estimator.core import Profile, ProfileCell, StepObservat
 from speclen.controller.wire.copies import stored_copies
 from speclen.controller.wire.flags import named_flags
 from speclen.controller.wire.ingest import CLASSES
+from speclen.controller.wire.sums import geometric_mean
 
 
 class StoredReport(Protocol):
@@ -29,6 +30,10 @@ class StoredReport(Protocol):
     @property
     def class_histograms(self) -> str | None: ...
     @property
+    def num_steps(self) -> int: ...
+    @property
+    def latency_sd_s(self) -> float | None: ...
+    @property
     def copying(self) -> str | None: ...
 
 
@@ -39,12 +44,13 @@ def observation_of(report: StoredReport) -> StepObservation:
     return StepObservation(
         report.batch_size,
         report.speculation_length,
-        report.latency_s,
+        geometric_mean(report.latency_s, report.latency_sd_s) if report.latency_sd_s else report.latency_s,
         tuple(json.loads(report.accepted_histogram)),
         report.mean_context_length,
         flags.teaches_latency,
         flags.teaches_acceptance,
         tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
+        report.num_steps,
         stored_copies(report.copying, flags),
     )
 

@@ -1,4 +1,4 @@
-"""Plans that copy: columns, a table and views of the step m009."""
+"""Plans that copy: columns, a table and views of the step m010."""
 
 from __future__ import annotations
 
