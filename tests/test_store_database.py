@@ -223,7 +223,7 @@ def make_room(store: Store) -> None:
     store._connection.execute("PRAGMA max_page_count = 1000000")
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> None:
+def wait_for(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

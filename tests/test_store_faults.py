@@ -18,7 +18,7 @@ from speclen.store.records import Commit, StateRow
 from speclen.store.retention import Retention
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import structlog
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.server import Running, quiet_interpreter, running, serve_page
+from speclen.controller.service.assembly import Running
+from speclen.controller.service.server import quiet_interpreter, running, serve_page
 from speclen.store.backup import is_empty
 from speclen.store.connection import StoreError
 from speclen.transport.supervision import PartFailedError
