@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,23 @@ from speclen.transport.balancing import balanced
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import setting
 
+# A request whose worker is gone before anything came of it is sent once more; gRPC never repeats one that has begun to
+# stream. Ray's proxy says INTERNAL for a worker that died, and so does a worker whose step failed.
+RETRY = {
+    "methodConfig": [
+        {
+            "name": [{"service": "speclen.v1.GenerationService"}],
+            "retryPolicy": {
+                "maxAttempts": 2,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "0.2s",
+                "backoffMultiplier": 1,
+                "retryableStatusCodes": ["UNAVAILABLE", "INTERNAL"],
+            },
+        }
+    ]
+}
+OPTIONS = (("grpc.service_config", json.dumps(RETRY)),)
 # Settings of ClientConfig that are about protection, as the verbs take them.
 SECURITY = ("ca", "cert", "key", "token_file")
 
@@ -57,7 +75,7 @@ class Client:
             split_address(flag, address)
         except ValueError as error:
             raise UserError(str(error)) from error
-        return self._open(address, ())
+        return self._open(address, OPTIONS)
 
     def balanced_channel(self, addresses: str, flag: str = "--worker") -> grpc.Channel:
         """A channel over which gRPC shares calls out among several servers, or all that a name stands for.
@@ -69,12 +87,14 @@ class Client:
             target, options = balanced(flag, addresses)
         except ValueError as error:
             raise UserError(str(error)) from error
-        return self._open(target, options)
+        return self._open(target, [*OPTIONS, *options])
 
     def _open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
         if self._credentials is None:
-            return grpc.intercept_channel(grpc.insecure_channel(target, options), *self._interceptors)
-        return grpc.intercept_channel(grpc.secure_channel(target, self._credentials, options), *self._interceptors)
+            channel = grpc.insecure_channel(target, options)
+        else:
+            channel = grpc.secure_channel(target, self._credentials, options)
+        return grpc.intercept_channel(channel, *self._interceptors)
 
     def explain(self, error: grpc.RpcError, kind: str, address: str) -> str:
         """One sentence for a call to the worker or controller (`kind`) at an address that failed."""

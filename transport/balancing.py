@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 from typing import Any
 
 from speclen.transport.address import split_address
-
-# A call that no server has begun to answer is tried once more; the balancer gives it to the next that is ready.
-SERVICE_CONFIG = json.dumps(
-    {
-        "loadBalancingConfig": [{"round_robin": {}}],
-        "methodConfig": [
-            {
-                "name": [{"service": "speclen.v1.GenerationService"}],
-                "retryPolicy": {
-                    "maxAttempts": 2,
-                    "initialBackoff": "0.1s",
-                    "maxBackoff": "1s",
-                    "backoffMultiplier": 2,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
-                },
-            }
-        ],
-    }
-)
 
 Option = tuple[str, Any]
 
@@ -37,7 +17,7 @@ def balanced(flag: str, addresses: str) -> tuple[str, list[Option]]:
     A single name is left to gRPC's resolver, which balances over all its addresses. Several are looked up here, since a
     target holds numbers alone then. Raises ValueError naming the flag.
     """
-    options: list[Option] = [("grpc.service_config", SERVICE_CONFIG)]
+    options: list[Option] = [("grpc.lb_policy_name", "round_robin")]
     named = [each.strip() for each in addresses.split(",")]
     if len(named) == 1:
         split_address(flag, named[0])
