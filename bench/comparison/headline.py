@@ -1,11 +1,14 @@
-"""Write the headline table of docs/results/README.md from the results of `speclen bench serve` that are committed.
+"""Write the tables of docs/results/README.md from the results that are committed, and the figures beside it.
 
-The table stands between two markers, so that it never says anything but what docs/results/serve/*.json say. --check
-fails when it does.
+    python -m speclen.bench.comparison.headline [--check]
+
+Each table stands between two markers, so that it never says anything but what the files say; each figure names the file
+and the fingerprint of what it was drawn from. --check changes nothing and fails where page, figures and files disagree.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -13,112 +16,283 @@ from typing import Any
 
 import typer
 
-from speclen.bench.marked import insert
+from speclen.bench.comparison import paper_table, peers_table
+from speclen.bench.comparison.document import comparison_of, read_document
+from speclen.bench.comparison.rounds import Comparison
+from speclen.bench.comparison.stats import Interval
+from speclen.bench.marked import begin_of, insert
+from speclen.bench.serving.survey import load_survey
 from speclen.bench.serving.tracks import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
-# heading, contender it is against; the best fixed length differs by track.
+# heading, policy that adaptive is put against; the best fixed length differs by track
 COLUMNS = (
     ("no speculation", "none"),
     ("best fixed length", None),
-    ("offline table", "profile"),
-    ("oracle", "oracle"),
+    ("copying alone", "copy"),
+    ("frozen table", "profile"),
+    ("paper's model", "paper"),
+    ("throughput-aware", "throughput-aware"),
+    ("oracle of lengths", "oracle"),
+    ("oracle of plans", "oracle-plans"),
 )
+# track, reference (None: best fixed), aim for the ratio of mean latencies
+AIMS = (
+    ("mixed", None, 0.85),
+    ("mixed", "oracle", 0.95),
+    ("copying", None, 0.65),
+    ("steady-low", None, 1.03),
+    ("steady-high", None, 1.03),
+    ("wrong-profile", "profile", 0.80),
+)
+COLD_AIM = 1.05
+FIGURES = ("mixed", "copying")
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
-    """In the order of the tracks. Raises ValueError for a file that is no comparison, or one of a --quick run."""
-    results = []
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """By track, in the order of the tracks. Raises ValueError for a file that is no comparison, or of a --quick run."""
+    found = {}
     for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text("utf-8"))
-        if content.get("format") != "speclen-serve-1":
-            raise ValueError(f"{path} is not a result of `speclen bench serve --out`")
-        if content["quick"]:
+        if path.name == "survey.json":
+            continue
+        document = read_document(path)
+        if document["quick"]:
             raise ValueError(f"{path} comes from --quick: run it again without")
-        results.append(content | {"file": path.name})
-    order = list(SCENARIOS)
-    return sorted(results, key=lambda r: order.index(r["track"]["name"]) if r["track"]["name"] in order else 99)
+        found[document["track"]] = document | {"file": path.name}
+    order = [*SCENARIOS, *found]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
 
 
-def ratio_to(result: dict[str, Any], reference: str | None) -> str:
-    """ "48% lower (45 to 51)": mean latency of adaptive against the reference, with its 95% interval."""
-    for ratio in result["ratios"]:
-        if ratio["contender"] == "adaptive" and ratio["reference"] == reference and ratio["interval"]:
-            left_out = " *" if ratio["num_left_out"] else ""
-            return in_words(**ratio["interval"]) + left_out
-    return "–"
-
-
-def in_words(value: float, low: float, high: float) -> str:
-    if low <= 1.0 <= high:
-        return f"no difference shown ({percent(low)} to {percent(high)})"
-    direction, shares = (
-        ("lower", (1 - value, 1 - high, 1 - low)) if value < 1 else ("higher", (value - 1, low - 1, high - 1))
-    )
-    return f"{100 * shares[0]:.0f}% {direction} ({100 * shares[1]:.0f} to {100 * shares[2]:.0f})"
-
-
-def percent(ratio: float) -> str:
-    return f"{round(100 * (ratio - 1)):+d}%"
-
-
-def table(results: list[dict[str, Any]]) -> str:
+def ratio_table(results: dict[str, dict[str, Any]]) -> str:
+    """adaptive against the others, a row a track."""
     lines = [
-        f"| mean latency of `adaptive` on | {' | '.join(f'against {heading}' for heading, _ in COLUMNS)} |",
+        f"| mean latency of `adaptive` against | {' | '.join(heading for heading, _ in COLUMNS)} |",
         "|---|" + "---|" * len(COLUMNS),
     ]
-    for result in results:
-        name, best = result["track"]["name"], result["best_fixed"]
+    for track, document in results.items():
+        comparison = comparison_of(document)
+        best = comparison.best_fixed()
         cells = []
         for heading, reference in COLUMNS:
-            tried = reference or any(contender.startswith("fixed:") for contender in result["contenders"])
-            text = ratio_to(result, reference or best) if tried else "–"
-            cells.append(f"{text} ({best})" if heading == "best fixed length" and text != "–" else text)
-        lines.append(f"| [`{name}`](serve/{result['file']}) | {' | '.join(cells)} |")
+            name = reference or best
+            interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
+            text = "–" if interval is None else in_words(interval)
+            cells.append(f"{text} (`{best}`)" if heading == "best fixed length" and interval else text)
+        lines.append(f"| [`{track}`](serve/{document['file']}) | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *footnotes(results)])
 
 
-def footnotes(results: list[dict[str, Any]]) -> list[str]:
+def in_words(interval: Interval) -> str:
+    """ "0.82 (0.80 to 0.84)"; bold where the interval shows a difference."""
+    text = f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+    return text if interval.low <= 1.0 <= interval.high else f"**{text}**"
+
+
+def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
     """What the figures were measured on, and what takes away from them."""
-    machines = {f"{r['machine']['cores']} cores of {r['machine']['processor']}" for r in results}
-    targets = {f"{r['worker']['target']} ({r['context']['dtype']})" for r in results}
+    if not results:
+        return ["Nothing has been measured yet."]
+    machines = sorted({f"{r['machine']['cores']} cores of {r['machine']['processor']}" for r in results.values()})
+    targets = sorted({f"{r['worker']['target']} ({r['context']['dtype']})" for r in results.values()})
+    commits = sorted({f"`{r['commit']}`" for r in results.values()})
+    rounds = [f"{track} {r['num_rounds']}" for track, r in results.items()]
+    outputs = [one for r in results.values() for one in r["outputs"]]
+    same, compared = sum(one["num_same"] for one in outputs), sum(one["num_compared"] for one in outputs)
+    worst = max(one["worst_miss_logits"] for one in outputs)
     notes = [
-        f"Measured on {' and '.join(sorted(machines))} with {' and '.join(sorted(targets))}; 95% confidence over "
-        f"{min(r['repeats'] for r in results)} or more interleaved repeats; greedy, every policy served the same requests."
+        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1. Rounds: "
+        f"{', '.join(rounds)}. Machine: {' and '.join(machines)}, {' and '.join(targets)}, commit {', '.join(commits)}.",
+        "",
+        f"Of {compared} outputs {same} were the same under both policies in every token. Where two parted, the target "
+        f"alone was asked in {sum(one['num_examined'] for one in outputs)} cases: all are ties, at most {worst:.2f} logits "
+        f"apart, where {outputs[0]['tie_logits']:g} is allowed in {next(iter(results.values()))['context']['dtype']}.",
     ]
-    if any(ratio["num_left_out"] for r in results for ratio in r["ratios"]):
-        notes.append("\\* Failed requests are left out; the result's file counts them.")
-    short = [r["track"]["name"] for r in results if any("too short" in note for note in r["notes"])]
-    if short:
-        notes.append(f"Too short for its intervals: {', '.join(short)}.")
+    for track, r in results.items():
+        remarks = [note for note in r["notes"] if "dropped" not in note]
+        notes += ["", f"`{track}`: {'; '.join(remarks)}."] if remarks else []
     return notes
+
+
+def aims_table(results: dict[str, dict[str, Any]]) -> str:
+    lines = ["| track | against | aim | measured | |", "|---|---|---|---|---|"]
+    for track, reference, aim in AIMS:
+        if track not in results:
+            lines.append(f"| `{track}` | {reference or 'best fixed length'} | {aim:.2f} | not measured | |")
+            continue
+        comparison = comparison_of(results[track])
+        name = reference or comparison.best_fixed()
+        interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
+        lines.append(aim_row(track, reference or f"best fixed length (`{name}`)", aim, interval))
+    if "cold" in results:
+        comparison = comparison_of(results["cold"])
+        interval = comparison.ratio("cold", "adaptive", settled=True).interval
+        lines.append(aim_row("cold", "the same, warm, after 1,000 steps", COLD_AIM, interval))
+    return "\n".join(lines)
+
+
+def aim_row(track: str, against: str, aim: float, interval: Interval | None) -> str:
+    if interval is None:
+        return f"| `{track}` | {against} | {aim:.2f} | not measured | |"
+    fate = "reached" if interval.value <= aim else "missed"
+    if interval.low <= aim <= interval.high:
+        fate += ", within the interval"
+    return f"| `{track}` | {against} | {aim:.2f} | {in_words(interval)} | {fate} |"
+
+
+def policies_table(results: dict[str, dict[str, Any]]) -> str:
+    """Every policy's latency over adaptive's, a column a track: over 1 is slower than adaptive."""
+    names = list(dict.fromkeys(name for r in results.values() for name in r["policies"] if name != "adaptive"))
+    comparisons = {track: comparison_of(r) for track, r in results.items()}
+    lines = [f"| latency over that of `adaptive` | {' | '.join(f'`{track}`' for track in results)} |"]
+    lines.append("|---|" + "---|" * len(results))
+    for name in names:
+        lines.append(f"| `{name}` | {' | '.join(cell_of(c, name) for c in comparisons.values())} |")
+    return "\n".join(lines)
+
+
+def cell_of(comparison: Comparison, name: str) -> str:
+    if name not in comparison.policies:
+        return "–"
+    interval = comparison.ratio(name, "adaptive").interval
+    if interval is None:
+        return "–"
+    text = f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
+    return f"{text}, dropped" if name in comparison.dropped else text
+
+
+def survey_table(path: Path) -> str:
+    """Tokens a second by requests at a time and plan."""
+    if not path.exists():
+        return "Nothing has been surveyed yet."
+    survey = load_survey(path)
+    sizes = survey.concurrencies
+    plans = list(dict.fromkeys(words for _, words in survey.tokens))
+    lines = [
+        f"| tokens/s at so many requests at a time | {' | '.join(map(str, sizes))} |",
+        "|---|" + "---|" * len(sizes),
+    ]
+    for words in sorted(plans, key=lambda w: ("copy" in w, w)):
+        cells = []
+        for size in sizes:
+            if (size, words) not in survey.tokens:
+                cells.append("–")
+                continue
+            text = f"{survey.tokens_per_s((size, words)):.0f}"
+            best = words in (str(survey.best_plan(size)), str(survey.best_plan(size, drafts_only=True)))
+            cells.append(f"**{text}**" if best else text)
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Bold: the best length, and the best plan. {survey.outlook().capitalize()}."])
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """Everything between markers, by name."""
+    results = read_results(folder / "serve")
+    return {
+        "headline": ratio_table(results),
+        "aims": aims_table(results),
+        "policies": policies_table(results),
+        "survey": survey_table(folder / "serve" / "survey.json"),
+        "paper": paper_table.table(folder / "lengths.json"),
+        "peers": peers_table.table(folder / "peers.json"),
+        "readme": in_a_sentence(results.get("mixed")),
+    }
+
+
+def in_a_sentence(document: dict[str, Any] | None) -> str:
+    """What README says about latency, from the track `mixed`."""
+    if document is None:
+        return "What that is worth has not been measured in this state."
+    comparison = comparison_of(document)
+    best = comparison.best_fixed()
+    named = {
+        "none": "plain decoding's",
+        best: f"that of the best fixed length (`{best}`)",
+        "profile": "that of a frozen table",
+    }
+    found = []
+    for name, words in named.items():
+        if name in comparison.policies and (interval := comparison.ratio("adaptive", name).interval):
+            found.append(f"{interval.value:.2f} times {words} ({interval.low:.2f} to {interval.high:.2f})")
+    cores, target = document["machine"]["cores"], document["worker"]["target"]
+    return (
+        f"On {cores} CPU cores with `{target}`, mixed requests and a load that varies, learning included, mean latency is\n"
+        + ",\n".join(found)
+        + "."
+    )
+
+
+def pages_of(folder: Path) -> list[Path]:
+    """The page of results, and the project's README where that is above it."""
+    return [page for page in (folder / "README.md", folder.parents[1] / "README.md") if page.exists()]
+
+
+def updated(page: str, blocks: dict[str, str]) -> str:
+    """The page with every block whose markers it has."""
+    for name, block in blocks.items():
+        if begin_of(name) in page:
+            page = insert(page, name, block)
+    return page
+
+
+def figure_of(folder: Path, track: str) -> tuple[Path, str]:
+    """Where the figure of a track is, and the words that it must hold: what it was drawn from."""
+    content = (folder / "serve" / f"{track}.json").read_bytes()
+    return folder / "serve" / f"{track}.svg", f"{track}.json {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def draw_figures(folder: Path) -> None:
+    from speclen.bench.comparison.plot import plot
+
+    for track in FIGURES:
+        if (folder / "serve" / f"{track}.json").exists():
+            path, words = figure_of(folder, track)
+            plot(read_document(folder / "serve" / f"{track}.json"), path)
+            text = path.read_text("utf-8")
+            path.write_text(text.replace("</svg>", f"<!-- drawn from {words} -->\n</svg>"), "utf-8")
+
+
+def differences(folder: Path, pages: list[Path]) -> list[str]:
+    """What disagrees with the files, in words; a table that stands nowhere, too."""
+    texts = [page.read_text("utf-8") for page in pages]
+    found = []
+    for name, block in tables(folder).items():
+        if all(updated(text, {name: block}) == text for text in texts) and any(
+            begin_of(name) in text for text in texts
+        ):
+            continue
+        found.append(f"the table {name}")
+    for track in FIGURES:
+        if not (folder / "serve" / f"{track}.json").exists():
+            continue
+        path, words = figure_of(folder, track)
+        if not path.exists() or words not in path.read_text("utf-8"):
+            found.append(f"the figure {path.name}")
+    return found
 
 
 def main(
     check: bool = typer.Option(False, help="Change nothing; fail when the page is not what the results say."),
-    results: Path = ROOT / "docs/results/serve",
-    page: Path = ROOT / "docs/results/README.md",
+    folder: Path = ROOT / "docs/results",
 ) -> None:
-    """Update the page's headline table from the committed results."""
+    """Update tables and figures of the page from the committed results."""
+    pages = pages_of(folder)
     try:
-        found = read_results(results)
-        if not found:
-            raise ValueError(f"{results} holds no results: make some with `speclen bench serve --out`")
-        old = page.read_text("utf-8")
-        new = insert(old, "headline", table(found))
-    except (OSError, ValueError, KeyError) as error:
+        if check:
+            if wrong := differences(folder, pages):
+                print(
+                    f"headline: {', '.join(wrong)} of {folder} is not what the files say: run python -m "
+                    "speclen.bench.comparison.headline",
+                    file=sys.stderr,
+                )
+                raise typer.Exit(1)
+            return
+        draw_figures(folder)
+        blocks = tables(folder)
+        for page in pages:
+            page.write_text(updated(page.read_text("utf-8"), blocks), "utf-8")
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         print(f"headline: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
-    if check:
-        if new != old:
-            print(
-                "headline: the page is not what its results say: run python -m speclen.bench.comparison.headline",
-                file=sys.stderr,
-            )
-            raise typer.Exit(1)
-    else:
-        page.write_text(new, "utf-8")
-        print(table(found))
 
 
 if __name__ == "__main__":

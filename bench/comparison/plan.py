@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import sys
@@ -111,7 +110,7 @@ def visitor(plan: Plan, worker: WarmWorker, rounds: int = 2) -> Callable[[int, D
         worker.open(Policy("survey", (drafting,) * plan.settings.max_batch_size))
         worker.use("survey")
         try:
-            return asyncio.run(
+            return worker.runner.run(
                 closed_loop(
                     *(worker.address, concurrency, next_request, MEAN_OUTPUT_TOKENS),
                     *(SURVEY_WARM_UP_S, plan.cell_s / rounds),

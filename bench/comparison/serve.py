@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -145,7 +144,7 @@ class Session:
         served = {}
         for name in order:
             self._begin(self.policies[name])
-            served[name] = asyncio.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
+            served[name] = self.worker.runner.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
             say(line_of(number, name, served[name]))
         self.outputs.add(block.arrivals, prompts, {name: one.outcomes for name, one in served.items()})
         steps = self.plan.recipe.settle_steps

@@ -31,7 +31,7 @@ PROMPT_TOKENS = {
 # A conversation's next turn sends all of it again, and as many tokens more.
 FIRST_TURN_TOKENS, TURN_TOKENS, MAX_TURNS, CONTINUED_SHARE = 64, 64, 4, 0.6
 GRID_POINTS = 2001  # for turning a ramp into arrival times: finer than any gap that matters
-MAX_ARRIVALS = 20_000
+MAX_ARRIVALS = 100_000
 MAX_DRAWS = 20
 
 

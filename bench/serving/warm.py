@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -42,6 +43,8 @@ class WarmWorker:
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
     controllers: dict[str, Child] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
+    # One event loop for all that is asked of the worker: gRPC's queue of events stays with the loop that it met first.
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __enter__(self) -> WarmWorker:
@@ -95,6 +98,7 @@ class WarmWorker:
             for pipe in (self.process.stdin, self.process.stdout):
                 if pipe is not None:
                     pipe.close()
+        self.runner.close()
         self.folder.cleanup()
 
     @property
