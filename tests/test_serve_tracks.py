@@ -7,16 +7,8 @@ import pytest
 import tiny_models
 
 from speclen.bench.serving.prompts import HEAD_TOKENS, KINDS, PromptDrawer
-from speclen.bench.serving.tracks import (
-    MEAN_OUTPUT_TOKENS,
-    MIXED,
-    SCENARIOS,
-    TURN_TOKENS,
-    arrival_times,
-    draw_requests,
-    make_block,
-    scenario_of,
-)
+from speclen.bench.serving.recipes import MIXED, SCENARIOS, scenario_of
+from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, TURN_TOKENS, arrival_times, draw_requests, make_block
 
 CAPACITY = 1400.0
 

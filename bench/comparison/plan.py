@@ -18,15 +18,9 @@ from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Yield, closed_loop, explain, make_request
 from speclen.bench.serving.policies import Policy, parse_policies
 from speclen.bench.serving.prompts import PromptDrawer
+from speclen.bench.serving.recipes import ALIASES, SCENARIOS, TrackRecipe, scenario_of
 from speclen.bench.serving.survey import Survey, capacity_cells, exhaustive_cells, load_survey, measure
-from speclen.bench.serving.tracks import (
-    ALIASES,
-    MEAN_OUTPUT_TOKENS,
-    SCENARIOS,
-    TrackRecipe,
-    draw_requests,
-    scenario_of,
-)
+from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, draw_requests
 from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError
 from speclen.transport.settings import check_bounds, setting
