@@ -148,18 +148,19 @@ class Watch:
         return by_step(spans, [each.mean for each in speeds]), by_step(spans, [each.variance for each in speeds])
 
     def follow(
-        self, spans: Spans, surprise: FloatArray, unsure: FloatArray, noise: float
+        self, spans: Spans, surprise: FloatArray, unsure: FloatArray, noise: float, count: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Follow the speeds. surprise: over the prediction, speed included; unsure, noise: variances, of model and report.
+        """Follow the speeds. surprise: over the prediction, speed included; unsure, noise: variances, of model and step;
+        count: steps of each report.
 
         Returns speeds and what each report counts for, both [n]: what a speed may have wrong all reports of its worker have
         wrong together.
         """
         starts = [span.start for _, span in spans]
-        sums = np.add.reduceat(surprise, starts).tolist(), np.add.reduceat(unsure, starts).tolist()
+        sums = [np.add.reduceat(each, starts).tolist() for each in (surprise * count, unsure * count, count)]
         speeds, shares = [], []
-        for (worker, span), surprised, doubt in zip(spans, *sums, strict=True):
-            speed, size = self.speed_of(worker), span.stop - span.start
+        for (worker, _), surprised, doubt, size in zip(spans, *sums, strict=True):
+            speed = self.speed_of(worker)
             speed.learn(surprised / size, (doubt + noise) / size, size)
             speeds.append(speed.mean)
             shares.append(noise / (noise + size * speed.variance))

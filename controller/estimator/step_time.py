@@ -58,6 +58,7 @@ class Steps(NamedTuple):
     """A group of steps: batch, length, context (tokens held per row), seconds, weight, all [n].
 
     offset: log time that its worker's steps are known to take longer than others'. spans: each worker and its place.
+    num_steps: that each entry stands for, whose noise is less by its root.
     """
 
     batch: np.ndarray
@@ -67,6 +68,7 @@ class Steps(NamedTuple):
     weight: FloatArray
     offset: FloatArray
     spans: Spans
+    num_steps: FloatArray
 
 
 class StepTimes:
@@ -151,8 +153,8 @@ class StepTimes:
         cell = self.cell_of(steps.batch, steps.length)
         seconds = np.minimum(np.maximum(steps.seconds, SHORTEST_S), LONGEST_S)
         log_s = np.log(seconds) - steps.offset
-        self.num_seen += np.bincount(cell, minlength=self.num_cells)
-        self.total_s += np.bincount(cell, seconds, self.num_cells)
+        self.num_seen += np.bincount(cell, steps.num_steps, self.num_cells)
+        self.total_s += np.bincount(cell, seconds * steps.num_steps, self.num_cells)
         if steps.context.any():
             self._follow_context(steps)
         if not self.known and not self._warm_up(steps, log_s):
@@ -162,8 +164,8 @@ class StepTimes:
     def _follow_context(self, steps: Steps) -> None:
         """How many tokens the rows of a bucket usually hold."""
         bucket = self.bucket_of[steps.batch]
-        count = np.bincount(bucket, minlength=len(self.buckets))
-        mean = np.bincount(bucket, steps.context, len(self.buckets)) / np.maximum(count, 1)
+        count = np.bincount(bucket, steps.num_steps, len(self.buckets))
+        mean = np.bincount(bucket, steps.context * steps.num_steps, len(self.buckets)) / np.maximum(count, 1)
         rate = np.where(self.usual_context > 0.0, np.minimum(count / CONTEXT_REPORTS, 1.0), count > 0)
         self.usual_context += rate * (mean - self.usual_context)
 
@@ -194,28 +196,28 @@ class StepTimes:
 
     def _learn(self, steps: Steps, cell: np.ndarray, log_s: FloatArray, predicted: FloatArray) -> float:
         """Add a group to the evidence of its cells; returns the statistic of a change, if one was found, else 0."""
-        noise, unsure, spans = self.noise**2, self.variance[cell], steps.spans
+        noise, unsure, spans, count = self.noise**2, self.variance[cell], steps.spans, steps.num_steps
         now, doubt = self.watch.now(spans)
         raw = log_s - predicted - now
-        clipped = self._clipped(raw, np.sqrt(unsure + noise + doubt), cell)
+        clipped = self._clipped(raw, np.sqrt(unsure + noise / count + doubt), self.noise / np.sqrt(count), cell)
         # What was cut off says that the mean is elsewhere, but not where: it counts for as much less (Huber's weights).
         trust = np.abs(clipped) / np.maximum(np.maximum(np.abs(raw), np.abs(clipped)), 1e-9)
         self.surprise = clipped + now
-        now, share = self.watch.follow(spans, clipped, unsure, noise)
-        self.clock += len(cell)
-        self._add(cell, steps.weight * share * trust, predicted + self.surprise - now, steps.context)
+        now, share = self.watch.follow(spans, clipped, unsure, noise, count)
+        self.clock += int(count.sum())
+        self._add(cell, steps.weight * count * share * trust, predicted + self.surprise - now, steps.context)
         if self.clock - self.fitted_at >= min(RENEWED_SHARE * float(self.evidence.sum()), RENEWED_REPORTS):
             self.fitted_at = self.clock
             self._fit()
         else:
             self._combine()
-        found = self.watch.changed(spans, steps.length, (self.surprise - now) / np.sqrt(unsure + noise))
+        found = self.watch.changed(spans, steps.length, (self.surprise - now) / np.sqrt(unsure + noise / count))
         if found:
             self._start_anew()
         return found
 
-    def _clipped(self, surprise: FloatArray, width: FloatArray, cell: np.ndarray) -> FloatArray:
-        """Surprises without slow steps; follows the noise on the way.
+    def _clipped(self, surprise: FloatArray, width: FloatArray, own: FloatArray, cell: np.ndarray) -> FloatArray:
+        """Surprises without slow steps; follows the noise on the way. own: the noise of each report alone.
 
         Where a group shows a cell three times their median is the yardstick, else the prediction with its doubt.
         """
@@ -223,7 +225,7 @@ class StepTimes:
         often = np.bincount(cell)[cell] >= 3
         for many in set(cell[often].tolist()):
             here = (cell == many).nonzero()[0]
-            centre[here], width[here] = sorted(surprise[here].tolist())[len(here) // 2], self.noise
+            centre[here], width[here] = sorted(surprise[here].tolist())[len(here) // 2], own[here]
         z = (surprise - centre) / width
         # Half of all surprises lie within 0.674 standard deviations.
         outside = int(np.count_nonzero(np.abs(z) > 0.674))

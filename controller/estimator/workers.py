@@ -75,6 +75,10 @@ class Workers:
             peer = self.peers[worker] = Peer(self.num_cells)
         return peer
 
+    def tells_apart(self, worker: str) -> bool:
+        """Whether the worker is known by itself, or will be."""
+        return worker in self.peers or len(self.peers) < MOST_WORKERS
+
     def weight(self, peer: Peer | None) -> float:
         """What a report counts for: as much as any, but a worker not yet compared has no more say than the others."""
         if peer is None or peer.compared or len(self.peers) < 2:
@@ -83,17 +87,24 @@ class Workers:
         fair = (sum(others) + 8.0) / max(len(others), 1)
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
 
-    def record_times(self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: float) -> None:
-        """Add log times of a worker's steps. surprise: over the shared model's usual ones. speed: of the moment."""
-        fade = math.exp(-len(cell) / MEMORY_REPORTS)
-        peer.count *= fade
-        peer.num_reports = peer.num_reports * fade + len(cell)
-        peer.level += (float(surprise.mean()) - peer.level) * len(cell) / peer.num_reports
-        np.add.at(peer.count, cell, 1.0)
-        np.add.at(peer.mean_log, cell, (log_s - speed - peer.mean_log[cell]) / peer.count[cell])
-        np.add.at(peer.as_seen, cell, (log_s - peer.as_seen[cell]) / peer.count[cell])
+    def record_times(
+        self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: float, count: FloatArray
+    ) -> None:
+        """Add log times of a worker's reports, each of so many steps.
 
-    def record_tokens(self, peer: Peer, tokens: list[float], num_reports: int) -> None:
+        surprise: over the shared model's usual ones. speed: of the moment.
+        """
+        total = float(count.sum())
+        fade = math.exp(-total / MEMORY_REPORTS)
+        peer.count *= fade
+        peer.num_reports = peer.num_reports * fade + total
+        peer.level += (float(surprise @ count) / total - peer.level) * total / peer.num_reports
+        np.add.at(peer.count, cell, count)
+        share = count / peer.count[cell]
+        np.add.at(peer.mean_log, cell, (log_s - speed - peer.mean_log[cell]) * share)
+        np.add.at(peer.as_seen, cell, (log_s - peer.as_seen[cell]) * share)
+
+    def record_tokens(self, peer: Peer, tokens: list[float], num_reports: float) -> None:
         """Add accepted tokens, what the model of its group expected, and the variance of that."""
         fade = math.exp(-num_reports / MEMORY_REPORTS)
         peer.tokens = [old * fade + new for old, new in zip(peer.tokens, tokens, strict=True)]

@@ -20,8 +20,9 @@ from speclen.worker.backends.llama import rewrite
 from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
 from speclen.worker.backends.passes import PassModel
 from speclen.worker.engine.config import BACKENDS, EngineConfig
-from speclen.worker.models.loading import ModelPair, quiet_transformers
+from speclen.worker.models.loading import ModelPair
 from speclen.worker.models.naming import ModelError
+from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
 
