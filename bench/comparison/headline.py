@@ -24,8 +24,9 @@ FIGURES = ("mixed", "copying")  # tracks that are drawn
 
 
 def pages_of(folder: Path) -> list[Path]:
-    """The page of results, and the project's README where that is above it."""
-    return [page for page in (folder / "README.md", folder.parents[1] / "README.md") if page.exists()]
+    """The page of results; and, where they are above it, the paper's and the project's README."""
+    pages = (folder / "README.md", folder.parent / "paper.md", folder.parents[1] / "README.md")
+    return [page for page in pages if page.exists()]
 
 
 def updated(page: str, blocks: dict[str, str]) -> str:

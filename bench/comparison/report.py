@@ -96,7 +96,7 @@ def print_ratios(comparison: Comparison, console: Console) -> None:
 
 def ratio_cells(ratio: Ratio) -> tuple[str, str, str]:
     if ratio.interval is None:
-        return "–", "–", "nothing finished on both sides"
+        return "–", "–", "fewer than two blocks on both sides"
     value, low, high = ratio.interval.value, ratio.interval.low, ratio.interval.high
     return f"{value:.3f}", f"{low:.3f} to {high:.3f}", in_words(value, low, high)
 

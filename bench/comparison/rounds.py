@@ -26,7 +26,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Mean latency of `policy` over that of `reference`; below 1: faster. num_blocks: that both served without failure."""
+    """Mean latency of `policy` over that of `reference`; below 1: faster.
+
+    num_blocks: that both served without failure; interval: None for fewer than two of them.
+    """
 
     policy: str
     reference: str
@@ -64,7 +67,7 @@ class Comparison:
 
     def ratio(self, policy: str, reference: str, settled: bool = False) -> Ratio:
         above, below = self.pairs(policy, reference, settled)
-        return Ratio(policy, reference, ratio_of_sums(above, below) if above else None, len(above))
+        return Ratio(policy, reference, ratio_of_sums(above, below) if len(above) > 1 else None, len(above))
 
     def mean_latency_s(self, policy: str) -> float | None:
         """Over all requests of the blocks that it served; None when it served none without failure."""
