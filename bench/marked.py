@@ -5,7 +5,21 @@ from __future__ import annotations
 # Program that makes each table, as `python -m` takes it.
 HEADLINE = "speclen.bench.comparison.headline"
 MAKERS = {
-    **dict.fromkeys(("headline", "aims", "policies", "survey", "paper", "peers", "readme"), HEADLINE),
+    **dict.fromkeys(
+        (
+            "headline",
+            "aims",
+            "policies",
+            "survey",
+            "paper",
+            "peers",
+            "readme",
+            "figure",
+            "figure_copying",
+            "readme_figure",
+        ),
+        HEADLINE,
+    ),
     "policy_table": "speclen.bench.simulation.policy_table",
 }
 

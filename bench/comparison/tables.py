@@ -39,7 +39,7 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """By track, in the order of the tracks. Raises ValueError for a file that is no comparison, or of a --quick run."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        if path.name == "survey.json":
+        if path.name.startswith("survey"):
             continue
         document = read_document(path)
         if document["quick"]:
@@ -174,6 +174,8 @@ def tables(folder: Path) -> dict[str, str]:
     """Everything between markers, by name."""
     results = read_results(folder / "serve")
     return {
+        "figure": picture_of("mixed", results, "serve/"),
+        "figure_copying": picture_of("copying", results, "serve/"),
         "headline": ratio_table(results),
         "aims": aims_table(results),
         "policies": policies_table(results),
@@ -181,7 +183,17 @@ def tables(folder: Path) -> dict[str, str]:
         "paper": paper_table.table(folder / "lengths.json"),
         "peers": peers_table.table(folder / "peers.json"),
         "readme": in_a_sentence(results.get("mixed")),
+        "readme_figure": picture_of("mixed", results, "docs/results/serve/"),
     }
+
+
+def picture_of(track: str, results: dict[str, dict[str, Any]], place: str) -> str:
+    """A link to the track's picture, once there is one. place: of the pictures, from the page."""
+    return (
+        f"![Latency, rows in a step and tokens proposed, by second of a block]({place}{track}.svg)"
+        if track in results
+        else ""
+    )
 
 
 def in_a_sentence(document: dict[str, Any] | None) -> str:
