@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speclen.worker.models.naming import ModelError
+from speclen.worker.models.quantize import WEIGHTS, round_weights
 from speclen.worker.models.source import ModelSource, locate, one_sentence, refuse_unsuitable
 from speclen.worker.models.widen import widen
 
@@ -29,7 +30,7 @@ class ModelPair:
 
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
     max_context_length: prompt and output together, the smaller of the two models' limits.
-    eos_token_ids: ascending; any of them ends a sequence.
+    eos_token_ids: ascending; any of them ends a sequence. weights: "full", or "int8" where they have been rounded.
     """
 
     target: Any
@@ -42,14 +43,20 @@ class ModelPair:
     eos_token_ids: tuple[int, ...]
     max_context_length: int
     vocab_size: int
+    weights: str = "full"
 
 
-def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
+def load_pair(
+    target: str, draft: str | None, device: str = "auto", dtype: str = "auto", weights: str = "full"
+) -> ModelPair:
     """Load both models; `draft` None, "" or "none" loads the target alone.
 
     device: "auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
+    weights: "full", or "int8": both models are rounded, and are other models from then on.
     Raises ModelError when a model cannot be read, cannot be run by a cache of keys and values, or the two do not fit.
     """
+    if weights not in WEIGHTS:
+        raise ModelError(f"--weights {weights!r} is not known; use {' or '.join(WEIGHTS)}")
     draft = None if draft in (None, "", "none") else draft
     sources = [locate(name) for name in (target, draft) if name is not None]
     for source in sources:
@@ -63,6 +70,8 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
     vocab_size = models[0].get_output_embeddings().weight.shape[0]
     if len(models) == 2:
         _match_vocabulary(models[1], vocab_size)
+    for model in models if weights == "int8" else []:
+        round_weights(model)
     return ModelPair(
         target=models[0],
         draft=models[1] if len(models) == 2 else None,
@@ -74,6 +83,7 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
         eos_token_ids=_eos_token_ids(models[0], tokenizers[0]),
         max_context_length=min(source.max_context_length for source in sources),
         vocab_size=vocab_size,
+        weights=weights,
     )
 
 
