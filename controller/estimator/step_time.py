@@ -23,7 +23,7 @@ from speclen.controller.estimator import change
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.change import Spans, Watch
 from speclen.controller.estimator.core import Bucket, Profile
-from speclen.controller.estimator.surface import CONTEXT_UNIT, HELD, HELD_DRAFT, Surface, prior
+from speclen.controller.estimator.surface import CONTEXT_UNIT, FIXED, HELD, HELD_DRAFT, Surface, prior
 
 # Log-sd of what the surface leaves over in a cell: kernels jump by a few percent between shapes. Of what it has left over a
 # new surface keeps at most the second value: more may be the time of before a change.
@@ -39,12 +39,20 @@ UNLIKE_SD, SPOILED_SD = 1.0, 0.3
 # What a profile counts for: log-sd of its cells where it was measured here and elsewhere; what all may have wrong.
 PROFILE_SD, FOREIGN_SD, PROFILE_MOVED_SD, PROFILE_COMMON_SD = 0.1, 0.4, 0.2, 0.2
 PROFILE_KEPT = 0.5
+# Of a cell never seen before, what the first report counts for: it may have been slow for being the first.
+FIRST_COUNTS = 0.5
+# Relative change of contexts after which evidence becomes the next prior, and by how much weights may have moved (log-sd).
+CONTEXT_LEFT, LEFT_SD = 0.5, 0.05
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
 COLD_REPORTS = 3
+# Log-sd by which all that is believed of a cell may be wrong that was never seen, when it is asked about the speed.
+UNSEEN_SD = 0.5
+# Evidence of a cell up to which a step that is quicker than believed is believed, by at most this log time.
+FEW_REPORTS, LARGEST_DROP = 3.0, 3.0
 # The surface is renewed after this part of the reports that its evidence counts for, and at the latest after so many.
 RENEWED_SHARE, RENEWED_REPORTS = 0.05, 200
-# Reports over which the usual context length of a bucket is averaged.
-CONTEXT_REPORTS = 64.0
+# Reports, of any batch size, over which the usual context length of a bucket is averaged.
+CONTEXT_REPORTS = 16.0
 # Reports of a cell from which the shown interval holds their mean; evidence below which a cell is not fitted.
 SHOWN_REPORTS, LEAST_EVIDENCE = 5, 0.01
 SHORTEST_S, LONGEST_S = 1e-7, 1e5
@@ -75,7 +83,7 @@ class StepTimes:
     EVIDENCE = ("mean_log", "evidence", "context", "seen_at", "rho", "total_s", "num_seen", "profiled")
     STATE = (
         *(*EVIDENCE, "usual_context", "drawn_context", "taught_context", "surface", "watch"),
-        *("known", "quickest", "noise", "clock", "fitted_at"),
+        *("known", "quickest", "noise", "clock", "fitted_at", "origin", "began_at"),
     )
 
     def __init__(self, buckets: tuple[Bucket, ...], max_length: int) -> None:
@@ -85,7 +93,7 @@ class StepTimes:
         # surfaces left over; sum and number of all reports as they came; whether a profile measured it.
         self.mean_log, self.evidence, self.context, self.seen_at = np.zeros((4, self.num_cells))
         self.rho, self.total_s, self.num_seen, self.profiled = np.zeros((4, self.num_cells))
-        self.usual_context = np.zeros(len(buckets))
+        self.usual_context, self.began_at = np.zeros(len(buckets)), -1.0  # began_at: longest when the evidence began
         self.rows = np.repeat([(b.batch_min + b.batch_max) / 2.0 for b in buckets], self.num_lengths)
         self.lengths = np.tile(np.arange(self.num_lengths), len(buckets))
         self.bucket_of = np.searchsorted([b.batch_max for b in buckets], np.arange(buckets[-1].batch_max + 1))
@@ -93,8 +101,10 @@ class StepTimes:
         self.usual = self.surface.of_length(self.rows, self.lengths, self.context)
         self.known, self.version = False, 0  # version: grows with every change
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
+        self.origin = np.zeros((1 + len(self.surface.phi), len(self.surface.phi)))  # first prior, mean above covariance
         self.noise, self.clock, self.fitted_at = NOISE, 0, 0  # clock: reports so far
-        self.surprise: FloatArray = np.zeros(0)  # of the newest group: log times over the usual ones, clipped
+        # Of the newest group: log times in the usual context, and over what was believed.
+        self.newest: tuple[FloatArray, FloatArray] = (np.zeros(0), np.zeros(0))
         self._start(*prior(len(self.surface.knots)))
 
     def _start(self, phi: FloatArray, covariance: FloatArray) -> None:
@@ -102,6 +112,11 @@ class StepTimes:
         self.surface.restart(phi, covariance)
         self.evidence[:] = 0.0
         self._draw()
+
+    def _begin(self, phi: FloatArray, covariance: FloatArray) -> None:
+        """Begin with what is known before any report, to which what was spoiled goes back."""
+        self.known, self.origin = True, np.vstack([phi, covariance])
+        self._start(phi, covariance)
 
     def seed(self, profile: Profile) -> None:
         """Start from an offline profile: a surface through its cells, which may all be off, and half of what it leaves."""
@@ -115,12 +130,18 @@ class StepTimes:
         surface.restart(phi + float(np.min(log_s - np.log(rows @ np.exp(phi)))), covariance)
         sd = FOREIGN_SD if profile.as_prior else PROFILE_SD
         surface.fit(rows, log_s, np.full(len(rows), sd * sd))
-        self.known = True
         self.rho[:], self.profiled[cell], self.usual_context[:] = 0.0, 1.0, context.mean()
         if not profile.as_prior:
             self.rho[cell] = PROFILE_KEPT * (log_s - np.log(rows @ np.exp(surface.phi)))
             np.clip(self.rho, -KEPT_LEFT_OVER, KEPT_LEFT_OVER, out=self.rho)
-        self._start(surface.phi, surface.loosened(PROFILE_MOVED_SD, PROFILE_COMMON_SD))
+        self._begin(surface.phi, surface.loosened(PROFILE_MOVED_SD, PROFILE_COMMON_SD))
+
+    def begin_like(self, other: StepTimes, moved_sd: float) -> None:
+        """Begin as another began, of the same cells, of which every weight may be off by so much more."""
+        self.noise, self.usual_context = other.noise, other.usual_context.copy()
+        if other.origin.any():
+            self.surface.restart(other.origin[0], other.origin[1:])
+            self._begin(other.origin[0], self.surface.loosened(moved_sd, moved_sd))
 
     def seed_from(self, other: StepTimes, moved_sd: float) -> None:
         """Start from what is believed of other workers' steps, of which every weight may be off by so much."""
@@ -132,10 +153,10 @@ class StepTimes:
         phi[:size] = theirs.phi[:size]
         covariance[:size, size:] = covariance[size:, :size] = 0.0
         covariance[:size, :size] = theirs.loosened(moved_sd, moved_sd)[:size, :size]
-        self.known, self.noise = True, other.noise
+        self.noise = other.noise
         buckets, lengths = min(len(self.buckets), len(other.buckets)), min(self.num_lengths, other.num_lengths)
         self.grid(self.rho)[:buckets, :lengths] = other.grid(other.kept())[:buckets, :lengths]
-        self._start(phi, covariance)
+        self._begin(phi, covariance)
 
     def grid(self, cells: FloatArray) -> FloatArray:
         """A view [buckets, lengths] of values by cell."""
@@ -155,6 +176,7 @@ class StepTimes:
         self.total_s += np.bincount(cell, seconds, self.num_cells)
         if steps.context.any():
             self._follow_context(steps)
+            self._leave_contexts()
         if not self.known and not self._warm_up(steps, log_s):
             return 0.0
         return self._learn(steps, cell, log_s, self._predicted(cell, steps.context))
@@ -164,8 +186,20 @@ class StepTimes:
         bucket = self.bucket_of[steps.batch]
         count = np.bincount(bucket, minlength=len(self.buckets))
         mean = np.bincount(bucket, steps.context, len(self.buckets)) / np.maximum(count, 1)
-        rate = np.where(self.usual_context > 0.0, np.minimum(count / CONTEXT_REPORTS, 1.0), count > 0)
+        passed = self.clock + len(bucket) - self.grid(self.seen_at).max(axis=1)
+        rate = np.where(self.usual_context > 0.0, (count > 0) * -np.expm1(-passed / CONTEXT_REPORTS), count > 0)
         self.usual_context += rate * (mean - self.usual_context)
+
+    def _leave_contexts(self) -> None:
+        """Where contexts are twice as long as when this evidence began, it becomes the prior of what follows.
+
+        Means over both would not show what contexts cost.
+        """
+        usual = float(self.usual_context.max())
+        before, self.began_at = self.began_at, usual if self.began_at < 0.0 else self.began_at
+        if self.known and before >= 0.0 and abs(usual - before) > CONTEXT_LEFT * (before + CONTEXT_UNIT / 4.0):
+            self.began_at, self.rho = usual, self.left_over.copy()
+            self._start(self.surface.phi, self.surface.loosened(LEFT_SD, 0.0))
 
     def _warm_up(self, steps: Steps, log_s: FloatArray) -> bool:
         """Gather the first reports until a time scale is known."""
@@ -194,33 +228,39 @@ class StepTimes:
 
     def _learn(self, steps: Steps, cell: np.ndarray, log_s: FloatArray, predicted: FloatArray) -> float:
         """Add a group to the evidence of its cells; returns the statistic of a change, if one was found, else 0."""
-        noise, unsure, spans = self.noise**2, self.variance[cell], steps.spans
+        noise, unsure, spans, own = self.noise**2, self.variance[cell], steps.spans, self.evidence[cell]
+        repeats = np.bincount(cell)[cell]  # that a group shows a cell: its reports share what the model has wrong
         now, doubt = self.watch.now(spans)
+        self.newest = log_s - predicted + self.log_seconds[cell], log_s - predicted
         raw = log_s - predicted - now
-        clipped = self._clipped(raw, np.sqrt(unsure + noise + doubt), cell)
+        clipped = self._clipped(raw, np.sqrt(unsure + noise + doubt), cell, repeats)
         # What was cut off says that the mean is elsewhere, but not where: it counts for as much less (Huber's weights).
         trust = np.abs(clipped) / np.maximum(np.maximum(np.abs(raw), np.abs(clipped)), 1e-9)
-        self.surprise = clipped + now
-        now, share = self.watch.follow(spans, clipped, unsure, noise)
+        surprise = clipped + now
+        now, share = self.watch.follow(spans, clipped, repeats * (unsure + (UNSEEN_SD / (1.0 + own)) ** 2), noise)
         self.clock += len(cell)
-        self._add(cell, steps.weight * share * trust, predicted + self.surprise - now, steps.context)
+        trust = trust * np.where(own == 0.0, (FIRST_COUNTS + repeats - 1.0) / repeats, 1.0)
+        self._add(cell, steps.weight * share * trust, predicted + surprise - now, steps.context)
         if self.clock - self.fitted_at >= min(RENEWED_SHARE * float(self.evidence.sum()), RENEWED_REPORTS):
             self.fitted_at = self.clock
             self._fit()
         else:
             self._combine()
-        found = self.watch.changed(spans, steps.length, (self.surprise - now) / np.sqrt(unsure + noise))
+        surprising = (surprise - now) / np.sqrt(unsure + noise)
+        found = self.watch.changed(spans, steps.length, surprising, (noise + unsure) / (noise + repeats * unsure))
         if found:
             self._start_anew()
         return found
 
-    def _clipped(self, surprise: FloatArray, width: FloatArray, cell: np.ndarray) -> FloatArray:
+    def _clipped(self, surprise: FloatArray, width: FloatArray, cell: np.ndarray, times: np.ndarray) -> FloatArray:
         """Surprises without slow steps; follows the noise on the way.
 
-        Where a group shows a cell three times their median is the yardstick, else the prediction with its doubt.
+        Where a group shows a cell three times their median is the yardstick, else the prediction with its doubt. A step may
+        take long for any reason, but none takes less than it needs: what is quicker than believed is believed where the cell
+        has hardly been seen.
         """
-        centre = np.zeros(len(surprise))
-        often = np.bincount(cell)[cell] >= 3
+        centre, often = np.zeros(len(surprise)), times >= 3
+        lowest = np.where(self.evidence[cell] < FEW_REPORTS, -LARGEST_DROP, -change.LARGEST_Z * width)
         for many in set(cell[often].tolist()):
             here = (cell == many).nonzero()[0]
             centre[here], width[here] = sorted(surprise[here].tolist())[len(here) // 2], self.noise
@@ -229,7 +269,8 @@ class StepTimes:
         outside = int(np.count_nonzero(np.abs(z) > 0.674))
         self.noise *= math.exp(NOISE_RATE * (outside - 0.5 * len(z)))
         self.noise = min(max(self.noise, NOISE_LEAST), NOISE_MOST)
-        return centre + np.minimum(np.maximum(z, -change.LARGEST_Z), change.LARGEST_Z) * width
+        lowest[often] = -change.LARGEST_Z * width[often]
+        return centre + np.minimum(np.maximum(surprise - centre, lowest), change.LARGEST_Z * width)
 
     def _add(self, cell: np.ndarray, weight: FloatArray, log_s: FloatArray, context: FloatArray) -> None:
         """Means of the cells' evidence with the news."""
@@ -285,7 +326,9 @@ class StepTimes:
         self.left_over = self.rho + self.trust * (self.mean_log - self.log_taught - self.rho)
         self.log_seconds = self.log_surface + self.left_over
         doubt = 1.0 - self.trust
-        self.own_variance = CELL_SD**2 * doubt
+        # What was seen in other contexts than are usual now is carried over by a weight that is in doubt.
+        carried = self.trust * (self.drawn_context - self.taught_context) * self.per_context
+        self.own_variance = CELL_SD**2 * doubt + carried * carried * self.surface.covariance[HELD, HELD]
         self.variance = doubt * doubt * self.surface_variance + self.own_variance
 
     def predict(
@@ -336,13 +379,20 @@ class StepTimes:
         return "both" if profiled and online else "profile" if profiled else "online" if online else "prior"
 
     def rebuild(self, mean_log: FloatArray, evidence: FloatArray) -> None:
-        """Replace the evidence: some of it came from a worker that does not belong here."""
-        self.rho[:] = 0.0
-        self.surface.covariance = self.surface.covariance0
-        self._start(self.surface.phi0, self.surface.loosened(SPOILED_SD, SPOILED_SD))
+        """Replace the evidence, and what was believed: some of it came from a worker that does not belong here."""
+        seen, size = evidence > LEAST_EVIDENCE, len(self.surface.phi)
+        self.context = np.repeat(self.usual_context, self.num_lengths)
+        self.rho[:], self.watch, self.noise, self.quickest = 0.0, Watch(), NOISE, []
+        if self.origin.any():
+            self.surface.restart(self.origin[0], self.origin[1:])
+            self._start(self.origin[0], self.surface.loosened(SPOILED_SD, SPOILED_SD))
+        elif seen.any():
+            phi, covariance = prior(size - FIXED)
+            rows = self.surface.of_length(self.rows[seen], self.lengths[seen], self.context[seen])
+            self._start(phi + float(np.min(mean_log[seen] - np.log(rows @ np.exp(phi)))), covariance)
+        self.known = bool(seen.any()) or bool(self.origin.any())
         self.mean_log, self.evidence = mean_log, evidence
         self.seen_at[:] = self.clock
-        self.watch = Watch()
         self._fit()
 
     @property

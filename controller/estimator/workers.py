@@ -23,6 +23,8 @@ ROUND_REPORTS, ENOUGH_REPORTS = 32, 24.0
 UNLIKE_TIMES, UNLIKE_FACTOR = 0.1, 0.25
 # Log ratio of accepted to expected tokens by which a worker may differ from the others, and its least significance.
 UNLIKE_ACCEPTANCE, SIGNIFICANT = 0.2, 4.0
+# Log time by which a step may be kept as slower than its worker's others.
+MOST_SLOWER = 0.25
 # Comparisons are made for so many workers of a context; in a larger fleet one worker's share is below 1%.
 MOST_WORKERS = 128
 # Weight of a worker's reports while it was not yet compared and sends more than the others: at least this.
@@ -84,7 +86,14 @@ class Workers:
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
 
     def record_times(self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: float) -> None:
-        """Add log times of a worker's steps. surprise: over the shared model's usual ones. speed: of the moment."""
+        """Add log times of a worker's steps. surprise: over the shared model's usual ones. speed: of the moment.
+
+        What a step takes longer than others of its worker counts for little: pauses make no suspect. The model is no
+        yardstick: it may have been spoiled by another.
+        """
+        usual = sorted(surprise.tolist())[len(surprise) // 2] if len(surprise) >= 3 else peer.level
+        pause = np.maximum(surprise - usual - MOST_SLOWER, 0.0)
+        log_s, surprise = log_s - pause, surprise - pause
         fade = math.exp(-len(cell) / MEMORY_REPORTS)
         peer.count *= fade
         peer.num_reports = peer.num_reports * fade + len(cell)
