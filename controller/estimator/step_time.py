@@ -27,7 +27,7 @@ from speclen.controller.estimator.surface import CONTEXT_UNIT, FIXED, HELD, HELD
 
 # Log-sd of what the surface leaves over in a cell: kernels jump by a few percent between shapes. Of what it has left over a
 # new surface keeps at most the second value: more may be the time of before a change.
-CELL_SD, KEPT_LEFT_OVER = 0.04, 0.1
+CELL_SD, LEAST_CELL_SD, MOST_CELL_SD, CELLS_BEFORE, KEPT_LEFT_OVER = 0.04, 0.03, 0.5, 10.0, 2.5
 # Most reports that a cell may count for; log-sd by which its times may drift per report.
 MOST_EVIDENCE, WALK = 100.0, 0.0004
 # Log-sd of the noise of one step: start and range, and its relative change per report outside its quartiles.
@@ -46,7 +46,7 @@ CONTEXT_LEFT, LEFT_SD = 0.5, 0.05
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
 COLD_REPORTS = 3
 # Log-sd by which all that is believed of a cell may be wrong that was never seen, when it is asked about the speed.
-UNSEEN_SD = 0.5
+UNSEEN_SD = 0.3
 # Evidence of a cell up to which a step that is quicker than believed is believed, by at most this log time.
 FEW_REPORTS, LARGEST_DROP = 3.0, 3.0
 # The surface is renewed after this part of the reports that its evidence counts for, and at the latest after so many.
@@ -83,7 +83,7 @@ class StepTimes:
     EVIDENCE = ("mean_log", "evidence", "context", "seen_at", "rho", "total_s", "num_seen", "profiled")
     STATE = (
         *(*EVIDENCE, "usual_context", "drawn_context", "taught_context", "surface", "watch"),
-        *("known", "quickest", "noise", "clock", "fitted_at", "origin", "began_at"),
+        *("known", "quickest", "noise", "cell_sd", "clock", "fitted_at", "origin", "began_at"),
     )
 
     def __init__(self, buckets: tuple[Bucket, ...], max_length: int) -> None:
@@ -102,7 +102,8 @@ class StepTimes:
         self.known, self.version = False, 0  # version: grows with every change
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.origin = np.zeros((1 + len(self.surface.phi), len(self.surface.phi)))  # first prior, mean above covariance
-        self.noise, self.clock, self.fitted_at = NOISE, 0, 0  # clock: reports so far
+        self.noise, self.cell_sd = NOISE, CELL_SD  # log-sd of one report, and of what the surface leaves over
+        self.clock, self.fitted_at = 0, 0  # clock: reports so far
         # Of the newest group: log times in the usual context, and over what was believed.
         self.newest: tuple[FloatArray, FloatArray] = (np.zeros(0), np.zeros(0))
         self._start(*prior(len(self.surface.knots)))
@@ -133,7 +134,7 @@ class StepTimes:
         self.rho[:], self.profiled[cell], self.usual_context[:] = 0.0, 1.0, context.mean()
         if not profile.as_prior:
             self.rho[cell] = PROFILE_KEPT * (log_s - np.log(rows @ np.exp(surface.phi)))
-            np.clip(self.rho, -KEPT_LEFT_OVER, KEPT_LEFT_OVER, out=self.rho)
+            np.clip(self.rho, -KEPT_LEFT_OVER * CELL_SD, KEPT_LEFT_OVER * CELL_SD, out=self.rho)
         self._begin(surface.phi, surface.loosened(PROFILE_MOVED_SD, PROFILE_COMMON_SD))
 
     def begin_like(self, other: StepTimes, moved_sd: float) -> None:
@@ -224,7 +225,8 @@ class StepTimes:
 
     def kept(self) -> FloatArray:
         """What the surface leaves over, as far as a new one may start with it."""
-        return np.clip(self.left_over, -KEPT_LEFT_OVER, KEPT_LEFT_OVER)
+        most = KEPT_LEFT_OVER * self.cell_sd
+        return np.clip(self.left_over, -most, most)
 
     def _learn(self, steps: Steps, cell: np.ndarray, log_s: FloatArray, predicted: FloatArray) -> float:
         """Add a group to the evidence of its cells; returns the statistic of a change, if one was found, else 0."""
@@ -296,9 +298,16 @@ class StepTimes:
         seen = (strength > LEAST_EVIDENCE).nonzero()[0]
         if len(seen):
             rows = self.surface.of_length(self.rows[seen], self.lengths[seen], self.context[seen])
-            variance = CELL_SD**2 + self.noise**2 / strength[seen]
-            self.surface.fit(rows, self.mean_log[seen] - self.rho[seen], variance)
+            known, noise = self.mean_log[seen] - self.rho[seen], self.noise**2 / strength[seen]
+            self.surface.fit(rows, known, self.cell_sd**2 + noise)
+            self._judge_fit(known - np.log(rows @ np.exp(self.surface.phi)), noise)
         self._draw()
+
+    def _judge_fit(self, error: FloatArray, noise: FloatArray) -> None:
+        """How far cells lie from the surface, by those that were seen."""
+        weight = CELL_SD**2 / (CELL_SD**2 + noise)
+        squares = CELLS_BEFORE * CELL_SD**2 + float(weight @ (error * error - noise))
+        self.cell_sd = min(max(math.sqrt(max(squares, 0.0) / (CELLS_BEFORE + float(weight.sum()))), LEAST_CELL_SD), MOST_CELL_SD)
 
     def _draw(self) -> None:
         """The surface over all cells, in the context that is usual by now."""
@@ -321,14 +330,14 @@ class StepTimes:
     def _combine(self) -> None:
         """Surface and cells together: log_seconds, and variance of it, of every cell at the usual speed."""
         self.version += 1
-        strength = self._aged() * CELL_SD**2
+        strength = self._aged() * self.cell_sd**2
         self.trust = strength / (strength + self.noise**2)
         self.left_over = self.rho + self.trust * (self.mean_log - self.log_taught - self.rho)
         self.log_seconds = self.log_surface + self.left_over
         doubt = 1.0 - self.trust
         # What was seen in other contexts than are usual now is carried over by a weight that is in doubt.
         carried = self.trust * (self.drawn_context - self.taught_context) * self.per_context
-        self.own_variance = CELL_SD**2 * doubt + carried * carried * self.surface.covariance[HELD, HELD]
+        self.own_variance = self.cell_sd**2 * doubt + carried * carried * self.surface.covariance[HELD, HELD]
         self.variance = doubt * doubt * self.surface_variance + self.own_variance
 
     def predict(
@@ -341,7 +350,7 @@ class StepTimes:
         """
         parts = self.surface.features(rows, passes, drafted, verified, context) * np.exp(self.surface.phi)
         smooth = parts.sum(axis=1)
-        variance = self.surface.variance(parts / smooth[:, None]) + CELL_SD**2
+        variance = self.surface.variance(parts / smooth[:, None]) + self.cell_sd**2
         return smooth * math.exp(0.5 * self.noise**2), variance
 
     def relative_variance(self, bucket: int, against: int) -> FloatArray:
