@@ -98,12 +98,15 @@ class Speed:
         self.away = 0.0  # the mean, averaged
         self.usual_length = -1.0  # that the worker plays, averaged; below 0 before the first
 
-    def learn(self, surprise: float, uncertainty: float, num_reports: int) -> None:
-        """surprise: mean log time of a group over its prediction, speed included. uncertainty: variance of the rest."""
+    def learn(self, surprise: float, uncertainty: float, num_reports: int, doubt: float = 0.0) -> None:
+        """surprise: mean log time of a group over its prediction, speed included.
+
+        uncertainty: variance of the rest; doubt: at most, where it is to be a jump of the speed.
+        """
         kept = math.exp(-num_reports / SPEED_REPORTS)
         self.mean *= kept
         self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
-        if surprise * surprise > JUMP * JUMP * (self.variance + uncertainty):
+        if surprise * surprise > JUMP * JUMP * (self.variance + max(uncertainty, doubt)):
             self.variance = min(surprise * surprise, MOST_SD**2)
             self.sd = min(math.sqrt(self.sd**2 + JUMP_SHARE * surprise * surprise), MOST_SD)
         total = self.variance + uncertainty
@@ -149,21 +152,22 @@ class Watch:
         return by_step(spans, [each.mean for each in speeds]), by_step(spans, [each.variance for each in speeds])
 
     def follow(
-        self, spans: Spans, surprise: FloatArray, unsure: FloatArray, noise: float
+        self, spans: Spans, surprise: FloatArray, unsure: FloatArray, unseen: FloatArray, noise: float
     ) -> tuple[FloatArray, FloatArray]:
         """Follow the speeds. surprise: over the prediction, speed included.
 
-        noise: variance of a report; unsure: of what the model says of it, times the reports that share that error. A step
-        of which the model knows little tells little of the speed: what is played anew would pass for a jump.
+        noise: variance of a report; unsure: of what the model says of it, times the reports that share that error. unseen:
+        the same on top, where a jump is looked for: what is played for the first time would pass for one.
         Returns speeds and what each report counts for, both [n]: what a speed may have wrong all reports of its worker have
         wrong together.
         """
         starts, precision = [span.start for _, span in spans], 1.0 / (noise + unsure)
-        sums = np.add.reduceat(precision * surprise, starts).tolist(), np.add.reduceat(precision, starts).tolist()
+        told = np.stack([precision * surprise, precision, 1.0 / (noise + unsure + unseen)])
+        sums = np.add.reduceat(told, starts, axis=1).tolist()
         speeds, shares = [], []
-        for (worker, span), surprised, known in zip(spans, *sums, strict=True):
+        for (worker, span), surprised, known, seen in zip(spans, *sums, strict=True):
             speed, size = self.speed_of(worker), span.stop - span.start
-            speed.learn(surprised / known, 1.0 / known, size)
+            speed.learn(surprised / known, 1.0 / known, size, 1.0 / seen)
             speeds.append(speed.mean)
             shares.append(noise / (noise + size * speed.variance))
         return by_step(spans, speeds), by_step(spans, shares)

@@ -27,7 +27,7 @@ from speclen.controller.estimator.surface import CONTEXT_UNIT, FIXED, HELD, HELD
 
 # Log-sd of what the surface leaves over in a cell: kernels jump by a few percent between shapes. Of what it has left over a
 # new surface keeps at most the second value: more may be the time of before a change.
-CELL_SD, LEAST_CELL_SD, MOST_CELL_SD, CELLS_BEFORE, KEPT_LEFT_OVER = 0.04, 0.03, 0.5, 10.0, 2.5
+CELL_SD, LEAST_CELL_SD, MOST_CELL_SD, CELLS_BEFORE, FAR_SDS, KEPT_LEFT_OVER = 0.04, 0.03, 0.5, 10.0, 3.0, 2.5
 # Most reports that a cell may count for; log-sd by which its times may drift per report.
 MOST_EVIDENCE, WALK = 100.0, 0.0004
 # Log-sd of the noise of one step: start and range, and its relative change per report outside its quartiles.
@@ -45,8 +45,9 @@ FIRST_COUNTS = 0.5
 CONTEXT_LEFT, LEFT_SD = 0.5, 0.05
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
 COLD_REPORTS = 3
-# Log-sd by which all that is believed of a cell may be wrong that was never seen, when it is asked about the speed.
-UNSEEN_SD = 0.3
+# Of what the surface leaves over, the standard deviations that a cell never seen may be off by, when asked about the speed.
+# And log-sd by which it may be off when it is asked about a jump of the speed.
+UNSEEN_SDS, UNSEEN_SD = 2.0, 0.5
 # Evidence of a cell up to which a step that is quicker than believed is believed, by at most this log time.
 FEW_REPORTS, LARGEST_DROP = 3.0, 3.0
 # The surface is renewed after this part of the reports that its evidence counts for, and at the latest after so many.
@@ -239,7 +240,9 @@ class StepTimes:
         # What was cut off says that the mean is elsewhere, but not where: it counts for as much less (Huber's weights).
         trust = np.abs(clipped) / np.maximum(np.maximum(np.abs(raw), np.abs(clipped)), 1e-9)
         surprise = clipped + now
-        now, share = self.watch.follow(spans, clipped, repeats * (unsure + (UNSEEN_SD / (1.0 + own)) ** 2), noise)
+        unseen = (1.0 + own) ** -2
+        misfit = repeats * (unsure + (UNSEEN_SDS * self.cell_sd) ** 2 * unseen)
+        now, share = self.watch.follow(spans, clipped, misfit, repeats * UNSEEN_SD**2 * unseen, noise)
         self.clock += len(cell)
         trust = trust * np.where(own == 0.0, (FIRST_COUNTS + repeats - 1.0) / repeats, 1.0)
         self._add(cell, steps.weight * share * trust, predicted + surprise - now, steps.context)
@@ -299,15 +302,17 @@ class StepTimes:
         if len(seen):
             rows = self.surface.of_length(self.rows[seen], self.lengths[seen], self.context[seen])
             known, noise = self.mean_log[seen] - self.rho[seen], self.noise**2 / strength[seen]
-            self.surface.fit(rows, known, self.cell_sd**2 + noise)
+            self.surface.fit(rows, known, CELL_SD**2 + noise)
             self._judge_fit(known - np.log(rows @ np.exp(self.surface.phi)), noise)
         self._draw()
 
     def _judge_fit(self, error: FloatArray, noise: FloatArray) -> None:
         """How far cells lie from the surface, by those that were seen."""
         weight = CELL_SD**2 / (CELL_SD**2 + noise)
-        squares = CELLS_BEFORE * CELL_SD**2 + float(weight @ (error * error - noise))
-        self.cell_sd = min(max(math.sqrt(max(squares, 0.0) / (CELLS_BEFORE + float(weight.sum()))), LEAST_CELL_SD), MOST_CELL_SD)
+        # One cell far off is a cell far off: many say how far cells are.
+        squares = np.minimum(error * error, (FAR_SDS * self.cell_sd) ** 2 + noise) - noise
+        mean = (CELLS_BEFORE * CELL_SD**2 + float(weight @ squares)) / (CELLS_BEFORE + float(weight.sum()))
+        self.cell_sd = min(max(math.sqrt(max(mean, 0.0)), LEAST_CELL_SD), MOST_CELL_SD)
 
     def _draw(self) -> None:
         """The surface over all cells, in the context that is usual by now."""
