@@ -23,7 +23,7 @@ from speclen.worker.models.naming import check_names
 
 STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
-OF_WORKERS = ("target", "draft", "device", "dtype", "backend", "policy", "max_batch_size", "max_length")
+OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
 
 
 @flags_from(WorkerConfig, *OF_WORKERS)

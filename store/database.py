@@ -6,43 +6,32 @@ dies, because rows, estimates and high-water marks are of one transaction and th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from speclen.store import queries, statements
+from speclen.store import queries
 from speclen.store.batch import Batches, OnDone
 from speclen.store.connection import (
     Connection,
     CorruptStoreError,
-    FileErrors,
     StoreError,
     connect_reader,
-    connect_writer,
     is_corruption,
-    refusal,
     sqlite3,
 )
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import Presence, WriterLock, move_aside, size_of
-from speclen.store.records import Commit, StoredState, StoreEventRow, StoreHealth
+from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
-from speclen.store.schema.migrations import migrate
+from speclen.store.schema.opening import give_way, note_missing, open_checked
 from speclen.store.transaction import Outcome, write
-
-# Tables that grow with the number of reports.
-LARGE_TABLES = ("step_reports", "prediction_windows")
 
 # Seconds after which it is looked whether the file is still there when nothing is written.
 LOOK_INTERVAL_S = 0.5
-
-# Niceness of the writer's thread.
-WRITER_NICE = 10
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +70,7 @@ class Store:
         # Commits that were told durable by the last writer and are not in the file: see `WriterLock`.
         self.num_commits_missing = max(0, lock.num_commits - self._commit_number)
         if self.num_commits_missing:
-            _note_missing(connection, self.num_commits_missing)
+            note_missing(connection, self.num_commits_missing)
         lock.note(self._commit_number)
         # Age is time that has gone by: a clock that jumps ahead must not make every report too old to be kept.
         self._epoch = time.time() - time.monotonic()
@@ -110,13 +99,13 @@ class Store:
             raise StoreError(f"{path} cannot be created ({error}): choose another place with --db.") from error
         try:
             try:
-                connection = _open_checked(path, config)
+                connection = open_checked(path, config.checked_bytes)
             except CorruptStoreError:
                 if not move_corrupt_aside:
                     raise
                 move_aside(path)
                 lock.take_file()
-                connection = _open_checked(path, config)
+                connection = open_checked(path, config.checked_bytes)
             return cls(path, connection, lock, config)
         except BaseException:
             lock.release()
@@ -292,50 +281,6 @@ class Store:
             with self._changed:
                 self._num_failures += 1
                 self._failure = str(error)
-
-
-def _open_checked(path: Path, config: StoreConfig) -> Connection:
-    """A connection for writing to a file that was looked at. Raises StoreError."""
-    connection = connect_writer(path)
-    try:
-        migrate(path, connection)
-        _check_content(path, connection, config.checked_bytes)
-        queries.load_state(connection)
-    except FileErrors as error:
-        connection.close()
-        raise refusal(path, error) from error
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _note_missing(connection: Connection, num_commits: int) -> None:
-    """Leave a trace of commits that were told durable and are gone: a WAL cut short, or a backup put back."""
-    detail = "commits were told durable under this name and are not in the file"
-    row = StoreEventRow("commits_missing", num_commits, detail, time.time())
-    with contextlib.suppress(sqlite3.Error):  # a full disk: whoever opens the store tells of it all the same
-        statements.STORE_EVENTS.run(connection, [statements.STORE_EVENTS.as_values(row)])
-
-
-def _check_content(path: Path, connection: Connection, checked_bytes: int) -> None:
-    """Look at every table, in a large file at all but those that make it large. Raises CorruptStoreError."""
-    small = path.stat().st_size <= checked_bytes
-    tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
-    for scope in ["1"] if small else [name for name in tables if name not in LARGE_TABLES]:
-        found = connection.execute(f"PRAGMA quick_check({scope})").fetchone()[0]
-        if found != "ok":
-            raise refusal(path, sqlite3.DatabaseError(found.splitlines()[-1]), damaged=True)
-
-
-def give_way() -> None:
-    """Let the other threads of this process go first where cores are scarce: they answer, this one is waited for by none.
-
-    Only Linux has priorities of single threads.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
 
 
 def _tell(callbacks: list[OnDone], error: Exception | None) -> None:

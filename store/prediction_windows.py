@@ -6,6 +6,7 @@ cost more than inserting them (1.9 us a report against 1.2).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
@@ -21,6 +22,7 @@ WINDOW_S = 60.0
 _KEY = itemgetter(*(ReportRow._fields.index(name) for name in ("context_id", "batch_size", "speculation_length")))
 _TIMES = itemgetter(*(ReportRow._fields.index(name) for name in ("received_at", "latency_s", "num_accepted_tokens")))
 _FLAGS = ReportRow._fields.index("flags")
+_NUM_STEPS, _HISTOGRAM = ReportRow._fields.index("num_steps"), ReportRow._fields.index("accepted_histogram")
 
 # Rows of sums that one statement takes, largest first.
 BLOCKS = (64, 16, 4, 1)
@@ -60,17 +62,29 @@ def sums_by_cell(reports: Sequence[Sequence[Any]]) -> list[list[float]]:
     place = np.array([cells.setdefault(_KEY(row), len(cells)) for row in reports])
     received_at, latency_s, num_accepted = np.array([_TIMES(row) for row in reports], dtype=float).T
     batch_size = np.array([key[1] for key in cells])[place]
+    num_steps = np.array([row[_NUM_STEPS] for row in reports], dtype=float)
+    for at in (num_steps > 1.0).nonzero()[0].tolist():  # per step, which the column has in whole tokens alone
+        num_accepted[at] = _accepted_in(reports[at][_HISTOGRAM]) / num_steps[at]
     window = received_at // WINDOW_S
     sums = []
     for start in np.unique(window):
         mine = window == start
         steps, seconds, tokens = (
             np.bincount(place[mine], values, len(cells)).tolist()
-            for values in (None, latency_s[mine], (1.0 + num_accepted / batch_size)[mine])
+            for values in (
+                num_steps[mine],
+                (num_steps * latency_s)[mine],
+                (num_steps * (1.0 + num_accepted / batch_size))[mine],
+            )
         )
         sums += [
-            [*key, int(WINDOW_S * start), steps[index], seconds[index], tokens[index]]
+            [*key, int(WINDOW_S * start), int(steps[index]), seconds[index], tokens[index]]
             for key, index in cells.items()
             if steps[index]
         ]
     return sums
+
+
+def _accepted_in(histogram: str) -> int:
+    """Accepted tokens of a stored histogram."""
+    return sum(run * rows for run, rows in enumerate(json.loads(histogram)))

@@ -58,12 +58,15 @@ class WorkerRow:
 
 
 class ReportRow(NamedTuple):
-    """One raw report, in the order of step_reports' columns; a plain tuple in this order will do (and is faster).
+    """One report, in the order of step_reports' columns; a plain tuple in this order will do (and is faster).
 
     group_id: reports that were learned from in one call share it, and it ascends, so that a replay can make the same
     calls. accepted_histogram: JSON array text, such as "[3,1,0]". num_accepted_tokens: sum of j * histogram[j].
     flags: lower-case names joined by a space ("prefill catch_up"), empty for a step that teaches. class_histograms: JSON
     text such as '{"greedy":[1,0],"hot":[2,1]}', None where the worker did not tell classes of requests apart.
+    num_steps: how many steps that were alike it stands for. Where these are several, seq is of the first, latency_s and
+    mean_context_length are means, latency_sd_s is the standard deviation, histograms are sums over the steps, and
+    num_accepted_tokens is per step, rounded down.
     """
 
     group_id: int
@@ -82,6 +85,8 @@ class ReportRow(NamedTuple):
     flags: str
     received_at: float
     class_histograms: str | None = None
+    num_steps: int = 1
+    latency_sd_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

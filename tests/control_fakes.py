@@ -12,7 +12,8 @@ from typing import Any
 from grpc import aio
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.server import Running, running
+from speclen.controller.service.assembly import Running
+from speclen.controller.service.server import running
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 from database_rows import write_database
@@ -11,6 +12,10 @@ from store_rows import moment, report, rows, store_now
 from speclen.cli.backup import backup
 from speclen.console.errors import UserError
 from speclen.store.database import Store
+
+
+def to_file(target: Path, db: Path, overwrite: bool = False) -> None:
+    backup(target, db, "", every=0.0, keep=1, overwrite=overwrite, as_json=False)
 
 
 def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
@@ -30,7 +35,7 @@ def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
     try:
         for number in range(5):
             copy = tmp_path / f"copy-{number}.db"
-            backup(copy, tmp_path / "s.db", overwrite=False, as_json=False)
+            to_file(copy, tmp_path / "s.db")
             [(applied, stored, highest)] = rows(
                 copy,
                 "SELECT applied_seq, (SELECT count(*) FROM step_reports), (SELECT max(seq) FROM step_reports) FROM workers",
@@ -46,7 +51,7 @@ def test_a_backup_while_the_controller_writes_is_of_one_moment(tmp_path):
 
 def test_a_backup_is_a_database_to_go_on_from(tmp_path):
     original = write_database(tmp_path / "s.db")
-    backup(tmp_path / "copy.db", original, overwrite=False, as_json=False)
+    to_file(tmp_path / "copy.db", original)
     first, second = Store.open(original), Store.open(tmp_path / "copy.db")
     assert first.load() == second.load()
     assert store_now(second, moment([4], reports=[report(4)])) is None
@@ -58,17 +63,17 @@ def test_an_existing_file_is_only_replaced_when_told(tmp_path):
     original, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
     copy.write_text("precious")
     with pytest.raises(UserError, match="--overwrite"):
-        backup(copy, original, overwrite=False, as_json=False)
+        to_file(copy, original)
     assert copy.read_text() == "precious"
-    backup(copy, original, overwrite=True, as_json=False)
+    to_file(copy, original, overwrite=True)
     assert rows(copy, "SELECT count(*) FROM step_reports") == [(3,)]
 
 
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     original = write_database(tmp_path / "s.db")
     with pytest.raises(UserError, match=r"missing/copy\.db cannot be written"):
-        backup(tmp_path / "missing" / "copy.db", original, overwrite=False, as_json=False)
+        to_file(tmp_path / "missing" / "copy.db", original)
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"folder cannot be written"):
-        backup(tmp_path / "folder", original, overwrite=True, as_json=False)
+        to_file(tmp_path / "folder", original, overwrite=True)
     assert [path.name for path in tmp_path.iterdir() if "s.db" not in path.name] == ["folder"]

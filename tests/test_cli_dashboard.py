@@ -212,7 +212,7 @@ def test_every_chart_has_its_place_and_every_page_leads_to_the_others(page):
 
 def wait_until_open(page: str) -> None:
     """The address is printed just before the port opens."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             with urllib.request.urlopen(page, timeout=30):

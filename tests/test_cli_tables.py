@@ -119,7 +119,7 @@ def test_watching_follows_the_controller(database):
 
 
 def read_until(stream: io.BufferedReader, wanted: bytes) -> bytes:
-    seen, deadline = b"", time.monotonic() + 20
+    seen, deadline = b"", time.monotonic() + 60
     while wanted not in seen and time.monotonic() < deadline:
         seen += stream.read() or b""
         time.sleep(0.02)

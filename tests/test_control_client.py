@@ -64,7 +64,7 @@ class FakeController(rpc.ControlServiceServicer):
                 return
 
 
-async def until(condition, timeout_s: float = 10.0) -> None:
+async def until(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

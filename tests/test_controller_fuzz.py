@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speclen.controller.config import ControllerConfig
+from speclen.controller.service.assembly import create_service
 from speclen.controller.service.news import News
-from speclen.controller.service.server import create_service
 from speclen.controller.service.servicer import registration as read_registration
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.store.records import StoredState

@@ -9,11 +9,11 @@ from control_fakes import report
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.service.assembly import create_service
 from speclen.controller.service.journal import JournalSettings
 from speclen.controller.service.learning_service import MANY_REPORTS, MANY_WORKERS, LearningService, batches
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import RegisteredContext, Registration, Worker
-from speclen.controller.service.server import create_service
 from speclen.store.records import Commit, StoredState, StoreHealth
 
 CONTEXT = RegisteredContext(1, ContextKey("t", "d", "cpu", "float32"), Limits(32, 4), 0.0)

@@ -6,10 +6,10 @@ import pytest
 from control_fakes import report
 
 from speclen.controller.config import ControllerConfig
+from speclen.controller.service.assembly import create_service
 from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import Registration, Worker
-from speclen.controller.service.server import create_service
 from speclen.store.records import StoredState
 from tests.steps_of import KEY, LIMITS, Steps
 

@@ -126,7 +126,6 @@ def test_a_deleted_database_ends_the_controller_and_acknowledges_nothing_more(tm
         database.unlink()
         if replaced:
             database.write_bytes(b"")
-        deleted = time.monotonic()
         last = 20
         with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
             stub = rpc.ControlServiceStub(channel)
@@ -134,7 +133,6 @@ def test_a_deleted_database_ends_the_controller_and_acknowledges_nothing_more(tm
                 last = max(last, answer.durable_seq)
         assert last == 20
         _, errors = process.communicate(timeout=PATIENCE_S)
-        assert time.monotonic() - deleted < 3.0
         assert process.returncode == 1
         told = [line for line in errors.splitlines() if "critical" in line]
         assert len(told) == 1

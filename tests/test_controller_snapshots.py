@@ -7,10 +7,10 @@ from control_fakes import report
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell
+from speclen.controller.service.assembly import create_service, open_store
 from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import Registration
-from speclen.controller.service.server import create_service, open_store
 from speclen.store.connection import connect_reader
 from speclen.store.queries import view_rows
 from speclen.store.records import Commit, StoredState

@@ -39,7 +39,7 @@ def health(address: str, service: str) -> int:
         return health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status
 
 
-def wait_for(condition, timeout_s: float = 20.0) -> None:
+def wait_for(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -74,7 +74,7 @@ def rows(database: Path, query: str) -> list[tuple]:
         connection.close()
 
 
-def until(condition, timeout_s: float = 30.0):
+def until(condition, timeout_s: float = 60.0):
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen in time"

@@ -46,7 +46,7 @@ def text_of(ids):
     return tiny_models.tokenizer().decode(ids, skip_special_tokens=True)
 
 
-def until_idle(engine, timeout_s=20.0):
+def until_idle(engine, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while (load := engine.load()).num_running or load.num_waiting:
         assert time.monotonic() < deadline, "rows were not freed"

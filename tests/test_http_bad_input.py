@@ -246,9 +246,9 @@ def test_slow_headers_end_the_connection(worker, monkeypatch):
         assert b" 200 " in second.recv(4096)
         dripping.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         second.sendall(b"G")
-        assert closed_after(silent) < 5
-        assert closed_after(dripping) < 5
-        assert closed_after(second) < 5
+        assert closed_after(silent) < 20
+        assert closed_after(dripping) < 20
+        assert closed_after(second) < 20
 
 
 def test_endless_headers_end_the_connection(worker):
@@ -276,7 +276,7 @@ def test_a_client_that_does_not_read_is_cut_off():
         until_started(worker.engine)
         until_idle(worker.engine, 60.0)
         assert worker.engine.load().num_generated_tokens < 250 * 64
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while worker.server.server_state.connections:
             assert time.monotonic() < deadline, "the connection is left"
             time.sleep(0.05)
@@ -295,7 +295,7 @@ def test_chunks_are_not_held_back(worker):
 
 
 def until_started(engine):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not engine.load().num_running:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -310,7 +310,7 @@ def test_thousands_of_disconnects_leave_nothing_behind(worker):
         with connected(worker) as one:
             one.sendall(request[: len(request) - number % 3 * 40])
     until_idle(worker.engine)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while worker.server.server_state.connections or worker.server.server_state.tasks:
         assert time.monotonic() < deadline, "connections or tasks are left"
         time.sleep(0.05)

@@ -43,7 +43,7 @@ def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.005)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import speclen.worker.models.loading
 import speclen.worker.models.naming
+import speclen.worker.models.source
 from speclen.worker.models.loading import load_pair, resolve_device, resolve_dtype
 from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError
 from speclen.worker.reporting.identity import model_name
@@ -158,7 +159,7 @@ def test_names_that_lead_nowhere_say_what_to_name_instead(
     (folder / "target").exists() or (folder / "target").symlink_to(folder / "llama")
     monkeypatch.setattr(speclen.worker.models.naming, "BUNDLED_FOLDER", folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    speclen.worker.models.loading._is_offline.cache_clear()
+    speclen.worker.models.source._is_offline.cache_clear()
     with pytest.raises(ModelError, match=reason) as error:
         load_pair(name, None, "cpu")
     assert name in str(error.value)

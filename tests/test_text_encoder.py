@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -32,20 +31,19 @@ def test_ids_are_the_tokenizers(text: str) -> None:
 
 
 def test_the_event_loop_goes_on_while_long_texts_are_encoded() -> None:
-    """On the loop, these two would hold it up for more than half a second each."""
+    """On the loop, these two would let it turn a few times only; each takes more than half a second."""
 
-    async def test() -> float:
+    async def test() -> int:
         encoder = TextEncoder(tiny_models.tokenizer(), 10**7)
         texts = [asyncio.create_task(encoder.encode("held up? " * 60_000, "a")) for _ in range(2)]
-        longest, before = 0.0, time.monotonic()
+        num_turns = 0
         while not all(task.done() for task in texts):
             await asyncio.sleep(0.001)
-            now = time.monotonic()
-            longest, before = max(longest, now - before), now
+            num_turns += 1
         assert len({len(await task) for task in texts}) == 1
-        return longest
+        return num_turns
 
-    assert run(test) < 0.25
+    assert run(test) > 20
 
 
 class SlowTokenizer:
@@ -85,10 +83,9 @@ def test_long_texts_wait_for_each_other_and_not_too_many(monkeypatch: pytest.Mon
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
     async def test() -> None:
         encoder = TextEncoder(tiny_models.tokenizer(), 256)
-        started = time.monotonic()
+        encoder.tokenizer = None  # which nothing may ask
         with pytest.raises(ValueError, match="text has 4000000 bytes, too many for the model's context of 256 tokens"):
             await encoder.encode("x" * 4_000_000, "a")
-        assert time.monotonic() - started < 0.5
 
     run(test)
 

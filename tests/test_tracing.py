@@ -50,7 +50,7 @@ def empty(exporter):
 
 def ended(exporter: InMemorySpanExporter, number: int) -> dict[str, ReadableSpan]:
     """The spans by name, once there are so many."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(exporter.get_finished_spans()) < number:
         assert time.monotonic() < deadline, [span.name for span in exporter.get_finished_spans()]
         time.sleep(0.01)

@@ -24,6 +24,9 @@ class WorkerConfig:
     draft: str = setting("bundled:draft", "Draft model, likewise; empty: rows only copy from their own text.")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
+    weights: str = setting(
+        "full", "full: as the models bring them; int8: rounded to 8 bits, which is another target; on OpenVINO."
+    )
     backend: str = setting(
         "auto", "auto: OpenVINO on x86 CPUs where it is installed and runs the models exactly; torch; openvino."
     )

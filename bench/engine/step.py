@@ -48,7 +48,7 @@ class Settings:
     seed: int
 
 
-@flags_from(WorkerConfig, "target", "draft", "device", "dtype")
+@flags_from(WorkerConfig, "target", "draft", "device", "dtype", "weights")
 def step(
     backend: str = typer.Option("auto", help="auto, torch or openvino, or several, separated by commas: side by side."),
     batch_sizes: str = typer.Option("1,4,16", help="Batch sizes, separated by commas."),
@@ -218,6 +218,7 @@ def summary(
         "target": pair.target_name,
         "draft": pair.draft_name,
         "dtype": str(pair.dtype).removeprefix("torch."),
+        "weights": pair.weights,
         "machine": machine(pair.device),
         "settings": asdict(settings),
         "backends": versions,

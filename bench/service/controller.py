@@ -55,6 +55,8 @@ class ControllerProcess:
                 "127.0.0.1:0",
                 "--max-streams",
                 "16384",
+                "--metrics-listen",
+                "127.0.0.1:0",
                 *store,
             ],
             stdout=subprocess.PIPE,
@@ -66,6 +68,7 @@ class ControllerProcess:
         if "serving on " not in line:
             raise UserError("the controller did not start: run `speclen controller` to see why")
         self.address = line.split("serving on ")[1].split(",")[0]
+        self.metrics = line.split("metrics ")[1].strip()
         if core is not None:
             for thread in os.listdir(f"/proc/{self.process.pid}/task"):
                 os.sched_setaffinity(int(thread), {core})

@@ -18,6 +18,7 @@ from speclen.controller.estimator.core import ContextKey, Decision, DriftEvent, 
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.policies import ADAPTIVE, make_policy
 from speclen.controller.estimator.policies.policy import Policy, Space
+from speclen.controller.estimator.reports import typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def replay(events: Iterable[Event], policy: str = ADAPTIVE, seed: int = 0, bucke
                 decisions = outcome.decisions
                 result.drift_events += outcome.drift_events
                 result.num_groups += 1
-                result.num_reports += len(event.observations)
+                result.num_reports += sum(each.num_steps for each in event.observations)
                 last_group_id = event.group_id
         result.decisions += [ReplayedDecision(last_group_id, decision) for decision in decisions]
     return result
@@ -169,14 +170,15 @@ class _Shadow:
             return
         rate: FloatArray = 1.0 / main.choice.goodput
         buckets, seen = [], []
-        for real in observations:
+        for whole in observations:
+            real = typical(whole)
             bucket = int(main.times.bucket_of[real.batch_size])
             length = main.lengths[bucket] if self.policy is None else self.policy.pull(bucket)
             if real.teaches_latency:
-                accepted = sum(run * rows for run, rows in enumerate(real.accepted_histogram))
-                tokens = 1.0 + accepted / real.batch_size
-                self.cost.num_steps += 1
-                self.cost.actual_s += real.latency_s
+                accepted = sum(run * rows for run, rows in enumerate(whole.accepted_histogram))
+                tokens = whole.num_steps + accepted / whole.batch_size  # of all steps that the report stands for
+                self.cost.num_steps += whole.num_steps
+                self.cost.actual_s += whole.latency_s * whole.num_steps
                 self.cost.predicted_s += tokens * float(rate[bucket, real.speculation_length])
                 self.cost.policy_raw_s += tokens * float(rate[bucket, length])
             buckets.append(bucket)

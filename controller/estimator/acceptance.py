@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     """The rows of one class in one report, [p] of them.
 
     rows: how many reached and passed each position, [p, 2, positions]. kinds: class. bands: of the whole batch.
-    report: which report it belongs to. share: of the batch. workers: who sent it.
+    report: which report it belongs to. share: of the batch, over its steps. workers: who sent it. steps: how many.
     """
 
     rows: FloatArray
@@ -54,6 +54,7 @@ class Parts(NamedTuple):
     report: np.ndarray
     share: FloatArray
     workers: Sequence[str]
+    steps: FloatArray
 
 
 class Judged(NamedTuple):
@@ -140,7 +141,7 @@ class Acceptance:
         for place, members in places.items():
             mine = weights[members]
             news = (mine @ parts.rows[members].reshape(len(members), -1)).reshape(2, -1)
-            self.rows[place] *= math.exp(-float(mine.sum()) / MEMORY_REPORTS)
+            self.rows[place] *= math.exp(-float(mine @ parts.steps[members]) / MEMORY_REPORTS)
             self.rows[place] += news
         self.renew()
         return fired

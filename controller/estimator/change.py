@@ -152,21 +152,27 @@ class Watch:
         return by_step(spans, [each.mean for each in speeds]), by_step(spans, [each.variance for each in speeds])
 
     def follow(
-        self, spans: Spans, surprise: FloatArray, unsure: FloatArray, unseen: FloatArray, noise: float
+        self,
+        spans: Spans,
+        surprise: FloatArray,
+        unsure: FloatArray,
+        unseen: FloatArray,
+        noise: float,
+        count: FloatArray,
     ) -> tuple[FloatArray, FloatArray]:
-        """Follow the speeds. surprise: over the prediction, speed included.
+        """Follow the speeds. surprise: over the prediction, speed included; count: steps of each report.
 
         noise: variance of a report; unsure: of what the model says of it, times the reports that share that error. unseen:
         the same on top, where a jump is looked for: what is played for the first time would pass for one.
         Returns speeds and what each report counts for, both [n]: what a speed may have wrong all reports of its worker have
         wrong together.
         """
-        starts, precision = [span.start for _, span in spans], 1.0 / (noise + unsure)
-        told = np.stack([precision * surprise, precision, 1.0 / (noise + unsure + unseen)])
+        starts, precision = [span.start for _, span in spans], count / (noise + unsure)
+        told = np.stack([precision * surprise, precision, count / (noise + unsure + unseen), count])
         sums = np.add.reduceat(told, starts, axis=1).tolist()
         speeds, shares = [], []
-        for (worker, span), surprised, known, seen in zip(spans, *sums, strict=True):
-            speed, size = self.speed_of(worker), span.stop - span.start
+        for (worker, _), surprised, known, seen, size in zip(spans, *sums, strict=True):
+            speed = self.speed_of(worker)
             speed.learn(surprised / known, 1.0 / known, size, 1.0 / seen)
             speeds.append(speed.mean)
             shares.append(noise / (noise + size * speed.variance))

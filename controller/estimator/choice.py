@@ -77,10 +77,10 @@ class LengthChoice:
         loss: FloatArray = self.seconds[bucket] / self.seconds[bucket, chosen] * (1.0 - goodput / goodput[chosen])
         return loss
 
-    def earn(self, buckets: np.ndarray) -> None:
-        """Earn credit for the steps of these buckets."""
+    def earn(self, buckets: np.ndarray, count: FloatArray) -> None:
+        """Earn credit for reports of these buckets, each of so many steps."""
         off = self.lengths == 0
-        self.credit += np.bincount(buckets, minlength=len(off)) * np.where(off, SHARE_AT_ZERO, SHARE)
+        self.credit += np.bincount(buckets, count, len(off)) * np.where(off, SHARE_AT_ZERO, SHARE)
         np.minimum(self.credit, np.where(off, CAP_STEPS_AT_ZERO, CAP_STEPS), out=self.credit)
 
     def probe(self, bucket: int, times: StepTimes, resume_s: float, longest: int) -> int | None:

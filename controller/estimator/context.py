@@ -160,7 +160,8 @@ class Context:
         """
         group, previous = self.group_of(worker), self.last_length.pop(worker, -1)
         for step in steps:
-            if previous == 0 < step.speculation_length and not step.teaches_latency and group.choice.decided:
+            single = step.num_steps == 1
+            if previous == 0 < step.speculation_length and single and not step.teaches_latency and group.choice.decided:
                 usual = float(group.choice.seconds[group.times.bucket_of[step.batch_size], step.speculation_length])
                 extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
                 self.num_resumes += 1
@@ -181,7 +182,7 @@ class Context:
             peer = self.workers.peer(worker)
             if peer is not None:
                 speed = times.watch.speed_of(worker).mean
-                self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed)
+                self.workers.record_times(peer, cell[span], log_s[span], surprise[span], speed, steps.num_steps[span])
 
     def compare(self, num_reports: int) -> list[DriftEvent]:
         """Compare workers when it is time; returns who was found unlike the others."""

@@ -54,7 +54,7 @@ def default_buckets(max_batch_size: int) -> tuple[Bucket, ...]:
 
 
 class StepObservation(NamedTuple):  # a tuple: on the path of every report, and the quickest to make and to transpose
-    """One decoding step that may teach.
+    """One decoding step that may teach, or several of one worker that were alike and close together.
 
     batch_size: rows; speculation_length: length used; latency_s: whole step.
     accepted_histogram[j]: rows whose accepted run was exactly j, j = 0..speculation_length, summing to batch_size.
@@ -62,6 +62,8 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     about latency, for example).
     by_class: (class of request, its histogram) for the classes in the batch, adding up to accepted_histogram; empty where
     the worker does not tell them apart.
+    num_steps: how many steps it stands for. latency_s is their geometric mean then, mean_context_length their mean, and
+    histograms are sums: they add up to batch_size x num_steps.
     """
 
     batch_size: int
@@ -72,6 +74,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     teaches_latency: bool = True
     teaches_acceptance: bool = True
     by_class: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)

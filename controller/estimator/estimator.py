@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from speclen.controller.estimator.acceptance import Acceptance, band_of
 from speclen.controller.estimator.buckets import FINE, buckets_for
+from speclen.controller.estimator.change import Spans
 from speclen.controller.estimator.context import Context, Group
 from speclen.controller.estimator.core import (
     Choice,
@@ -31,7 +33,7 @@ from speclen.controller.estimator.core import (
 )
 from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
 from speclen.controller.estimator.policies.policy import Space
-from speclen.controller.estimator.reports import Reports
+from speclen.controller.estimator.reports import OTHERS, Reports, merged, typical
 from speclen.controller.estimator.state import exported, restored
 from speclen.controller.estimator.step_time import Steps, spans_of
 
@@ -40,7 +42,7 @@ NUM_CLASSES = 3
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 3
+FORMAT = 5
 
 
 class Estimator:
@@ -172,25 +174,35 @@ class Estimator:
             return outcome
         workers = [worker_id] * len(observations) if isinstance(worker_id, str) else list(worker_id)
         spans = spans_of(workers)
-        touched = list(dict.fromkeys(context.group_of(worker) for worker, _ in spans))
+        steps, workers = self._told_apart(context, observations, workers, spans)
+        touched = list(dict.fromkeys(map(context.group_of, dict.fromkeys(workers))))
         for group in touched:
             mine = [at for at, sender in enumerate(workers) if len(touched) == 1 or context.group_of(sender) is group]
-            reports = Reports([observations[at] for at in mine], [workers[at] for at in mine], context.limits)
+            reports = Reports([steps[at] for at in mine], [workers[at] for at in mine], context.limits)
             outcome.drift_events += self._learn_soundly(context, group, reports)
         for worker, span in spans:
             context.learn_resuming(observations[span], worker)
-        outcome.drift_events += context.compare(len(observations))
+        outcome.drift_events += context.compare(len(steps))
         context.reports_since_drift += len(observations)
         if outcome.drift_events:
             context.last_drift, context.reports_since_drift = outcome.drift_events[-1], 0
         if context.policy is not None:
-            context.policy.update(
-                context.main.times.bucket_of[[step.batch_size for step in observations]], observations
-            )
+            alone = [typical(step) for step in observations]
+            context.policy.update(context.main.times.bucket_of[[step.batch_size for step in alone]], alone)
         for group in context.groups.values():
             if group.seen != group.newest:
                 outcome.decisions += context.redecide(group)
         return outcome
+
+    def _told_apart(
+        self, context: Context, steps: Sequence[StepObservation], senders: list[str], spans: Spans
+    ) -> tuple[Sequence[StepObservation], list[str]]:
+        """Steps and who sent them; those of workers beyond the ones told apart are merged, and come last."""
+        if all(context.workers.tells_apart(worker) for worker, _ in spans):
+            return steps, senders
+        known = [context.workers.tells_apart(sender) for sender in senders]
+        others = merged(step for step, told in zip(steps, known, strict=True) if not told)
+        return [*compress(steps, known), *others], [*compress(senders, known), *[OTHERS] * len(others)]
 
     def _learn_soundly(self, context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
         """Learn; where that takes numbers out of what can be represented, the group starts anew, alone."""
@@ -214,7 +226,7 @@ class Estimator:
             if peer is not None and len(workers.peers) > 1:
                 weight[span], offset[span] = workers.weight(peer), peer.offset
                 mine = slice(*parts.report.searchsorted((span.start, span.stop)).tolist())
-                workers.record_tokens(peer, [float(each[mine].sum()) for each in judged], span.stop - span.start)
+                workers.record_tokens(peer, [float(each[mine].sum()) for each in judged], reports.count[span].sum())
         found = acceptance.learn(parts, judged, weight[parts.report])
         if found:
             events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
@@ -224,7 +236,7 @@ class Estimator:
             senders = [worker for worker, keep in zip(reports.workers, use.tolist(), strict=True) if keep]
             steps = Steps(
                 *(reports.batch[use], reports.length[use], reports.context[use], reports.seconds[use]),
-                *(weight[use], offset[use], spans_of(senders)),
+                *(weight[use], offset[use], spans_of(senders), reports.count[use]),
             )
             found = times.update(steps)
             if found:
@@ -232,9 +244,13 @@ class Estimator:
             if len(workers.peers) > 1:
                 context.record(group, steps)
         buckets = times.bucket_of[reports.batch]
-        group.choice.earn(buckets)
+        group.choice.earn(buckets, reports.count)
         context.recent = list(dict.fromkeys(buckets.tolist()))
         return events
+
+    def tells_apart(self, key: ContextKey, worker_id: str) -> bool:
+        """Whether a worker is known by itself; there are too many for it otherwise. KeyError for an unknown context."""
+        return self._contexts[key].workers.tells_apart(worker_id)
 
     def models_of(self, key: ContextKey, worker_id: str) -> tuple[int, int]:
         """Which step times and which acceptance a worker shares with others; (0, 0) unless it is unlike them."""

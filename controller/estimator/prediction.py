@@ -73,8 +73,8 @@ class PredictionError:
     def _regret(self, steps: Iterable[StepObservation]) -> None:
         for step in steps:
             if (promised := promised_s(self._choice(step), step)) is not None:
-                self.elsewhere_s += step.latency_s
-                self.regret_s += step.latency_s - promised
+                self.elsewhere_s += step.latency_s * step.num_steps
+                self.regret_s += (step.latency_s - promised) * step.num_steps
 
     def _choice(self, step: StepObservation) -> Choice:
         return self._choices[min(step.batch_size, len(self._choices) - 1)]
@@ -87,11 +87,11 @@ class PredictionError:
 
 
 def promised_s(choice: Choice, step: StepObservation) -> float | None:
-    """What the choice was expected to take for the step's tokens; None where nothing was, or the step is no ordinary one."""
+    """What the choice was expected to take for one step's tokens; None where nothing was, or it is no ordinary one."""
     if choice.ms_per_token is None or not (step.teaches_latency and step.teaches_acceptance):
         return None
     accepted = sum(run * rows for run, rows in enumerate(step.accepted_histogram))
-    return 1e-3 * choice.ms_per_token * (1.0 + accepted / step.batch_size)
+    return 1e-3 * choice.ms_per_token * (1.0 + accepted / (step.batch_size * step.num_steps))
 
 
 def by_batch_size(table: Table) -> list[Choice]:

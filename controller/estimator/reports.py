@@ -1,8 +1,13 @@
-"""A group of reports as arrays."""
+"""A group of reports as arrays; those of a fleet that is too large to tell its workers apart are added up before.
+
+What a call of the estimator costs does not grow with the fleet then: one report per cell, however many sent any. A cell is
+a batch size, a length, what may be learned from it and which classes of requests were told apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -10,14 +15,24 @@ from speclen.controller.estimator.acceptance import Parts
 from speclen.controller.estimator.core import Limits, StepObservation
 from speclen.controller.estimator.step_time import spans_of
 
+# Under which name merged reports are learned from: that of workers who are not known one by one.
+OTHERS = ""
+
+Cell = tuple[int, int, bool, bool, tuple[int, ...]]
+
 
 class Reports:
-    """batch, length, seconds, context, teaches_latency: [n]; spans: each worker and its place. See `parts` for the rest."""
+    """batch, length, seconds, context, teaches_latency, count: [n]; spans: each worker and its place.
+
+    count: steps that a report stands for. See `parts` for the rest.
+    """
 
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans_of(workers)
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class = zip(*steps, strict=True)
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count = zip(
+            *steps, strict=True
+        )
         for name, values, most in (
             ("batch_size", batch, limits.max_batch_size),
             ("speculation_length", length, limits.max_speculation_length),
@@ -26,6 +41,7 @@ class Reports:
                 raise ValueError(f"{name} {max(values)} is beyond the context's limit of {most}")
         self.batch, self.length, self.seconds = np.array(batch), np.array(length), np.array(seconds)
         self.context, self.teaches_latency = np.array(context), np.array(times)
+        self.count = np.array(count, dtype=float)
         self.judged = self.length * accepts  # positions that say something of acceptance
 
     def parts(self, positions: int, bands: np.ndarray) -> Parts:
@@ -49,4 +65,69 @@ class Reports:
         rows[:, 0], rows[:, 1] = at_least[:, :-1], at_least[:, 1:]
         rows *= np.arange(positions) < self.judged[where][:, None, None]
         workers = [self.workers[at] for at in where.tolist()]
-        return Parts(rows, kinds, bands[batch], where, at_least[:, 0] / batch, workers)
+        return Parts(rows, kinds, bands[batch], where, at_least[:, 0] / batch, workers, self.count[where])
+
+
+def merged(observations: Iterable[StepObservation]) -> list[StepObservation]:
+    """One observation per cell, cells in order of appearance.
+
+    latency_s: the median over steps, so that neither a slow worker nor a lying one moves it.
+    """
+    cells: dict[Cell, list[StepObservation]] = {}
+    for each in observations:
+        kinds = tuple([kind for kind, _ in each.by_class])
+        cell = each.batch_size, each.speculation_length, each.teaches_latency, each.teaches_acceptance, kinds
+        cells.setdefault(cell, []).append(each)
+    return [members[0] if len(members) == 1 else _sum(members) for members in cells.values()]
+
+
+def _sum(members: Sequence[StepObservation]) -> StepObservation:
+    num_steps = sum(each.num_steps for each in members)
+    context = sum(each.mean_context_length * each.num_steps for each in members) / num_steps
+    classes = zip(*(each.by_class for each in members), strict=True)
+    return members[0]._replace(
+        latency_s=median_s(members, num_steps),
+        accepted_histogram=added([each.accepted_histogram for each in members]),
+        mean_context_length=context,
+        by_class=tuple((alike[0][0], added([runs for _, runs in alike])) for alike in classes),
+        num_steps=num_steps,
+    )
+
+
+def median_s(members: Iterable[StepObservation], num_steps: int) -> float:
+    """The median step time, each report counted as often as it stands for steps; between two, their geometric mean."""
+    ordered = sorted((each.latency_s, each.num_steps) for each in members)
+    before, below = 0, 0.0
+    for latency_s, count in ordered:
+        if 2 * before == num_steps:
+            return math.sqrt(below * latency_s)
+        before, below = before + count, latency_s
+        if 2 * before > num_steps:
+            break
+    return below
+
+
+def added(histograms: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The sum of histograms of one length."""
+    return tuple(map(sum, zip(*histograms, strict=True)))
+
+
+def typical(observation: StepObservation) -> StepObservation:
+    """One step as it was on average among those of a report: for policies that know single steps alone.
+
+    Its rows are shared out by largest remainders, so that the histograms sum to batch_size.
+    """
+    if observation.num_steps == 1:
+        return observation
+    rows = shared_out(observation.accepted_histogram, observation.batch_size)
+    return observation._replace(accepted_histogram=rows, by_class=(), num_steps=1)
+
+
+def shared_out(runs: Sequence[int], total: int) -> tuple[int, ...]:
+    """Whole numbers in proportion to runs that sum to total."""
+    exact = [total * each / sum(runs) for each in runs]
+    whole = [int(each) for each in exact]
+    largest = sorted(range(len(runs)), key=lambda at: (whole[at] - exact[at], at))
+    for at in largest[: total - sum(whole)]:
+        whole[at] += 1
+    return tuple(whole)

@@ -39,8 +39,8 @@ UNLIKE_SD, SPOILED_SD = 1.0, 0.3
 # What a profile counts for: log-sd of its cells where it was measured here and elsewhere; what all may have wrong.
 PROFILE_SD, FOREIGN_SD, PROFILE_MOVED_SD, PROFILE_COMMON_SD = 0.1, 0.4, 0.2, 0.2
 PROFILE_KEPT = 0.5
-# Of a cell never seen before, what the first report counts for: it may have been slow for being the first.
-FIRST_COUNTS = 0.5
+# Of a cell never seen before, what the first report counts for less: it may have been slow for being the first.
+FIRST_OFF = 0.5
 # Relative change of contexts after which evidence becomes the next prior, and by how much weights may have moved (log-sd).
 CONTEXT_LEFT, LEFT_SD = 0.5, 0.05
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
@@ -67,6 +67,7 @@ class Steps(NamedTuple):
     """A group of steps: batch, length, context (tokens held per row), seconds, weight, all [n].
 
     offset: log time that its worker's steps are known to take longer than others'. spans: each worker and its place.
+    num_steps: that each entry stands for, whose noise is less by its root.
     """
 
     batch: np.ndarray
@@ -76,6 +77,7 @@ class Steps(NamedTuple):
     weight: FloatArray
     offset: FloatArray
     spans: Spans
+    num_steps: FloatArray
 
 
 class StepTimes:
@@ -174,8 +176,8 @@ class StepTimes:
         cell = self.cell_of(steps.batch, steps.length)
         seconds = np.minimum(np.maximum(steps.seconds, SHORTEST_S), LONGEST_S)
         log_s = np.log(seconds) - steps.offset
-        self.num_seen += np.bincount(cell, minlength=self.num_cells)
-        self.total_s += np.bincount(cell, seconds, self.num_cells)
+        self.num_seen += np.bincount(cell, steps.num_steps, self.num_cells)
+        self.total_s += np.bincount(cell, seconds * steps.num_steps, self.num_cells)
         if steps.context.any():
             self._follow_context(steps)
             self._leave_contexts()
@@ -186,9 +188,9 @@ class StepTimes:
     def _follow_context(self, steps: Steps) -> None:
         """How many tokens the rows of a bucket usually hold."""
         bucket = self.bucket_of[steps.batch]
-        count = np.bincount(bucket, minlength=len(self.buckets))
-        mean = np.bincount(bucket, steps.context, len(self.buckets)) / np.maximum(count, 1)
-        passed = self.clock + len(bucket) - self.grid(self.seen_at).max(axis=1)
+        count = np.bincount(bucket, steps.num_steps, len(self.buckets))
+        mean = np.bincount(bucket, steps.context * steps.num_steps, len(self.buckets)) / np.maximum(count, 1)
+        passed = self.clock + float(steps.num_steps.sum()) - self.grid(self.seen_at).max(axis=1)
         rate = np.where(self.usual_context > 0.0, (count > 0) * -np.expm1(-passed / CONTEXT_REPORTS), count > 0)
         self.usual_context += rate * (mean - self.usual_context)
 
@@ -231,44 +233,46 @@ class StepTimes:
 
     def _learn(self, steps: Steps, cell: np.ndarray, log_s: FloatArray, predicted: FloatArray) -> float:
         """Add a group to the evidence of its cells; returns the statistic of a change, if one was found, else 0."""
-        noise, unsure, spans, own = self.noise**2, self.variance[cell], steps.spans, self.evidence[cell]
-        repeats = np.bincount(cell)[cell]  # that a group shows a cell: its reports share what the model has wrong
+        noise, unsure, spans, count = self.noise**2, self.variance[cell], steps.spans, steps.num_steps
+        own, alike = (
+            self.evidence[cell],
+            np.bincount(cell, count)[cell],
+        )  # alike: steps that share what is wrong of a cell
         now, doubt = self.watch.now(spans)
         self.newest = log_s - predicted + self.log_seconds[cell], log_s - predicted
         raw = log_s - predicted - now
-        clipped = self._clipped(raw, np.sqrt(unsure + noise + doubt), cell, repeats)
+        clipped = self._clipped(raw, np.sqrt(unsure + noise / count + doubt), self.noise / np.sqrt(count), cell)
         # What was cut off says that the mean is elsewhere, but not where: it counts for as much less (Huber's weights).
         trust = np.abs(clipped) / np.maximum(np.maximum(np.abs(raw), np.abs(clipped)), 1e-9)
-        surprise = clipped + now
-        unseen = (1.0 + own) ** -2
-        misfit = repeats * (unsure + (UNSEEN_SDS * self.cell_sd) ** 2 * unseen)
-        now, share = self.watch.follow(spans, clipped, misfit, repeats * UNSEEN_SD**2 * unseen, noise)
-        self.clock += len(cell)
-        trust = trust * np.where(own == 0.0, (FIRST_COUNTS + repeats - 1.0) / repeats, 1.0)
-        self._add(cell, steps.weight * share * trust, predicted + surprise - now, steps.context)
+        trust *= np.where(own == 0.0, 1.0 - FIRST_OFF / alike, 1.0)
+        surprise, unseen = clipped + now, alike * (1.0 + own) ** -2
+        misfit = alike * unsure + (UNSEEN_SDS * self.cell_sd) ** 2 * unseen
+        now, share = self.watch.follow(spans, clipped, misfit, UNSEEN_SD**2 * unseen, noise, count)
+        self.clock += int(count.sum())
+        self._add(cell, steps.weight * count * share * trust, predicted + surprise - now, steps.context)
         if self.clock - self.fitted_at >= min(RENEWED_SHARE * float(self.evidence.sum()), RENEWED_REPORTS):
             self.fitted_at = self.clock
             self._fit()
         else:
             self._combine()
-        surprising = (surprise - now) / np.sqrt(unsure + noise)
-        found = self.watch.changed(spans, steps.length, surprising, (noise + unsure) / (noise + repeats * unsure))
+        surprising, single = (surprise - now) / np.sqrt(unsure + noise / count), noise + count * unsure
+        found = self.watch.changed(spans, steps.length, surprising, single / (noise + alike * unsure))
         if found:
             self._start_anew()
         return found
 
-    def _clipped(self, surprise: FloatArray, width: FloatArray, cell: np.ndarray, times: np.ndarray) -> FloatArray:
-        """Surprises without slow steps; follows the noise on the way.
+    def _clipped(self, surprise: FloatArray, width: FloatArray, own: FloatArray, cell: np.ndarray) -> FloatArray:
+        """Surprises without slow steps; follows the noise on the way. own: the noise of each report alone.
 
         Where a group shows a cell three times their median is the yardstick, else the prediction with its doubt. A step may
         take long for any reason, but none takes less than it needs: what is quicker than believed is believed where the cell
         has hardly been seen.
         """
-        centre, often = np.zeros(len(surprise)), times >= 3
+        centre, often = np.zeros(len(surprise)), np.bincount(cell)[cell] >= 3
         lowest = np.where(self.evidence[cell] < FEW_REPORTS, -LARGEST_DROP, -change.LARGEST_Z * width)
         for many in set(cell[often].tolist()):
             here = (cell == many).nonzero()[0]
-            centre[here], width[here] = sorted(surprise[here].tolist())[len(here) // 2], self.noise
+            centre[here], width[here] = sorted(surprise[here].tolist())[len(here) // 2], own[here]
         z = (surprise - centre) / width
         # Half of all surprises lie within 0.674 standard deviations.
         outside = int(np.count_nonzero(np.abs(z) > 0.674))

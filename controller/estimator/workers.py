@@ -77,6 +77,10 @@ class Workers:
             peer = self.peers[worker] = Peer(self.num_cells)
         return peer
 
+    def tells_apart(self, worker: str) -> bool:
+        """Whether the worker is known by itself, or will be."""
+        return worker in self.peers or len(self.peers) < MOST_WORKERS
+
     def weight(self, peer: Peer | None) -> float:
         """What a report counts for: as much as any, but a worker not yet compared has no more say than the others."""
         if peer is None or peer.compared or len(self.peers) < 2:
@@ -85,24 +89,28 @@ class Workers:
         fair = (sum(others) + 8.0) / max(len(others), 1)
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
 
-    def record_times(self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: float) -> None:
-        """Add log times of a worker's steps. surprise: over the shared model's usual ones. speed: of the moment.
+    def record_times(
+        self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: float, count: FloatArray
+    ) -> None:
+        """Add log times of a worker's reports, each of so many steps.
 
-        What a step takes longer than others of its worker counts for little: pauses make no suspect. The model is no
-        yardstick: it may have been spoiled by another.
+        surprise: over the shared model's usual ones. speed: of the moment. What a step takes longer than others of its
+        worker counts for little: pauses make no suspect. The model is no yardstick: another may have spoiled it.
         """
         usual = sorted(surprise.tolist())[len(surprise) // 2] if len(surprise) >= 3 else peer.level
         pause = np.maximum(surprise - usual - MOST_SLOWER, 0.0)
         log_s, surprise = log_s - pause, surprise - pause
-        fade = math.exp(-len(cell) / MEMORY_REPORTS)
+        total = float(count.sum())
+        fade = math.exp(-total / MEMORY_REPORTS)
         peer.count *= fade
-        peer.num_reports = peer.num_reports * fade + len(cell)
-        peer.level += (float(surprise.mean()) - peer.level) * len(cell) / peer.num_reports
-        np.add.at(peer.count, cell, 1.0)
-        np.add.at(peer.mean_log, cell, (log_s - speed - peer.mean_log[cell]) / peer.count[cell])
-        np.add.at(peer.as_seen, cell, (log_s - peer.as_seen[cell]) / peer.count[cell])
+        peer.num_reports = peer.num_reports * fade + total
+        peer.level += (float(surprise @ count) / total - peer.level) * total / peer.num_reports
+        np.add.at(peer.count, cell, count)
+        share = count / peer.count[cell]
+        np.add.at(peer.mean_log, cell, (log_s - speed - peer.mean_log[cell]) * share)
+        np.add.at(peer.as_seen, cell, (log_s - peer.as_seen[cell]) * share)
 
-    def record_tokens(self, peer: Peer, tokens: list[float], num_reports: int) -> None:
+    def record_tokens(self, peer: Peer, tokens: list[float], num_reports: float) -> None:
         """Add accepted tokens, what the model of its group expected, and the variance of that."""
         fade = math.exp(-num_reports / MEMORY_REPORTS)
         peer.tokens = [old * fade + new for old, new in zip(peer.tokens, tokens, strict=True)]

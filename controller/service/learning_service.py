@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +32,11 @@ from speclen.controller.estimator.prediction import PredictionError
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import RegisteredContext, Registration, Registry, Worker
+from speclen.controller.service.thinning import Thinning
 from speclen.controller.wire.ingest import Group, Origin, read_reports
+from speclen.controller.wire.sums import MAX_STEPS, check_span, read_window
 from speclen.controller.wire.validation import InvalidMessageError
+from speclen.store.records import ReportRow
 from speclen.v1 import control_pb2 as pb
 
 log = structlog.get_logger()
@@ -47,8 +51,16 @@ LEARN_INTERVAL_S = 0.2
 # Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
 # to wait for the call, which takes about a millisecond for so many.
 MANY_WORKERS = 4
+# The same where reports are added up: nobody waits for an answer as for one of a single step then. 2.5 ms.
+MANY_THINNED = 32
+# The same for workers that it does not tell apart: 10 ms.
+MANY_OTHERS, MANY_OTHER_REPORTS = 1024, 4096
+# Place of the number of steps in a row of Group.
+NUM_STEPS = ReportRow._fields.index("num_steps") - 1
 # Seconds after which a worker is told anew how unlike classes of requests are: 3 to 15 kB.
 MIX_INTERVAL_S = 5.0
+# Bounds of the histogram of how long reports wait to be learned from, in seconds.
+WAITS_S = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -58,13 +70,22 @@ class Totals:
     """Counts since the start of the process, for the metrics. Refused, drift: by reason, by factor."""
 
     num_reports: int = 0
+    num_rows: int = 0  # what they came as: a sum of several is one
     num_repeated: int = 0
     num_missing: int = 0
     num_groups: int = 0
+    # How long reports waited to be learned from: workers with reports by the bounds of WAITS_S, then those beyond; the sum.
+    waits: list[int] = field(default_factory=lambda: [0] * (len(WAITS_S) + 1))
+    waited_s: float = 0.0
     num_decisions: int = 0
     num_probes: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     drift: Counter[str] = field(default_factory=Counter)
+
+    def add_wait(self, seconds: float) -> None:
+        """A worker's oldest report has waited so long."""
+        self.waits[bisect_left(WAITS_S, seconds)] += 1
+        self.waited_s += max(seconds, 0.0)
 
 
 class LearningService:
@@ -88,6 +109,7 @@ class LearningService:
         self.clock = clock
         self.last_group_id = last_group_id
         self.totals = Totals()
+        self.thinning = Thinning()
         self.prediction: dict[ContextKey, PredictionError] = {}
         self.news = news
         self._tables: dict[ContextKey, dict[tuple[int, int], Table]] = {}
@@ -133,26 +155,55 @@ class LearningService:
         """Return at once, except when a working disk is too far behind."""
         await self.journal.wait_for_room()
 
-    def take(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[InvalidMessageError]:
-        """Note reports of one worker, each of them once; says which were refused and why."""
+    def take(
+        self, worker: Worker, reports: Sequence[pb.StepReport], windows: Sequence[pb.ReportWindow] = ()
+    ) -> list[InvalidMessageError]:
+        """Note reports of one worker, each of them once, then windows; says what was refused and why."""
         worker.last_seen_at = now = self.clock()
         if worker.window.close_gaps(now):
             self.journal.note_worker(worker)
-        if not reports:
+        if not reports and not windows:
             if now - worker.noted_at > QUIET_NOTE_S:
                 self.journal.note_worker(worker)
             return []
         reports = self._without_repetitions(worker, reports)
         origin = Origin(worker.context.context_id, worker.worker_key, worker.epoch, now)
         refusals = read_reports(reports, worker.limits, origin, worker.group)
+        num_steps = len(reports)
+        for window in windows:
+            num_steps += self._take_window(worker, window, origin, refusals)
+        self.thinning.count(num_steps)
         if refusals:
             worker.num_refused += len(refusals)
             self.totals.refused.update(error.reason for error in refusals)
         if worker.group.rows:
+            if worker.worker_id not in self._waiting:
+                worker.waiting_since = now
             self._waiting[worker.worker_id] = worker
         else:
             self.journal.note_worker(worker)
         return refusals
+
+    def _take_window(
+        self, worker: Worker, window: pb.ReportWindow, origin: Origin, refusals: list[InvalidMessageError]
+    ) -> int:
+        """Note a window of one worker, once; returns its steps. A refusal is added to the others."""
+        seqs, num_steps = worker.window, min(max(window.last_seq - window.first_seq + 1, 1), MAX_STEPS)
+        missing, repeated = seqs.num_missing, seqs.num_repeated
+        try:
+            check_span(window)
+            new = seqs.admit_window(window.first_seq, window.last_seq)
+            if new is None:
+                raise overlapping(window, seqs.applied_seq)
+            if new:
+                refusals += read_window(window, worker.limits, origin, worker.group)
+        except InvalidMessageError as error:
+            refusals.append(error)
+            worker.num_refused += num_steps - 1  # one is counted with the refusal
+            self.totals.refused[error.reason] += num_steps - 1
+        self.totals.num_missing += seqs.num_missing - missing
+        self.totals.num_repeated += seqs.num_repeated - repeated
+        return num_steps
 
     def learn(self, *workers: Worker) -> None:
         """Learn from the reports that wait of some workers of one context, in one call of the estimator."""
@@ -171,11 +222,14 @@ class LearningService:
             self._start_anew(context)
             return
         self.last_group_id += 1
-        self.totals.num_reports += len(observations)
+        self.totals.num_reports += sum(each.num_steps for each in observations)
+        self.totals.num_rows += len(observations)
         self.totals.num_groups += 1
+        now = self.clock()
         for worker in workers:
+            self.totals.add_wait(now - worker.waiting_since)
             rows, worker.group = worker.group.rows, Group()
-            worker.num_reports += len(rows)
+            worker.num_reports += num_steps_of(rows)
             self.journal.note_reports(worker, [(self.last_group_id, *row) for row in rows])
         self._no_probe.pop(context.key, None)
         self._note(context, outcome)
@@ -190,8 +244,9 @@ class LearningService:
     def _give_up(self, workers: Iterable[Worker]) -> None:
         """Forget the reports that wait, and count them."""
         for worker in workers:
-            self.totals.refused["estimator"] += len(worker.group.rows)
-            worker.num_refused += len(worker.group.rows)  # they teach nothing, but the database says that they came
+            num_steps = num_steps_of(worker.group.rows)
+            self.totals.refused["estimator"] += num_steps
+            worker.num_refused += num_steps  # they teach nothing, but the database says that they came
             worker.group = Group()
             self.journal.note_worker(worker)
 
@@ -208,11 +263,19 @@ class LearningService:
 
     async def learn_all(self) -> None:
         """Learn from everything that waits now; between two calls of the estimator, answer for as long as it took."""
-        for workers in batches(list(self._waiting.values())):
+        for workers in batches(list(self._waiting.values()), self._is_told_apart, self.most_workers):
             started = time.perf_counter()
             # One that has registered anew in the meantime may have another context by now.
             self.learn(*(worker for worker in workers if worker.context is workers[0].context))
             await asyncio.sleep(time.perf_counter() - started)
+
+    @property
+    def most_workers(self) -> int:
+        """In one call of the estimator, of those told apart."""
+        return MANY_WORKERS if not self.thinning.window_s else MANY_THINNED
+
+    def _is_told_apart(self, worker: Worker) -> bool:
+        return self.estimator.tells_apart(worker.context.key, worker.worker_id)
 
     def _without_repetitions(self, worker: Worker, reports: Sequence[pb.StepReport]) -> Sequence[pb.StepReport]:
         window = worker.window
@@ -326,18 +389,38 @@ class LearningService:
         return self.estimator.table(key).version, self.estimator.learned_rows(key)
 
 
-def batches(workers: Iterable[Worker]) -> Iterator[list[Worker]]:
-    """Workers of one context at a time, together with enough reports for a call of the estimator, but not too many."""
-    for _, members in groupby(sorted(workers, key=_by_context), key=_by_context):
-        batch: list[Worker] = []
+def batches(
+    workers: Iterable[Worker],
+    told_apart: Callable[[Worker], bool] = lambda worker: True,
+    most_told_apart: int = MANY_WORKERS,
+) -> Iterator[list[Worker]]:
+    """Workers of one context at a time, together with enough reports for a call of the estimator, but not too many.
+
+    told_apart: whether the estimator judges a worker by itself. Reports of the others cost it little more than one's.
+    """
+
+    def kind(worker: Worker) -> tuple[int, bool]:
+        return worker.context.context_id, not told_apart(worker)
+
+    for (_, as_one), members in groupby(sorted(workers, key=kind), key=kind):
+        most_workers, most_reports = (MANY_OTHERS, MANY_OTHER_REPORTS) if as_one else (most_told_apart, MANY_REPORTS)
+        batch, num_rows = [], 0
         for worker in members:
             batch.append(worker)
-            if len(batch) >= MANY_WORKERS or sum(len(each.group.rows) for each in batch) >= MANY_REPORTS:
+            num_rows += len(worker.group.rows)
+            if len(batch) >= most_workers or num_rows >= most_reports:
                 yield batch
-                batch = []
+                batch, num_rows = [], 0
         if batch:
             yield batch
 
 
-def _by_context(worker: Worker) -> int:
-    return worker.context.context_id
+def num_steps_of(rows: Iterable[tuple[object, ...]]) -> int:
+    """Steps that rows stand for. rows: as in Group."""
+    return sum(row[NUM_STEPS] for row in rows)  # type: ignore[misc]
+
+
+def overlapping(window: pb.ReportWindow, applied_seq: int) -> InvalidMessageError:
+    """A window of which a part was seen: what it would count twice cannot be told."""
+    sentence = f"window {window.first_seq} to {window.last_seq} begins before {applied_seq + 1}, and ends after it"
+    return InvalidMessageError("window", f"{sentence}: send again what was sent before, or what follows it")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from threading import Thread
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import Bucket, ContextKey
 from speclen.controller.service.journal import Journal
+from speclen.controller.service.learning_service import WAITS_S
 from speclen.controller.service.servicer import ControlServicer
 from speclen.transport.address import split_address
 
@@ -59,6 +61,10 @@ class ControllerCollector:
     def _reports(self) -> Iterator[Metric]:
         totals = self.service.totals
         yield counter("reports", "Reports learned from", totals.num_reports)
+        yield counter("report_rows", "What these came as: a sum of several reports is one", totals.num_rows)
+        window = self.service.thinning.window_s
+        yield gauge("report_window_seconds", "Seconds of steps that workers add up before they report; 0: none", window)
+        yield self._waits()
         yield counter("groups", "Groups of reports learned from", totals.num_groups)
         yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
         yield counter(
@@ -72,6 +78,14 @@ class ControllerCollector:
         for labels, number in self.num_errors.items():
             errors.add_metric(list(labels), number)
         yield errors
+
+    def _waits(self) -> Metric:
+        totals = self.service.totals
+        words = "How long a worker's reports waited to be learned from"
+        waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
+        bounds = [*map(str, WAITS_S), "+Inf"]
+        waits.add_metric([], list(zip(bounds, accumulate(totals.waits), strict=True)), totals.waited_s)
+        return waits
 
     def _fleet(self) -> Iterator[Metric]:
         service, streams = self.service, self.streams

@@ -45,8 +45,8 @@ class RegisteredContext:
 class Worker:
     """The newest life of a worker. Times in seconds since 1970.
 
-    group: reports that wait to be learned from. durable_seq: every report up to it is on disk, or given up as missing.
-    noted_at: when last_seen_at last went into a commit. num_*: over all epochs.
+    group: reports that wait to be learned from, the oldest since waiting_since. durable_seq: every report up to it is on
+    disk, or given up as missing. noted_at: when last_seen_at last went into a commit. num_*: over all epochs.
     """
 
     worker_key: int
@@ -62,6 +62,7 @@ class Worker:
     group: Group = field(default_factory=Group)
     durable_seq: int = 0
     noted_at: float = 0.0
+    waiting_since: float = 0.0
     num_reports: int = 0
     num_refused: int = 0
 

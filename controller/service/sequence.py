@@ -62,6 +62,19 @@ class SeqWindow:
             return None
         return [self._admit_one(seq) for seq in seqs]
 
+    def admit_window(self, first: int, last: int) -> bool | None:
+        """Note the numbers first to last as seen, all or none of them; whether they are new. None: some are."""
+        if first > self.applied_seq:
+            self._skip(self.applied_seq + 1, first - 1)
+            self.applied_seq = last
+            return True
+        if last > self.applied_seq:
+            return None
+        if self._fill(first, last):
+            return True
+        self.num_repeated = min(self.num_repeated + last - first + 1, MAX_COUNT)
+        return False
+
     def _admit_one(self, seq: int) -> bool:
         if not 0 < seq <= MAX_COUNT:
             return True  # not a number of ours: left to be refused, and noted nowhere
@@ -69,7 +82,7 @@ class SeqWindow:
             self._skip(self.applied_seq + 1, seq - 1)
             self.applied_seq = seq
             return True
-        if self._fill(seq):
+        if self._fill(seq, seq):
             return True
         self.num_repeated += 1
         return False
@@ -81,17 +94,17 @@ class SeqWindow:
         self.missing.append([first, last])
         del self.missing[:-MAX_RANGES]
 
-    def _fill(self, seq: int) -> bool:
-        """Take seq out of the missing numbers; False if it is not one of them."""
-        index = bisect_right(self.missing, seq, key=lambda bounds: bounds[0]) - 1
-        if index < 0 or self.missing[index][1] < seq:
+    def _fill(self, first: int, last: int) -> bool:
+        """Take first to last out of the missing numbers; False, and nothing is taken, if one of them is none."""
+        index = bisect_right(self.missing, first, key=lambda bounds: bounds[0]) - 1
+        if index < 0 or self.missing[index][1] < last:
             return False
-        first, last = self.missing[index]
+        low, high = self.missing[index]
         self.missing[index : index + 1] = [
-            bounds for bounds in ([first, seq - 1], [seq + 1, last]) if bounds[0] <= bounds[1]
+            bounds for bounds in ([low, first - 1], [last + 1, high]) if bounds[0] <= bounds[1]
         ]
         del self.missing[:-MAX_RANGES]
-        self.num_missing = max(self.num_missing - 1, 0)
+        self.num_missing = max(self.num_missing - (last - first + 1), 0)
         return True
 
     def missing_json(self) -> str:

@@ -103,7 +103,10 @@ class ControlServicer(rpc.ControlServiceServicer):
         worker = self.service.register(registration(request))
         self.streams.end_old_epoch(worker)
         return pb.RegisterWorkerResponse(
-            table=self.streams.table(worker), durable_seq=worker.durable_seq, controller=self.identity
+            table=self.streams.table(worker),
+            durable_seq=worker.durable_seq,
+            controller=self.identity,
+            thinning=self.service.thinning.message(),
         )
 
     @answering

@@ -21,6 +21,7 @@ from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import FullError, Worker, check_epoch
 from speclen.controller.wire.messages import mix_message, probe_message, table_message
+from speclen.controller.wire.sums import MAX_WINDOWS
 from speclen.controller.wire.validation import MAX_REPORTS, InvalidMessageError
 from speclen.v1 import control_pb2 as pb
 
@@ -83,6 +84,7 @@ class Stream:
         self._last_refusal = ""
         self._sent_table: pb.LengthTable | None = None
         self._sent_durable_seq = -1
+        self._sent_window_s = 0.0  # what a worker does that was told nothing
         self._lock = asyncio.Lock()
 
     async def serve(self) -> None:
@@ -136,20 +138,20 @@ class Stream:
 
     def _take(self, request: pb.StreamReportsRequest) -> list[pb.Probe]:
         """Take the reports of a message; probes come back if it is this worker's turn."""
-        worker, reports = self.worker, request.reports
+        worker, reports, windows = self.worker, request.reports, request.windows
         assert worker is not None
         if worker.epoch != self.epoch:
             check_epoch(worker, self.epoch)
-        if len(reports) > MAX_REPORTS:
-            raise InvalidMessageError("reports", f"a message has {len(reports)} reports; it may have {MAX_REPORTS}")
-        refusals = self.service.take(worker, reports)
+        check_size(request)
+        refusals = self.service.take(worker, reports, windows)
         if refusals:
             self._num_refused += len(refusals)
             self._last_refusal = str(refusals[-1])
-        if not reports:
+        batch_size = newest_batch_size(request)
+        if not batch_size:
             return []
         self.service.learn_if_many(worker)
-        probes = self.service.take_probes(worker, reports[-1].batch_size)
+        probes = self.service.take_probes(worker, batch_size)
         return [probe_message(probe, self.hub.settings.probe_valid_s) for probe in probes]
 
     async def _push(self) -> None:
@@ -201,6 +203,9 @@ class Stream:
         if table is not self._sent_table:
             response.table.CopyFrom(table)
             self._sent_table = table
+        window_s = self.service.thinning.window_s
+        if window_s != self._sent_window_s:
+            response.thinning.window_s = self._sent_window_s = window_s
         return response
 
     async def _wait_until_durable(self) -> None:
@@ -212,6 +217,24 @@ class Stream:
         while worker.durable_seq < worker.window.settled_seq and time.monotonic() < give_up_at:
             await asyncio.sleep(0.02)
         await self.tell()
+
+
+def check_size(request: pb.StreamReportsRequest) -> None:
+    """Raises InvalidMessageError for a message with too much in it."""
+    num_reports = len(request.reports) + sum(len(each.sums) + len(each.reports) for each in request.windows)
+    if num_reports > MAX_REPORTS:
+        raise InvalidMessageError("reports", f"a message has {num_reports} reports; it may have {MAX_REPORTS}")
+    if len(request.windows) > MAX_WINDOWS:
+        raise InvalidMessageError("windows", f"a message has {len(request.windows)} windows; it may have {MAX_WINDOWS}")
+
+
+def newest_batch_size(request: pb.StreamReportsRequest) -> int:
+    """Batch size of the newest step that a message tells of by name; 0 for none."""
+    if not request.windows:
+        return request.reports[-1].batch_size if request.reports else 0
+    last = request.windows[-1]
+    named = [(each.first_seq, each.batch_size) for each in last.sums]
+    return max([*named, *((each.seq, each.batch_size) for each in last.reports)], default=(0, 0))[1]
 
 
 class Streams:
@@ -321,6 +344,7 @@ class Streams:
             await asyncio.sleep(interval_s)
             self.service.refresh()
             now = time.monotonic()
+            self.service.thinning.judge(now, len(self.open))
             asleep_s = max(0.0, now - expected)
             for stream in list(self.open):
                 stream.excuse(asleep_s)

@@ -92,7 +92,7 @@ def read_reports(
             continue
         by_class, classes_text = _NO_CLASSES
         if report.class_histograms:
-            split = by_class_of(report, histogram)
+            split = by_class_of(report, histogram, seq)
             if isinstance(split, InvalidMessageError):
                 refusals.append(split)
                 continue
@@ -101,21 +101,23 @@ def read_reports(
         teaches = flags.teaches_latency, flags.teaches_acceptance
         observe(StepObservation(batch_size, length, latency_s, histogram, context_length, *teaches, by_class))
         step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
-        keep(step + (version, probe_id, flags.names, received_at, classes_text))
+        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None))
     return refusals
 
 
-def by_class_of(report: pb.StepReport, histogram: tuple[int, ...]) -> tuple[ByClass, str] | InvalidMessageError:
+def by_class_of(
+    report: pb.StepReport | pb.StepSum, histogram: tuple[int, ...], seq: int
+) -> tuple[ByClass, str] | InvalidMessageError:
     """The histogram by class, for the estimator and as JSON text; or why it is refused."""
     split: ByClass = tuple((each.request_class - 1, tuple(each.accepted_histogram)) for each in report.class_histograms)
     kinds = [kind for kind, _ in split]
     if not set(kinds) <= set(range(len(CLASSES))) or len(set(kinds)) < len(kinds):
         named = [kind + 1 for kind in kinds]
-        sentence = f"report {report.seq}: class_histograms has classes {named}; each of 1 to 3 may be there once"
+        sentence = f"report {seq}: class_histograms has classes {named}; each of 1 to 3 may be there once"
         return InvalidMessageError("class_histograms", sentence)
     widths = {len(runs) for _, runs in split}
     if widths != {len(histogram)} or tuple(map(sum, zip(*(runs for _, runs in split), strict=True))) != histogram:
-        sentence = f"report {report.seq}: class_histograms must add up to accepted_histogram, {list(histogram)}"
+        sentence = f"report {seq}: class_histograms must add up to accepted_histogram, {list(histogram)}"
         return InvalidMessageError("class_histograms", sentence)
     return split, json.dumps({CLASSES[kind]: runs for kind, runs in split}, separators=(",", ":"))
 
@@ -135,7 +137,7 @@ def remember(histogram: tuple[int, ...]) -> HistogramFacts:
     return facts
 
 
-def meaning_of(report: pb.StepReport) -> Flags:
+def meaning_of(report: pb.StepReport | pb.StepSum) -> Flags:
     """Flags, remembered as far as all of them are known ones: the values of others are without number."""
     flags = frozenset(report.flags)
     meaning = _flags.get(flags)

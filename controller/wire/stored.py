@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from speclen.controller.estimator.core import Profile, ProfileCell, StepObservation
 from speclen.controller.wire.flags import named_flags
 from speclen.controller.wire.ingest import CLASSES
+from speclen.controller.wire.sums import geometric_mean
 
 
 class StoredReport(Protocol):
@@ -27,6 +28,10 @@ class StoredReport(Protocol):
     def flags(self) -> str: ...
     @property
     def class_histograms(self) -> str | None: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def latency_sd_s(self) -> float | None: ...
 
 
 def observation_of(report: StoredReport) -> StepObservation:
@@ -36,12 +41,13 @@ def observation_of(report: StoredReport) -> StepObservation:
     return StepObservation(
         report.batch_size,
         report.speculation_length,
-        report.latency_s,
+        geometric_mean(report.latency_s, report.latency_sd_s) if report.latency_sd_s else report.latency_s,
         tuple(json.loads(report.accepted_histogram)),
         report.mean_context_length,
         flags.teaches_latency,
         flags.teaches_acceptance,
         tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
+        report.num_steps,
     )
 
 

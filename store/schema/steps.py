@@ -25,6 +25,7 @@ from speclen.store.schema.first_views import (
     WORKER_HEALTH,
 )
 from speclen.store.schema.seen import CHANGES as SEEN
+from speclen.store.schema.sums import CHANGES as SUMS
 
 DRIFT_EVENTS_2 = """\
 CREATE TABLE drift_events (
@@ -138,4 +139,5 @@ STEPS: dict[str, tuple[str, ...]] = {
     "m006_choices": (CHOICES,),
     "m007_unlike_workers": _made_anew("drift_events", DRIFT_EVENTS_3, DRIFT_EVENT_COLUMNS),
     "m008_seen": SEEN,
+    "m009_sums": SUMS,
 }

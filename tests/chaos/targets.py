@@ -8,8 +8,8 @@ from control_fakes import group, registration, report
 from google.protobuf.message import Message
 
 from speclen.controller.config import ControllerConfig
+from speclen.controller.service.assembly import create_service
 from speclen.controller.service.news import News
-from speclen.controller.service.server import create_service
 from speclen.controller.service.servicer import STATUS
 from speclen.controller.service.servicer import registration as read_registration
 from speclen.controller.wire.validation import read_profile

@@ -19,8 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from speclen.worker.backends.attention import install
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows, prompt_part
-from speclen.worker.models.loading import refuse_latent_attention
 from speclen.worker.models.naming import ModelError
+from speclen.worker.models.source import refuse_latent_attention
 
 PROBE = "speclen_probe"
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}

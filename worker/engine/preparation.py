@@ -20,8 +20,9 @@ from speclen.worker.backends.llama import rewrite
 from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
 from speclen.worker.backends.passes import PassModel
 from speclen.worker.engine.config import BACKENDS, EngineConfig
-from speclen.worker.models.loading import ModelPair, quiet_transformers
+from speclen.worker.models.loading import ModelPair
 from speclen.worker.models.naming import ModelError
+from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     bytes_per_token = sum(shape.elements_per_token for one in named for shape in one.layers) * pair.dtype.itemsize
     num_rows, context = _rows_and_context(pair, config, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
+    if pair.weights == "int8" and (config.backend == "torch" or recorder is not None):
+        raise ModelError("--weights int8 saves nothing on torch: use --backend openvino, or --weights full")
     kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_proposed_tokens))
     models = None
     if config.backend != "torch" and recorder is None:
@@ -84,7 +87,7 @@ def _on_openvino(
 ) -> list[PassModel] | None:
     """The models on OpenVINO, found to compute what transformers does; None when torch is to run them.
 
-    Raises ModelError when OpenVINO was asked for by name.
+    Raises ModelError when OpenVINO was asked for by name, or weights that only it makes use of.
     """
     reason = openvino.why_not(pair.device, pair.dtype)
     if reason is None:
@@ -94,6 +97,8 @@ def _on_openvino(
             reason = _last_line(error)
     if config.backend == "openvino":
         raise ModelError(f"--backend openvino: {reason}")
+    if pair.weights == "int8":
+        raise ModelError(f"--weights int8 needs OpenVINO: {reason}")
     log.log(
         logging.WARNING if openvino.installed_version() else logging.INFO,
         "torch runs the models, not OpenVINO: %s",

@@ -6,23 +6,16 @@ the engine is built; only what can never work is refused here.
 
 from __future__ import annotations
 
-import functools
-import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from speclen.worker.models.naming import ModelError, Shape, find_place
-from speclen.worker.models.widen import count_parameters, widen
+from speclen.worker.models.naming import ModelError
+from speclen.worker.models.quantize import WEIGHTS, round_weights
+from speclen.worker.models.source import ModelSource, locate, one_sentence, refuse_unsuitable
+from speclen.worker.models.widen import widen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this many parameters a CPU runs float32 as fast as bfloat16: the weights stay in the cache either way.
@@ -37,7 +30,7 @@ class ModelPair:
 
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
     max_context_length: prompt and output together, the smaller of the two models' limits.
-    eos_token_ids: ascending; any of them ends a sequence.
+    eos_token_ids: ascending; any of them ends a sequence. weights: "full", or "int8" where they have been rounded.
     """
 
     target: Any
@@ -50,18 +43,24 @@ class ModelPair:
     eos_token_ids: tuple[int, ...]
     max_context_length: int
     vocab_size: int
+    weights: str = "full"
 
 
-def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str = "auto") -> ModelPair:
+def load_pair(
+    target: str, draft: str | None, device: str = "auto", dtype: str = "auto", weights: str = "full"
+) -> ModelPair:
     """Load both models; `draft` None, "" or "none" loads the target alone.
 
     device: "auto" (CUDA when there is one), "cpu", "cuda" or "cuda:N". dtype: "auto", "float32", "bfloat16", "float16".
+    weights: "full", or "int8": both models are rounded, and are other models from then on.
     Raises ModelError when a model cannot be read, cannot be run by a cache of keys and values, or the two do not fit.
     """
+    if weights not in WEIGHTS:
+        raise ModelError(f"--weights {weights!r} is not known; use {' or '.join(WEIGHTS)}")
     draft = None if draft in (None, "", "none") else draft
-    sources = [_locate(name) for name in (target, draft) if name is not None]
+    sources = [locate(name) for name in (target, draft) if name is not None]
     for source in sources:
-        _refuse_unsuitable(source)
+        refuse_unsuitable(source)
     tokenizers = [_load_tokenizer(source) for source in sources]
     if len(sources) == 2:
         _check_same_tokenizer(sources, tokenizers)
@@ -71,6 +70,8 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
     vocab_size = models[0].get_output_embeddings().weight.shape[0]
     if len(models) == 2:
         _match_vocabulary(models[1], vocab_size)
+    for model in models if weights == "int8" else []:
+        round_weights(model)
     return ModelPair(
         target=models[0],
         draft=models[1] if len(models) == 2 else None,
@@ -82,12 +83,13 @@ def load_pair(target: str, draft: str | None, device: str = "auto", dtype: str =
         eos_token_ids=_eos_token_ids(models[0], tokenizers[0]),
         max_context_length=min(source.max_context_length for source in sources),
         vocab_size=vocab_size,
+        weights=weights,
     )
 
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model, by any name that load_pair takes, without its weights. Raises ModelError."""
-    return _load_tokenizer(_locate(name))
+    return _load_tokenizer(locate(name))
 
 
 def resolve_device(device: str) -> torch.device:
@@ -131,81 +133,12 @@ def cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a named model is: its directory or hub id, its configuration, and the shape it is to be widened to."""
-
-    name: str
-    place: str
-    shape: Shape | None
-    config: Any
-
-    @property
-    def text_config(self) -> Any:
-        return self.config.get_text_config()
-
-    @property
-    def num_parameters(self) -> int:
-        """Computed from the configuration without allocating anything."""
-        with _one_sentence(self.name, "its configuration cannot be used"):
-            if self.shape is not None:
-                return count_parameters(self.config, self.shape)
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(self.config).num_parameters()
-
-    @property
-    def max_context_length(self) -> int:
-        limit = getattr(self.text_config, "max_position_embeddings", None)
-        if not isinstance(limit, int) or limit < 2:
-            raise ModelError(f"{self.name}: its configuration does not say how many positions it can hold")
-        return limit
-
-
-def _locate(name: str) -> _Source:
-    """Find the model's files and read its configuration."""
-    place, shape = find_place(name)
-    with _one_sentence(name, "its configuration cannot be read"):
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    return _Source(name, place, shape, config)
-
-
-def _refuse_unsuitable(source: _Source) -> None:
-    """Refuse what no cache of keys and values per row can run, before any weights are read."""
-    config = source.config
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{source.name}: {kind} is an encoder-decoder; speclen runs decoder-only models")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
-    if model_class is None:
-        raise ModelError(f"{source.name}: {kind} is not a causal language model of transformers")
-    refuse_latent_attention(source.text_config, source.name)
-    if getattr(model_class, "_is_stateful", False):
-        raise ModelError(
-            f"{source.name}: {kind} keeps a recurrent state, which cannot be rolled back to the last accepted token"
-        )
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise ModelError(
-            f"{source.name}: {kind} computes attention in its own code, so rows of different lengths would be wrong"
-        )
-
-
-def refuse_latent_attention(config: Any, name: str) -> None:
-    """Raises ModelError for multi-head latent attention: what it keeps per token are no keys and values."""
-    if rank := getattr(config, "kv_lora_rank", None):
-        raise ModelError(
-            f"{name}: {config.model_type} compresses keys and values (multi-head latent attention, kv_lora_rank {rank}), "
-            "which is not supported; use a model with ordinary or grouped heads"
-        )
-
-
-def _load_tokenizer(source: _Source) -> Any:
-    with _one_sentence(source.name, "its tokenizer cannot be read"):
+def _load_tokenizer(source: ModelSource) -> Any:
+    with one_sentence(source.name, "its tokenizer cannot be read"):
         return AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
 
 
-def _check_same_tokenizer(sources: list[_Source], tokenizers: list[Any]) -> None:
+def _check_same_tokenizer(sources: list[ModelSource], tokenizers: list[Any]) -> None:
     """Speculation compares token ids, so both models must mean the same text by them."""
     target, draft = (tokenizer.get_vocab() for tokenizer in tokenizers)
     names = f"target {sources[0].name} and draft {sources[1].name}"
@@ -220,15 +153,15 @@ def _check_same_tokenizer(sources: list[_Source], tokenizers: list[Any]) -> None
         raise ModelError(f"{names} have the same vocabulary but split text differently; choose another draft")
 
 
-def _load_model(source: _Source, device: torch.device, dtype: torch.dtype) -> Any:
-    with _one_sentence(source.name, f"it cannot be loaded on {device} as {str(dtype).removeprefix('torch.')}"):
+def _load_model(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Any:
+    with one_sentence(source.name, f"it cannot be loaded on {device} as {str(dtype).removeprefix('torch.')}"):
         if source.shape is None:
             return _read_weights(source, dtype).to(device).eval()
         # The small model is read in float32 and widened straight into the device's memory and dtype.
         return widen(_read_weights(source, torch.float32), source.shape, device, dtype)
 
 
-def _read_weights(source: _Source, dtype: torch.dtype) -> Any:
+def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source.place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
     )
@@ -262,53 +195,3 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
-
-
-@contextmanager
-def _one_sentence(name: str, what: str) -> Iterator[None]:
-    """Turn whatever transformers, the hub or the file system raise into one ModelError, quietly."""
-    try:
-        with quiet_transformers(), _without_progress_bars():
-            yield
-    except ModelError:
-        raise
-    except torch.OutOfMemoryError:
-        raise ModelError(f"{name}: {what}: out of memory; use a smaller model or --dtype bfloat16") from None
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, HFValidationError) as error:
-        raise ModelError(f"{name}: {what}: {_reason(error)}") from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without the warnings of transformers, which are about what nobody asked for, such as a missing loss."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
-
-
-def _reason(error: Exception) -> str:
-    """The first sentence of an error, without addresses, at most 200 characters."""
-    text = str(error).strip() or type(error).__name__
-    if _is_offline() and re.search(r"cached files|internet|offline|connect", text, re.IGNORECASE):
-        return "it is neither a local directory nor in the hub's cache, and HF_HUB_OFFLINE is set"
-    first_line = re.sub(r"https?://\S+", "the hub", text.splitlines()[0])
-    return first_line if len(first_line) <= 200 else first_line[:197] + "..."
-
-
-@functools.cache
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}

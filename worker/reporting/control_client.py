@@ -8,11 +8,10 @@ again after a reconnect; the buffer is bounded, and what falls out of it is coun
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import grpc
 import structlog
@@ -24,9 +23,11 @@ from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.reporting.advice import why
+from speclen.worker.reporting.buffer import ReportBuffer
 from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
-from speclen.worker.reporting.messages import plan_of, to_report
+from speclen.worker.reporting.messages import plan_of
+from speclen.worker.reporting.outgoing import Outgoing
 
 log = structlog.get_logger()
 
@@ -54,6 +55,9 @@ class ControlSettings:
     retry_s: float = 0.5  # first pause before a new attempt; doubles up to max_retry_s
     max_retry_s: float = 5.0
     rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
+
+
+MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
 
 
 class StreamClosedError(Exception):
@@ -101,41 +105,6 @@ class PendingProbe:
     expires_at: float
 
 
-@dataclass(slots=True)
-class ReportBuffer:
-    """Reports from append to durable.
-
-    The engine's thread only appends and the event loop alone removes, so neither needs a lock; the bound is therefore
-    kept by the event loop, in `trim`.
-    """
-
-    max_buffered: int
-    records: deque[tuple[int, LengthChoice, StepResult]] = field(default_factory=deque)
-    num_dropped: int = 0
-    next_seq: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
-
-    def append(self, choice: LengthChoice, result: StepResult) -> None:
-        self.records.append((self.next_seq(), choice, result))
-
-    def trim(self) -> None:
-        """Drop the oldest reports beyond the bound: they are worth the least."""
-        while len(self.records) > self.max_buffered:
-            self.records.popleft()
-            self.num_dropped += 1
-
-    def forget_until(self, durable_seq: int) -> None:
-        while self.records and self.records[0][0] <= durable_seq:
-            self.records.popleft()
-
-    def after(self, seq: int, limit: int) -> list[tuple[int, LengthChoice, StepResult]]:
-        """Up to `limit` records with a larger seq, in order. The records are consecutive, so this is one slice."""
-        records = self.records
-        if not records:
-            return []
-        skip = max(0, seq - records[0][0] + 1)
-        return list(itertools.islice(records, skip, skip + limit))
-
-
 class ControlClient:
     """Chooses lengths from the newest table and reports steps in the background.
 
@@ -162,6 +131,7 @@ class ControlClient:
         self.connected = False
         self.controller: pb.ServerIdentity | None = None  # whose it was that answered last
         self.num_refused = 0
+        self.window_s = 0.0  # steps of so long are added up before they are sent; 0: every step is sent by itself
         # accepted_runs[j]: rows that had draft tokens and whose accepted run was exactly j, since the start.
         self.accepted_runs = [0] * (card.max_speculation_length + 1)
         self.step_s = 0.0  # wall time of all steps
@@ -263,6 +233,7 @@ class ControlClient:
         if registered.HasField("controller"):
             self.controller = registered.controller
         self._apply_table(registered.table)
+        self._apply_thinning(registered.thinning)
         self.buffer.forget_until(registered.durable_seq)
         self._last_answer = self.clock()
         log.info("joined the controller", durable_seq=registered.durable_seq, worker=self.card.worker_id)
@@ -280,33 +251,22 @@ class ControlClient:
     async def _requests(self, durable_seq: int) -> AsyncIterator[pb.StreamReportsRequest]:
         """The first message names the worker; then groups of reports as they come, and heartbeats."""
         yield pb.StreamReportsRequest(worker=self.card.identity())
-        sent, quiet_since = durable_seq, self.clock()
+        outgoing, quiet_since = Outgoing(self.buffer, durable_seq, self.settings.group_size, self.clock), self.clock()
         while True:
-            group = self.buffer.after(sent, self.settings.group_size)
-            if group or self.clock() - quiet_since >= self.settings.heartbeat_s:
-                yield pb.StreamReportsRequest(reports=self._to_reports(group))
+            request = outgoing.next(self.window_s)
+            if request is not None or self.clock() - quiet_since >= self.settings.heartbeat_s:
+                yield request or pb.StreamReportsRequest()
                 quiet_since = self.clock()
-            if group:
-                sent = group[-1][0]
-            if len(group) < self.settings.group_size:
-                await asyncio.sleep(self.settings.flush_interval_s)
-
-    def _to_reports(self, group: list[tuple[int, LengthChoice, StepResult]]) -> list[pb.StepReport]:
-        """The group as messages. What no message can hold is left out and counted: it would end every stream anew."""
-        reports = []
-        for record in group:
-            try:
-                reports.append(to_report(*record))
-            except (ValueError, TypeError, KeyError) as error:
-                self.buffer.num_dropped += 1
-                log.error("a report cannot be sent and is left out", seq=record[0], reason=str(error))
-        return reports
+            if not outgoing.more:
+                await asyncio.sleep(outgoing.pause_s(self.window_s, self.settings.flush_interval_s))
 
     async def _receive(self, call: aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]) -> None:
         async for response in call:
             self._last_answer = self.clock()
             if response.HasField("table"):
                 self._apply_table(response.table)
+            if response.HasField("thinning"):
+                self._apply_thinning(response.thinning)
             self.buffer.forget_until(response.durable_seq)
             if self.follow:
                 self._add_probes(response.probes)
@@ -331,6 +291,15 @@ class ControlClient:
                 continue
             if plan.within(self.card.max_speculation_length, self.card.max_copied_tokens) == plan:
                 self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s))
+
+    def _apply_thinning(self, message: pb.Thinning) -> None:
+        """Add steps up from now on, or not any more; what was sent stays as it was."""
+        if not 0.0 <= message.window_s <= MAX_WINDOW_S:
+            log.error("a window of the controller is not used", window_s=message.window_s, allowed=MAX_WINDOW_S)
+            return
+        if message.window_s != self.window_s:
+            log.info("reports are added up", window_s=message.window_s)
+        self.window_s = message.window_s
 
     def _apply_table(self, message: pb.LengthTable) -> None:
         if not self.follow or not message.choices:

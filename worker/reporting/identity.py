@@ -14,11 +14,12 @@ from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.model_label import digest, model_label
 
 
-def model_name(name: str, model: torch.nn.Module | None) -> str:
-    """Label of a model; "none" for none."""
+def model_name(name: str, model: torch.nn.Module | None, weights: str = "full") -> str:
+    """Label of a model; "none" for none. A model whose weights were rounded is another one."""
     if model is None:
         return "none"
-    return model_label(name, model.config.to_dict())  # type: ignore[union-attr, operator]
+    config = model.config.to_dict()  # type: ignore[union-attr, operator]
+    return model_label(name, config if weights == "full" else config | {"weights": weights})
 
 
 def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
@@ -26,10 +27,10 @@ def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
     versions = " ".join(f"{name} {version(name)}" for name in ("speclen", "torch", "transformers"))
     engine = f"{versions} {backend} threads {torch.get_num_threads()}"
     return pb.ContextKey(
-        target=model_name(pair.target_name, pair.target),
-        draft=model_name(pair.draft_name, pair.draft),
+        target=model_name(pair.target_name, pair.target, pair.weights),
+        draft=model_name(pair.draft_name, pair.draft, pair.weights),
         device=device_name(pair.device),
-        dtype=str(pair.dtype).removeprefix("torch."),
+        dtype=str(pair.dtype).removeprefix("torch.") + ("" if pair.weights == "full" else f"+{pair.weights}"),
         engine_fingerprint=f"{backend.partition(' ')[0]},threads={torch.get_num_threads()},{digest(engine)}",
     )
 

@@ -94,7 +94,7 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     """Models, engine and control client, ready to run. Raises ValueError with one sentence for bad settings."""
     parse_policy(config.policy)
     progress(f"loading {config.target} and {config.draft or 'no draft'}")
-    pair = load_pair(config.target, config.draft or None, config.device, config.dtype)
+    pair = load_pair(config.target, config.draft or None, config.device, config.dtype, config.weights)
     set_threads(config.threads, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,

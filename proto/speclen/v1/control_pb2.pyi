@@ -140,7 +140,7 @@ class ContextKey(google.protobuf.message.Message):
     device: builtins.str
     """Kind of device, for example "cpu:AMD EPYC x2" or "cuda:NVIDIA H200"."""
     dtype: builtins.str
-    """"float32", "bfloat16" or "float16"."""
+    """"float32", "bfloat16" or "float16"; with "+int8" where weights were rounded to 8 bits."""
     engine_fingerprint: builtins.str
     """Digest of whatever else in the engine changes step times, for example thread count and attention path."""
     def __init__(
@@ -535,6 +535,114 @@ class StepReport(google.protobuf.message.Message):
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
 @typing.final
+class StepSum(google.protobuf.message.Message):
+    """Steps of one worker that were alike, added up: same batch size, length, flags and version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_SEQ_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
+    BATCH_SIZE_FIELD_NUMBER: builtins.int
+    SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
+    LATENCY_SUM_S_FIELD_NUMBER: builtins.int
+    LATENCY_SQUARE_SUM_S2_FIELD_NUMBER: builtins.int
+    ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
+    MEAN_CONTEXT_LENGTH_FIELD_NUMBER: builtins.int
+    DECISION_VERSION_FIELD_NUMBER: builtins.int
+    FLAGS_FIELD_NUMBER: builtins.int
+    CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
+    first_seq: builtins.int
+    """Of the first of them; no two sums of a window have the same."""
+    num_steps: builtins.int
+    """2 to 65536. One alone is sent as a StepReport."""
+    batch_size: builtins.int
+    speculation_length: builtins.int
+    latency_sum_s: builtins.float
+    """Sum of latency_s over the steps, and of its squares."""
+    latency_square_sum_s2: builtins.float
+    mean_context_length: builtins.float
+    """Mean over the steps."""
+    decision_version: builtins.int
+    @property
+    def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Sum of the steps' histograms: adds up to batch_size x num_steps."""
+
+    @property
+    def flags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___StepFlag.ValueType]: ...
+    @property
+    def class_histograms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassHistogram]:
+        """Sums by class; all steps of a sum told classes apart, or none did."""
+
+    def __init__(
+        self,
+        *,
+        first_seq: builtins.int = ...,
+        num_steps: builtins.int = ...,
+        batch_size: builtins.int = ...,
+        speculation_length: builtins.int = ...,
+        latency_sum_s: builtins.float = ...,
+        latency_square_sum_s2: builtins.float = ...,
+        accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
+        mean_context_length: builtins.float = ...,
+        decision_version: builtins.int = ...,
+        flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
+        class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "first_seq", b"first_seq", "flags", b"flags", "latency_square_sum_s2", b"latency_square_sum_s2", "latency_sum_s", b"latency_sum_s", "mean_context_length", b"mean_context_length", "num_steps", b"num_steps", "speculation_length", b"speculation_length"]) -> None: ...
+
+Global___StepSum: typing_extensions.TypeAlias = StepSum
+
+@typing.final
+class ReportWindow(google.protobuf.message.Message):
+    """All steps first_seq to last_seq, each in exactly one sum or report. A window counts as a whole, once: sent again, it
+    holds the same steps.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_SEQ_FIELD_NUMBER: builtins.int
+    LAST_SEQ_FIELD_NUMBER: builtins.int
+    SUMS_FIELD_NUMBER: builtins.int
+    REPORTS_FIELD_NUMBER: builtins.int
+    first_seq: builtins.int
+    last_seq: builtins.int
+    @property
+    def sums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepSum]: ...
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepReport]:
+        """Steps that are not added up: probes, copies, stalls, and those without a like."""
+
+    def __init__(
+        self,
+        *,
+        first_seq: builtins.int = ...,
+        last_seq: builtins.int = ...,
+        sums: collections.abc.Iterable[Global___StepSum] | None = ...,
+        reports: collections.abc.Iterable[Global___StepReport] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_seq", b"first_seq", "last_seq", b"last_seq", "reports", b"reports", "sums", b"sums"]) -> None: ...
+
+Global___ReportWindow: typing_extensions.TypeAlias = ReportWindow
+
+@typing.final
+class Thinning(google.protobuf.message.Message):
+    """How the controller wants to be told of steps."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: builtins.int
+    window_s: builtins.float
+    """Steps of so many seconds are sent together, as a ReportWindow; 0: every step by itself. 0 to 60."""
+    def __init__(
+        self,
+        *,
+        window_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["window_s", b"window_s"]) -> None: ...
+
+Global___Thinning: typing_extensions.TypeAlias = Thinning
+
+@typing.final
 class RegisterWorkerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -578,21 +686,27 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
     TABLE_FIELD_NUMBER: builtins.int
     DURABLE_SEQ_FIELD_NUMBER: builtins.int
     CONTROLLER_FIELD_NUMBER: builtins.int
+    THINNING_FIELD_NUMBER: builtins.int
     durable_seq: builtins.int
     """Every report of this worker and epoch up to this seq is on disk; 0 for none."""
     @property
     def table(self) -> Global___LengthTable: ...
     @property
     def controller(self) -> Global___ServerIdentity: ...
+    @property
+    def thinning(self) -> Global___Thinning:
+        """Absent: every step by itself."""
+
     def __init__(
         self,
         *,
         table: Global___LengthTable | None = ...,
         durable_seq: builtins.int = ...,
         controller: Global___ServerIdentity | None = ...,
+        thinning: Global___Thinning | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["controller", b"controller", "table", b"table"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller", b"controller", "durable_seq", b"durable_seq", "table", b"table"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["controller", b"controller", "table", b"table", "thinning", b"thinning"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["controller", b"controller", "durable_seq", b"durable_seq", "table", b"table", "thinning", b"thinning"]) -> None: ...
 
 Global___RegisterWorkerResponse: typing_extensions.TypeAlias = RegisterWorkerResponse
 
@@ -652,6 +766,7 @@ class StreamReportsRequest(google.protobuf.message.Message):
 
     WORKER_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
+    WINDOWS_FIELD_NUMBER: builtins.int
     @property
     def worker(self) -> Global___WorkerIdentity:
         """Required in the first message of a stream, ignored later."""
@@ -660,14 +775,19 @@ class StreamReportsRequest(google.protobuf.message.Message):
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepReport]:
         """In order of seq. At most 1024."""
 
+    @property
+    def windows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReportWindow]:
+        """After the reports, where the controller asked for them. At most 16, with 1024 sums and reports in all."""
+
     def __init__(
         self,
         *,
         worker: Global___WorkerIdentity | None = ...,
         reports: collections.abc.Iterable[Global___StepReport] | None = ...,
+        windows: collections.abc.Iterable[Global___ReportWindow] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["reports", b"reports", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reports", b"reports", "windows", b"windows", "worker", b"worker"]) -> None: ...
 
 Global___StreamReportsRequest: typing_extensions.TypeAlias = StreamReportsRequest
 
@@ -681,6 +801,7 @@ class StreamReportsResponse(google.protobuf.message.Message):
     PROBES_FIELD_NUMBER: builtins.int
     NUM_REFUSED_FIELD_NUMBER: builtins.int
     LAST_REFUSAL_FIELD_NUMBER: builtins.int
+    THINNING_FIELD_NUMBER: builtins.int
     applied_seq: builtins.int
     """Highest seq that arrived. Each report that did has been taken, refused, or recognised as a repetition."""
     durable_seq: builtins.int
@@ -696,6 +817,12 @@ class StreamReportsResponse(google.protobuf.message.Message):
 
     @property
     def probes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Probe]: ...
+    @property
+    def thinning(self) -> Global___Thinning:
+        """From the next message on; absent when unchanged since the last one of this stream. Workers that do not know it report
+        every step by itself.
+        """
+
     def __init__(
         self,
         *,
@@ -705,9 +832,10 @@ class StreamReportsResponse(google.protobuf.message.Message):
         probes: collections.abc.Iterable[Global___Probe] | None = ...,
         num_refused: builtins.int = ...,
         last_refusal: builtins.str = ...,
+        thinning: Global___Thinning | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["table", b"table"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["applied_seq", b"applied_seq", "durable_seq", b"durable_seq", "last_refusal", b"last_refusal", "num_refused", b"num_refused", "probes", b"probes", "table", b"table"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["table", b"table", "thinning", b"thinning"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["applied_seq", b"applied_seq", "durable_seq", b"durable_seq", "last_refusal", b"last_refusal", "num_refused", b"num_refused", "probes", b"probes", "table", b"table", "thinning", b"thinning"]) -> None: ...
 
 Global___StreamReportsResponse: typing_extensions.TypeAlias = StreamReportsResponse
 

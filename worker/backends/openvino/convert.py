@@ -20,7 +20,8 @@ from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 from openvino.op import _PagedAttentionExtension
 
 from speclen.worker.backends.kv_cache import LayerShape
-from speclen.worker.backends.openvino.trace import trace
+from speclen.worker.backends.openvino.trace import Weight, trace
+from speclen.worker.models.quantize import Int8Weight
 
 TOKEN_INPUTS = ("input_ids", "position_ids", "wanted")
 BLOCK_INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins", "max_context_len")
@@ -79,7 +80,7 @@ def _paged_attention(context: Any) -> list[ov.Output]:
     return [node.output(0)]
 
 
-def _linear(context: Any, weights: list[torch.Tensor]) -> list[ov.Output]:
+def _linear(context: Any, weights: list[Weight]) -> list[ov.Output]:
     rows = context.get_input(0)
     weight = weights[context.get_values_from_const_input(1)]
     # Most layers have [outputs, inputs], GPT-2's [inputs, outputs].
@@ -87,14 +88,22 @@ def _linear(context: Any, weights: list[torch.Tensor]) -> list[ov.Output]:
     return [ops.matmul(rows, _constant(weight), False, transposed).output(0)]
 
 
-def _embedding(context: Any, weights: list[torch.Tensor]) -> list[ov.Output]:
+def _embedding(context: Any, weights: list[Weight]) -> list[ov.Output]:
     ids = context.get_input(0)
-    table = _constant(weights[context.get_values_from_const_input(1)])
-    return [ops.gather(table, ids, ops.constant(np.array(0, np.int32))).output(0)]
+    table, axis = weights[context.get_values_from_const_input(1)], ops.constant(np.array(0, np.int32))
+    if isinstance(table, Int8Weight):
+        values, scales = (ops.gather(_constant(part), ids, axis) for part in (table.values, table.scales))
+        return [ops.multiply(values, scales).output(0)]
+    return [ops.gather(_constant(table), ids, axis).output(0)]
 
 
-def _constant(weight: torch.Tensor) -> ov.Output:
+def _constant(weight: Weight) -> ov.Output:
     """The weight as float32, kept in its own dtype: OpenVINO computes in what it is told at compilation."""
+    if isinstance(weight, Int8Weight):
+        # In this form, and no other, its products read the 8 bits.
+        return ops.multiply(_constant(weight.values), _constant(weight.scales)).output(0)
+    if weight.dtype == torch.int8:
+        return ops.convert(ops.constant(weight.numpy(), shared_memory=True), "f32").output(0)
     weight = weight.contiguous()
     if weight.dtype == torch.float32:
         return ops.constant(weight.numpy(), shared_memory=True).output(0)

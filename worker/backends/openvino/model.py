@@ -54,6 +54,7 @@ class OpenVinoModel:
         options = {
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,  # else it is u8
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else weights of 8 bits are multiplied with activations of 8 bits
             "INFERENCE_NUM_THREADS": num_threads,
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,  # a thread that shares its core with another process must be able to leave

@@ -14,7 +14,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,9 @@ from transformers.pytorch_utils import Conv1D
 
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS
+from speclen.worker.models.quantize import Int8Weight, int8_of
 
+Weight: TypeAlias = torch.Tensor | Int8Weight
 IMPLEMENTATION = "speclen_openvino"
 NUM_EXAMPLE_TOKENS = 5
 
@@ -166,7 +168,7 @@ class Traceable(nn.Module):
 
 
 @torch.no_grad()
-def trace(model: Any, layers: Sequence[LayerShape]) -> tuple[Any, list[torch.Tensor]]:
+def trace(model: Any, layers: Sequence[LayerShape]) -> tuple[Any, list[Weight]]:
     """The recorded model, and the weights that its operators name. Raises NotConvertibleError."""
     traceable = Traceable(model)
     with warnings.catch_warnings():
@@ -184,12 +186,12 @@ def example_inputs(layers: Sequence[LayerShape]) -> tuple[torch.Tensor, ...]:
     return tokens, tokens, tokens[1:3], *blocks, *caches
 
 
-def _copy_without_weights(model: Any) -> tuple[list[torch.Tensor], Any, dict[int, int]]:
+def _copy_without_weights(model: Any) -> tuple[list[Weight], Any, dict[int, int]]:
     """The weights of linear and embedding layers, a copy without them, and their numbers by id of the copy's.
 
     In the copy a weight is one number, seen in the weight's shape; all else is float32. Tied weights have one number.
     """
-    weights: list[torch.Tensor] = []
+    weights: list[Weight] = []
     memo: dict[int, Any] = {}
     numbers: dict[int, int] = {}
     for module in model.modules():
@@ -198,7 +200,7 @@ def _copy_without_weights(model: Any) -> tuple[list[torch.Tensor], Any, dict[int
         stand_in = nn.Parameter(torch.zeros(()).expand(module.weight.shape), requires_grad=False)
         memo[id(module.weight)] = stand_in
         numbers[id(stand_in)] = len(weights)
-        weights.append(module.weight.detach())
+        weights.append(int8_of(module.weight) or module.weight.detach())
     copied = copy.deepcopy(model, memo)
     for tensor in (*copied.parameters(), *copied.buffers()):
         if id(tensor) not in numbers and tensor.is_floating_point():

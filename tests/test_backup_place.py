@@ -1,0 +1,128 @@
+"""Whatever name of a backup can be seen is a whole backup, however often its maker is killed; the newest are kept."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+import uuid
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import fsspec
+import pytest
+from database_rows import write_database
+from store_rows import moment, report, rows, store_now
+
+from speclen.store.backup import check_file
+from speclen.store.backup_place import BackupPlace, restore_newest, stamp
+from speclen.store.connection import StoreError
+from speclen.store.database import Store
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+@pytest.fixture(params=["folder", "remote"])
+def url(request, tmp_path) -> str:
+    """A folder of this machine, and a file system that is none."""
+    return str(tmp_path / "backups") if request.param == "folder" else f"memory://{uuid.uuid4().hex}"
+
+
+def test_the_newest_are_kept_in_order(tmp_path, url):
+    database, place = write_database(tmp_path / "s.db"), BackupPlace(url, "s", keep=3)
+    made = [place.add(database, NOON + timedelta(seconds=at)).name for at in range(5)]
+    assert place.names() == made[2:] == [f"s-20261122T12000{at}.000Z.db" for at in (2, 3, 4)]
+    assert BackupPlace(url, "other").names() == []
+
+
+def test_a_clock_that_goes_back_does_not_make_a_new_backup_old():
+    names = ["s-20261122T120000.999Z.db"]
+    assert stamp(NOON - timedelta(days=1), names) == "20261122T120001.000"
+    assert stamp(NOON + timedelta(days=1), names) == "20261123T120000.000"
+
+
+def test_a_backup_is_a_database_to_go_on_from(tmp_path, url):
+    database, place = write_database(tmp_path / "s.db"), BackupPlace(url, "s")
+    made = place.add(database)
+    target = tmp_path / "new" / "s.db"
+    assert restore_newest(place, target, tell=pytest.fail) == made.name
+    assert rows(target, "PRAGMA user_version") == [(made.commit,)]
+    first, second = Store.open(database), Store.open(target)
+    assert first.load() == second.load()
+    assert store_now(second, moment([4], reports=[report(4)])) is None
+    first.close()
+    second.close()
+
+
+def test_an_upload_that_breaks_off_leaves_no_name_behind(tmp_path, monkeypatch):
+    database, url = write_database(tmp_path / "s.db"), f"memory://{uuid.uuid4().hex}"
+    place = BackupPlace(url, "s")
+    whole = place.add(database)
+    fs, root = fsspec.core.url_to_fs(url)
+
+    def broken(local: str, remote: str, **_: object) -> None:
+        fs.pipe_file(remote, Path(local).read_bytes()[:1000])  # and the rest never comes
+
+    monkeypatch.setattr(type(fs), "put_file", lambda self, *arguments, **more: broken(*arguments, **more))
+    with pytest.raises(StoreError, match="did not arrive whole"):
+        place.add(database)
+    assert place.names() == [whole.name]
+    assert len(fs.ls(root)) == 2  # the part is there, without a name that counts
+    monkeypatch.undo()
+    assert BackupPlace(url, "s").names() == [whole.name]
+    assert len(fs.ls(root)) == 1
+
+
+def test_a_damaged_backup_is_told_and_the_one_before_is_taken(tmp_path, url):
+    database, place = write_database(tmp_path / "s.db"), BackupPlace(url, "s")
+    sound, damaged = place.add(database), place.add(database)
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{root}/{damaged.name}", b"SQLite format 3\0" + b"nonsense" * 1000)
+    told: list[str] = []
+    assert restore_newest(place, tmp_path / "new.db", told.append) == sound.name
+    assert len(told) == 1
+    assert damaged.name in told[0]
+    fs.pipe_file(f"{root}/{sound.name}", b"")
+    with pytest.raises(StoreError, match=r"none of 2 backups .* is sound"):
+        restore_newest(place, tmp_path / "newer.db", told.append)
+    assert not (tmp_path / "newer.db").exists()
+
+
+def test_a_place_that_cannot_be_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    for url, words in ((str(tmp_path / "file"), "file"), ("nosuch://there", "nosuch")):
+        with pytest.raises(StoreError, match=words) as refused:
+            BackupPlace(url)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_maker_killed_at_any_moment_leaves_only_whole_backups(tmp_path):
+    """As a controller writes on, `speclen backup` is killed again and again."""
+    database, place, dice = tmp_path / "s.db", tmp_path / "backups", random.Random(0)
+    store, seq = Store.open(database), 5000
+    store_now(store, moment(range(1, seq + 1)))
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "speclen.cli.app", "backup"]
+            + ["--every", "1", "--to", str(place), "--db", str(database), "--keep", "3"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()  # the first copy of this life
+        kill_at = time.monotonic() + dice.uniform(0.9, 1.2)
+        while time.monotonic() < kill_at:
+            seq += 1
+            assert store_now(store, moment([seq], reports=[report(seq)])) is None
+        process.kill()
+        process.communicate()
+        names = BackupPlace(str(place), "s").names()
+        assert 1 <= len(names) <= 4  # one may be more than the bound for a moment
+        for name in names:
+            check_file(place / name)
+    store.close()
+    [(applied, stored)] = rows(
+        place / names[-1], "SELECT applied_seq, (SELECT count(*) FROM step_reports) FROM workers"
+    )
+    assert 5000 < applied == stored <= seq

@@ -1,0 +1,347 @@
+"""The law: steps that are added up before they are sent count, teach and are kept as if each had been sent by itself."""
+
+import asyncio
+import math
+import random
+
+import pytest
+from control_fakes import CONTEXT, LIMITS, identity, registration, report, run, served, until_durable
+from hypothesis import given
+from hypothesis import strategies as st
+from steps_of import KEY, Steps, controller_for
+
+from speclen.controller.analysis.replay import ContextAdded, GroupObserved, replay
+from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.estimator.reports import merged, typical
+from speclen.controller.service.sequence import SeqWindow
+from speclen.controller.service.thinning import LONGEST_S, MESSAGES_PER_S, THICK_BELOW, THIN_ABOVE, Thinning
+from speclen.controller.wire.ingest import Group, Origin
+from speclen.controller.wire.stored import observation_of
+from speclen.controller.wire.sums import check_span, read_window
+from speclen.controller.wire.validation import InvalidMessageError
+from speclen.store import queries
+from speclen.store.connection import connect_reader
+from speclen.store.records import ReportRow
+from speclen.v1 import control_pb2 as pb
+from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
+from speclen.worker.reporting.buffer import ReportBuffer
+from speclen.worker.reporting.control_client import ControlClient, ControlSettings, WorkerCard
+from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.reporting.outgoing import Outgoing
+from speclen.worker.reporting.window import to_window
+
+ORIGIN = Origin(1, 1, 7, 11.0)
+WIDE = Limits(LIMITS.max_batch_size, LIMITS.max_speculation_length)
+
+
+def some_step(dice: random.Random, batch: int | None = None, length: int | None = None) -> StepResult:
+    """A plausible step; one in ten stalls, one in five fed prompts along, and half tell classes apart."""
+    batch = dice.randint(1, 4) if batch is None else batch
+    length = dice.randint(0, 2) if length is None else length
+    runs = [dice.randint(0, length) for _ in range(batch)]
+    histogram = tuple(runs.count(run) for run in range(length + 1))
+    seconds = 0.01 * (length + 1) * math.exp(0.05 * dice.gauss(0, 1)) * (20.0 if dice.random() < 0.1 else 1.0)
+    flags = frozenset({StepFlag.PREFILL}) if dice.random() < 0.2 else frozenset()
+    classes = ((dice.choice((0, 2)), histogram),) if dice.random() < 0.5 else ()
+    return StepResult(batch, length, seconds, histogram, dice.uniform(10, 500), flags, None, classes)
+
+
+def records(dice: random.Random, num: int, first: int = 1):
+    return [
+        (seq, LengthChoice(0, 1, probe_id=seq if dice.random() < 0.05 else 0), some_step(dice))
+        for seq in range(first, first + num)
+    ]
+
+
+def read(window: pb.ReportWindow) -> Group:
+    group = Group()
+    check_span(window)
+    assert read_window(window, WIDE, ORIGIN, group) == []
+    return group
+
+
+def checked(window: pb.ReportWindow, group: Group) -> None:
+    check_span(window)
+    read_window(window, WIDE, ORIGIN, group)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 120))
+def test_a_window_holds_every_step_once(seed, num):
+    sent = records(random.Random(seed), num)
+    window = to_window(sent)
+    group = read(window)
+    assert sum(each.num_steps for each in group.observations) == num
+    for name, of_record in (
+        ("rows", lambda result: result.batch_size),
+        ("accepted", lambda result: sum(j * n for j, n in enumerate(result.accepted_histogram))),
+    ):
+        told = [
+            sum(each.accepted_histogram)
+            if name == "rows"
+            else sum(j * n for j, n in enumerate(each.accepted_histogram))
+            for each in group.observations
+        ]
+        assert sum(told) == sum(of_record(result) for _, _, result in sent)
+    total_s = sum(each.latency_sum_s for each in window.sums) + sum(each.latency_s for each in window.reports)
+    assert total_s == pytest.approx(sum(result.latency_s for _, _, result in sent))
+    assert {each.probe_id for each in window.reports} - {0} == {choice.probe_id for _, choice, _ in sent} - {0}
+
+
+@given(st.integers(0, 10_000), st.integers(1, 60))
+def test_what_is_kept_of_a_window_is_read_back_as_it_was_learned_from(seed, num):
+    group = read(to_window(records(random.Random(seed), num)))
+    stored = [observation_of(ReportRow(1, *row)) for row in group.rows]
+    assert stored == group.observations
+
+
+def test_a_stall_is_not_hidden_in_a_sum():
+    dice = random.Random(1)
+    sent = [(seq, LengthChoice(2), some_step(dice, 4, 2)) for seq in range(1, 40)]
+    stall = StepResult(4, 2, 2.0, (1, 2, 1), 100.0)
+    window = to_window([*sent, (40, LengthChoice(2), stall)])
+    assert 40 in [each.seq for each in window.reports]
+    usual = [each.latency_sum_s / each.num_steps for each in window.sums]
+    assert max(usual) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: setattr(w, "last_seq", 41), "holds 40 steps; it must hold 41"),
+        (lambda w: setattr(w, "first_seq", 0), "begin at 1"),
+        (lambda w: setattr(w.sums[0], "num_steps", 2**31), "it must hold 40"),
+        (lambda w: setattr(w.sums[0], "first_seq", 99), "seq of their own"),
+        (lambda w: setattr(w.sums[0], "latency_sum_s", math.nan), "latency_sum_s is nan"),
+        (lambda w: setattr(w.sums[0], "latency_sum_s", 1e9), "latency_sum_s is 1e+09"),
+        (lambda w: setattr(w.sums[0], "latency_square_sum_s2", math.inf), "latency_square_sum_s2 is inf"),
+        (lambda w: setattr(w.sums[0], "latency_square_sum_s2", 0.0), "latency_square_sum_s2 is 0"),
+        (lambda w: w.sums[0].accepted_histogram.append(1), "accepted_histogram"),
+        (lambda w: setattr(w.sums[0], "batch_size", 33), "batch_size is 33"),
+        (lambda w: setattr(w.sums[0], "mean_context_length", -1.0), "mean_context_length is -1"),
+        (
+            lambda w: w.sums[0].class_histograms.append(pb.ClassHistogram(request_class=9, accepted_histogram=[1])),
+            "class_histograms has classes",
+        ),
+    ],
+)
+def test_an_implausible_window_teaches_nothing(change, words):
+    step = StepResult(4, 2, 0.02, (1, 2, 1), 100.0)
+    window = to_window([(seq, LengthChoice(2), step) for seq in range(1, 41)])
+    change(window)
+    group = Group()
+    with pytest.raises(InvalidMessageError, match=words.replace("+", r"\+")):
+        checked(window, group)
+    assert not group.rows
+    assert not group.observations
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=30))
+def test_every_number_of_a_window_counts_once_or_all_are_refused(spans):
+    window, seen = SeqWindow(), set()
+    for first, more in spans:
+        numbers = set(range(first, first + more + 1))
+        new = window.admit_window(first, first + more)
+        if new:
+            assert not seen & numbers
+            seen |= numbers
+        else:
+            assert seen & numbers or new is None
+    assert window.num_missing == window.applied_seq - len(seen)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spans_in(request: pb.StreamReportsRequest | None) -> list[tuple[str, int, int]]:
+    if request is None:
+        return []
+    raw = [("raw", request.reports[0].seq, request.reports[-1].seq)] if request.reports else []
+    return raw + [("window", each.first_seq, each.last_seq) for each in request.windows]
+
+
+def drained(buffer: ReportBuffer, durable: int, clock: Clock, window_s: float) -> list[tuple[str, int, int]]:
+    """All that a new stream sends, time passing."""
+    outgoing, spans = Outgoing(buffer, durable, 16, clock), []
+    while buffer.after(outgoing.sent_seq, 1):
+        clock.now += 0.1
+        spans += spans_in(outgoing.next(window_s))
+    return spans
+
+
+def test_what_is_sent_again_goes_as_it_went_before():
+    """Otherwise the controller would have to take a part of a window, or count steps twice."""
+    buffer, clock, dice = ReportBuffer(1000), Clock(), random.Random(3)
+
+    def add(num: int) -> None:
+        for _ in range(num):
+            buffer.append(LengthChoice(0, 1), some_step(dice))
+
+    add(20)
+    assert drained(buffer, 0, clock, 0.0) == [("raw", 1, 16), ("raw", 17, 20)]
+    add(30)
+    assert drained(buffer, 20, clock, 0.5) == [("window", 21, 50)]
+    add(5)
+    assert drained(buffer, 50, clock, 0.0) == [("raw", 51, 55)]
+    add(5)
+    assert drained(buffer, 55, clock, 0.5) == [("window", 56, 60)]
+    everything = [("raw", 1, 16), ("raw", 17, 20), ("window", 21, 50), ("raw", 51, 55), ("window", 56, 60)]
+    assert drained(buffer, 0, clock, 0.5) == everything
+    assert drained(buffer, 0, clock, 0.0) == everything
+    buffer.forget_until(50)
+    assert drained(buffer, 50, clock, 0.5) == everything[3:]
+    assert list(buffer.sealed) == [(56, 60)]
+
+
+def test_a_window_waits_for_its_time_and_no_longer():
+    buffer, clock, dice = ReportBuffer(10_000), Clock(), random.Random(4)
+    outgoing = Outgoing(buffer, 0, 16, clock)
+    buffer.append(LengthChoice(0), some_step(dice))
+    clock.now = 0.49
+    assert outgoing.next(0.5) is None
+    assert 0.0 < outgoing.pause_s(0.5, 0.2) <= 0.2
+    clock.now = 0.51
+    assert spans_in(outgoing.next(0.5)) == [("window", 1, 1)]
+    for _ in range(2000):  # more than a message holds: not waited for
+        buffer.append(LengthChoice(0), some_step(dice))
+    assert spans_in(outgoing.next(0.5)) == [("window", 2, 1025)]
+    assert outgoing.more
+
+
+def windows_of(first: int, num: int) -> pb.StreamReportsRequest:
+    step = StepResult(4, 2, 0.02, (1, 2, 1), 100.0)
+    sent = [(seq, LengthChoice(2), step) for seq in range(first, first + num)]
+    return pb.StreamReportsRequest(worker=identity(), windows=[to_window(sent)])
+
+
+def test_a_controller_counts_windows_as_their_steps_and_replays_them(tmp_path):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(pb.StreamReportsRequest(worker=identity(), reports=[report(1), report(2)]))
+            await call.write(windows_of(3, 40))
+            await call.write(windows_of(3, 40))  # again: a repetition
+            await call.write(windows_of(43, 8))
+            await until_durable(call, 50)
+            await call.write(windows_of(45, 20))  # a part was seen: refused
+            answer = await call.read()
+            while answer.num_refused == 0:
+                answer = await call.read()
+            assert (answer.num_refused, "begins before 51" in answer.last_refusal) == (1, True)
+            worker, totals = at.service.registry.workers["w"], at.service.totals
+            assert (worker.num_reports, worker.num_refused, totals.num_reports, totals.num_repeated) == (50, 20, 50, 40)
+            table = await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())
+            assert sum(row.num_steps for row in table.tables[0].rows) == 50
+
+    run(story)
+    connection = connect_reader(tmp_path / "test.db")
+    rows = list(queries.stored_reports(connection))
+    minutes = connection.execute("SELECT sum(num_steps) FROM prediction_windows").fetchone()[0]
+    connection.close()
+    assert [(row.seq, row.num_steps) for row in rows] == [(1, 1), (2, 1), (3, 40), (43, 8)]
+    assert minutes is None or minutes <= 50
+    events = [ContextAdded(ContextKey("t", "d", "cpu:test", "float32"), WIDE)]
+    events += [GroupObserved(row.group_id, events[0].key, ["w"], [observation_of(row)]) for row in rows]
+    assert replay(events).num_reports == 50
+
+
+def test_a_worker_that_is_asked_for_windows_loses_no_step(tmp_path):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            thinning = at.service.thinning
+            thinning.judge = lambda now, num_workers: None  # whatever the load
+            card = WorkerCard("w", 7, CONTEXT, 32, 4, "127.0.0.1:1", "adaptive")
+            quick = ControlSettings(flush_interval_s=0.01, heartbeat_s=0.05)
+            client, dice = ControlClient(card, LengthTable.constant(2, 32, "default"), True, quick), random.Random(8)
+
+            async def steps(num: int) -> None:
+                last = client.buffer.next_seq.__self__  # an itertools.count: its repr says what comes next
+                for _ in range(num):
+                    client.report(LengthChoice(2), some_step(dice, 4, 2))
+                while client.buffer.records:
+                    await asyncio.sleep(0.01)
+                assert repr(last) == f"count({at.service.registry.workers['w'].num_reports + 1})"
+
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(client.run(at.address))
+                await steps(30)
+                thinning.window_s = 0.1
+                while client.window_s != 0.1:
+                    await asyncio.sleep(0.01)
+                await steps(100)
+                thinning.window_s = 0.0
+                while client.window_s:
+                    await asyncio.sleep(0.01)
+                await steps(30)
+                running.cancel()
+
+    run(story)
+    connection = connect_reader(tmp_path / "test.db")
+    kept = [row.num_steps for row in queries.stored_reports(connection)]
+    connection.close()
+    assert sum(kept) == 160
+    assert kept[:30] == [1] * 30
+    assert len(kept) < 120
+
+
+def test_a_worker_is_asked_for_windows_only_where_a_core_would_not_keep_up():
+    thinning = Thinning()
+    assert thinning.message() is None
+
+    def second(at: int, steps: float, workers: int) -> float:
+        thinning.count(int(steps))
+        thinning.judge(float(at), workers)
+        return thinning.window_s
+
+    assert [second(at, 0.9 * THIN_ABOVE, 400) for at in range(10)][-1] == 0.0
+    assert [second(at, 5 * THIN_ABOVE, 2500) for at in range(10, 20)][-1] == 2500 / MESSAGES_PER_S
+    assert thinning.message().window_s == 2500 / MESSAGES_PER_S
+    assert second(20, 5 * THIN_ABOVE, 2600) == 2500 / MESSAGES_PER_S  # a few more are no news
+    assert second(21, 5 * THIN_ABOVE, 10**6) == LONGEST_S
+    assert [second(at, 0.9 * THICK_BELOW, 2500) for at in range(22, 60)][-1] == 0.0
+
+
+def test_a_sum_teaches_what_its_steps_teach():
+    """Fed step by step and added up by tens: the same counts, and the same step times and acceptance within a percent."""
+    single, summed, steps = controller_for(), controller_for(), Steps(5)
+    for _ in range(60):
+        group = [steps.step(8, length) for length in (1, 3, 5) for _ in range(10)]
+        single.observe(KEY, group, "w")
+        summed.observe(KEY, merged(group), "w")
+    for one, other in zip(single.learned_rows(KEY), summed.learned_rows(KEY), strict=True):
+        assert one.num_steps == other.num_steps
+        if one.num_steps:
+            assert other.estimate.step_s == pytest.approx(one.estimate.step_s, rel=0.01)
+            assert other.estimate.expected_tokens == pytest.approx(one.estimate.expected_tokens, rel=0.02)
+    assert [c.speculation_length for c in single.table(KEY).choices][7] == summed.table(KEY).choices[
+        7
+    ].speculation_length
+
+
+def test_a_fleet_that_is_too_large_to_tell_apart_is_learned_from_as_one():
+    """Two hundred workers, 3% of whom lie, cost no more calls than one, and the lies move nothing."""
+    estimator, steps = controller_for(), Steps(6)
+    for at in range(40):
+        group, senders = [], []
+        for worker in range(200):
+            step = steps.step(8, 2 + at % 2)
+            lies = worker >= 194
+            group.append(step._replace(latency_s=10.0 * step.latency_s) if lies else step)
+            senders.append(f"worker-{worker}")
+        estimator.observe(KEY, group, senders)
+    row = next(row for row in estimator.learned_rows(KEY) if row.bucket.batch_min == 8 and row.num_steps)
+    assert row.num_steps == 20 * 200
+    assert row.estimate.step_s == pytest.approx(steps.time(8, row.estimate.speculation_length), rel=0.05)
+    assert not estimator.tells_apart(KEY, "worker-199")
+    assert estimator.tells_apart(KEY, "worker-3")
+
+
+def test_a_typical_step_keeps_the_shares_of_a_sum():
+    total = merged([Steps(7).step(8, 3) for _ in range(10)])[0]
+    one = typical(total)
+    assert (one.num_steps, sum(one.accepted_histogram)) == (1, 8)
+    assert one.accepted_histogram == pytest.approx([n / 10 for n in total.accepted_histogram], abs=1.0)
