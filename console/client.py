@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,23 @@ from speclen.transport.address import split_address
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import setting
 
+# A request whose worker is gone before anything came of it is sent once more; gRPC never repeats one that has begun to
+# stream. Ray's proxy says INTERNAL for a worker that died, and so does a worker whose step failed.
+RETRY = {
+    "methodConfig": [
+        {
+            "name": [{"service": "speclen.v1.GenerationService"}],
+            "retryPolicy": {
+                "maxAttempts": 2,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "0.2s",
+                "backoffMultiplier": 1,
+                "retryableStatusCodes": ["UNAVAILABLE", "INTERNAL"],
+            },
+        }
+    ]
+}
+OPTIONS = (("grpc.service_config", json.dumps(RETRY)),)
 # Settings of ClientConfig that are about protection, as the verbs take them.
 SECURITY = ("ca", "cert", "key", "token_file")
 
@@ -55,8 +73,10 @@ class Client:
         except ValueError as error:
             raise UserError(str(error)) from error
         if self._credentials is None:
-            return grpc.intercept_channel(grpc.insecure_channel(address), *self._interceptors)
-        return grpc.intercept_channel(grpc.secure_channel(address, self._credentials), *self._interceptors)
+            channel = grpc.insecure_channel(address, OPTIONS)
+        else:
+            channel = grpc.secure_channel(address, self._credentials, OPTIONS)
+        return grpc.intercept_channel(channel, *self._interceptors)
 
     def explain(self, error: grpc.RpcError, kind: str, address: str) -> str:
         """One sentence for a call to the worker or controller (`kind`) at an address that failed."""
