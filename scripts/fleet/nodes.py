@@ -90,6 +90,13 @@ class Up:
             return answer
 
 
+def node_of(process_id: int, nodes: list[Any]) -> Any:
+    """The simulated node that a worker runs on: its raylet started the worker's process."""
+    parent = int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+    (found,) = (node for node in nodes if parent in [each.process.pid for each in node.all_processes.get("raylet", [])])
+    return found
+
+
 def end_process(process_id: int) -> None:
     """As a crash would: SIGKILL."""
     os.kill(process_id, signal.SIGKILL)
