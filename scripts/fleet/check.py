@@ -19,7 +19,7 @@ import grpc
 import ray
 import typer
 from load import Clients, Request, gap_ms, statuses
-from nodes import Up, end_process, make_nodes, node_of
+from nodes import Up, add_node, end_process, make_nodes, node_of
 from report import Report
 
 from speclen.console.database import reading
@@ -52,6 +52,8 @@ def main(
         began = time.monotonic()
         up = Up.start(cluster.address, folder, workers=2)
         report.say("", f"`speclen up --ray ADDRESS --workers 2` served after {time.monotonic() - began:.0f} s.")
+        # Only now, so that each kind of node has got a worker.
+        nodes.append(add_node(cluster, "torch"))
         run(report, up, cluster, nodes, learn_s, settle_s)
         report.check(up.stop() == 0 and not left_over(up), "Ctrl-C ends everything: nothing answers any more")
         up = None
