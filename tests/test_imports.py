@@ -73,6 +73,7 @@ ALLOWED = {
         "console",
         "v1",
         "controller.estimator",
+        "controller.service",
         "worker.engine",
         "worker.reporting",
     },

@@ -72,6 +72,9 @@ class WorkerConfig:
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
     metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
+    probe_listen: str = setting(
+        "", "Address where health alone answers, without TLS or token: for probes; empty for none."
+    )
     traces: bool = setting(
         False, "Send OpenTelemetry traces, a span a request, where OTEL_* variables say; needs the extra otel."
     )
