@@ -82,7 +82,7 @@ class LazyVerbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise UserError(f"there is no verb {args[0]!r}{suggestion(args[0], VERBS)}")
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, with_ray_address(args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.listing = True
@@ -90,6 +90,16 @@ class LazyVerbs(TyperGroup):
             super().format_help(ctx, formatter)
         finally:
             self.listing = False
+
+
+def with_ray_address(arguments: list[str]) -> list[str]:
+    """`up --ray` may go without its address, which is then found: no other option has a value that may be missing."""
+    if arguments[:1] != ["up"]:
+        return arguments
+    follows = zip(arguments, [*arguments[1:], "-"], strict=True)
+    return [
+        part for word, after in follows for part in ([word, "auto"] if word == "--ray" and after[:1] == "-" else [word])
+    ]
 
 
 def load_verb(name: str, module: str, attribute: str) -> TyperCommand | TyperGroup:

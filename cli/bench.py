@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "controller",
         "Reports a second and round trips of the controller.",
     ),
+    "fleet": ("speclen.bench.fleet.run", "fleet", "Load, staleness and goodput against the number of workers."),
 }
 
 

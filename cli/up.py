@@ -18,6 +18,8 @@ from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import arguments, flags_from
 from speclen.console.processes import Child, end_as_by_ctrl_c
 from speclen.console.whose import check_available
+from speclen.integrations.ray.settings import FleetConfig
+from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names
 
@@ -25,7 +27,10 @@ STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabyte
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
 OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
 
+OF_FLEETS = ("max_workers", "cpus_per_worker", "gpus_per_worker", "backup_to", "backup_every_s", "insecure")
 
+
+@flags_from(FleetConfig, *OF_FLEETS)
 @flags_from(WorkerConfig, *OF_WORKERS)
 @flags_from(ClientConfig, *SECURITY)
 def up(
@@ -42,6 +47,11 @@ def up(
     quick_profile_s: float = typer.Option(20.0, min=0, help="Measure an unknown context for this long; 0: only learn."),
     demo: bool = typer.Option(False, help="Send requests at changing concurrency first, and show what was learned."),
     once: bool = typer.Option(False, help="With --demo: stop after it."),
+    ray: str = typer.Option(
+        "",
+        metavar="[ADDRESS]",
+        help="Run on the Ray cluster at this address; without one on this machine's, or a new one.",
+    ),
     **settings: Any,
 ) -> None:
     """Run a controller and workers, and restart what dies, until Ctrl-C.
@@ -50,6 +60,14 @@ def up(
     """
     client = client_from(settings)
     options = checked({name: value for name, value in settings.items() if name in OF_WORKERS})
+    fleet = {name: value for name, value in settings.items() if name in OF_FLEETS}
+    if ray:
+        from speclen.cli.up_on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
+
+        fleet |= {"workers": workers, "data_dir": data_dir.absolute()}
+        up_on_ray(ray, fleet, {**options, "token_file": settings["token_file"]}, listen, http_listen)
+        return
+    refuse_without_ray(fleet)
     hand_on_configuration(context)
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
     end_as_by_ctrl_c()
@@ -73,6 +91,13 @@ def up(
     finally:
         for child in reversed(children):
             child.stop(timeout_s=40.0)
+
+
+def refuse_without_ray(fleet: dict[str, Any]) -> None:
+    """Raises UserError for a setting that only Ray can follow."""
+    for name, value in fleet.items():
+        if value != settings_of(FleetConfig)[name].default:
+            raise UserError(f"{flag(name)} {value} is for Ray: give --ray as well, or leave it away")
 
 
 def start_all(children: list[Child], data_dir: Path) -> None:

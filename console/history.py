@@ -28,7 +28,7 @@ def key_of(row: ContextRow) -> ContextKey:
 
 def limits_of(row: ContextRow) -> Limits:
     """The largest limits of its workers."""
-    return Limits(row.max_batch_size, row.max_speculation_length)
+    return Limits(row.max_batch_size, row.max_speculation_length, row.max_copied_tokens)
 
 
 def name_of(key: ContextKey) -> str:
@@ -118,7 +118,7 @@ def _beside(connection: Connection, groups: list[tuple[int, float]]) -> list[tup
     found: list[tuple[int, float, Event]] = []
     limits = context_limits(connection)
     for made in limits:
-        wanted = Limits(made.max_batch_size, made.max_speculation_length)
+        wanted = Limits(made.max_batch_size, made.max_speculation_length, made.max_copied_tokens)
         found.append((made.after_group_id, made.added_at, ContextAdded(key_of(rows[made.context_id]), wanted)))
     for context_id in rows.keys() - {
         made.context_id for made in limits

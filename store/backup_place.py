@@ -44,7 +44,7 @@ class BackupPlace:
         with self._telling():
             self._fs, self._root = fsspec.core.url_to_fs(url)
             self._fs.makedirs(self._root, exist_ok=True)
-        self._clear()
+        self._cleared = False
 
     def names(self) -> list[str]:
         """Names of whole backups, oldest first."""
@@ -56,6 +56,7 @@ class BackupPlace:
 
     def add(self, database: Path, now: datetime | None = None) -> Made:
         """Copy a database, which may be in use, and let the oldest copies beyond the bound go. Raises StoreError."""
+        self._clear()
         names = self.names()
         name = f"{self._stem}-{stamp(now or datetime.now(UTC), names)}Z.db"
         connection = connect_reader(database)
@@ -102,12 +103,16 @@ class BackupPlace:
                 self._fs.mv(unfinished, self._path(name))
 
     def _clear(self) -> None:
-        """Remove what a killed predecessor left unfinished."""
+        """Remove what a killed predecessor left unfinished: before the first backup, since only a maker leaves such."""
+        if self._cleared:
+            return
         begin = f".{self._stem}-"
         with self._telling():
             for path in self._fs.ls(self._root, detail=False):
                 if path.rpartition("/")[2].startswith(begin):
-                    self._fs.rm_file(path)
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm_file(path)
+        self._cleared = True
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"

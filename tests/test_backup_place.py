@@ -70,8 +70,11 @@ def test_an_upload_that_breaks_off_leaves_no_name_behind(tmp_path, monkeypatch):
     assert place.names() == [whole.name]
     assert len(fs.ls(root)) == 2  # the part is there, without a name that counts
     monkeypatch.undo()
-    assert BackupPlace(url, "s").names() == [whole.name]
-    assert len(fs.ls(root)) == 1
+    later = BackupPlace(url, "s")
+    assert later.names() == [whole.name]
+    assert len(fs.ls(root)) == 2  # who only looks leaves alone what another may be about to finish
+    second = later.add(database)
+    assert sorted(path.rpartition("/")[2] for path in fs.ls(root, detail=False)) == [whole.name, second.name]
 
 
 def test_a_damaged_backup_is_told_and_the_one_before_is_taken(tmp_path, url):

@@ -73,6 +73,7 @@ ALLOWED = {
         "console",
         "v1",
         "controller.estimator",
+        "controller.service",
         "worker.engine",
         "worker.reporting",
     },
@@ -101,7 +102,9 @@ ALLOWED = {
         "worker.models.devices",
         "worker.reporting",
     },
-    "cli": {"bench", "console", "v1", "transport", "worker", "controller", "store"},
+    # In processes of Ray's: a controller, or a worker with both its edges.
+    "integrations.ray": {"v1", "transport", "store", "controller", "worker"},
+    "cli": {"bench", "integrations.ray", "console", "v1", "transport", "worker", "controller", "store"},
 }
 # What the estimator must not even load: it has no transport, no storage, no clock of its own and no models.
 HEAVY = {"asyncio", "google", "grpc", "speclen.v1", "speclen.store", "sqlite3", "sqlite_utils", "torch"}

@@ -32,6 +32,12 @@ class WorkerConfig:
     )
     max_batch_size: int = setting(32, "Rows decoding in one step.", least=1, most=4096)
     max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
+    max_copied_tokens: int = setting(
+        16,
+        "Tokens that a row may copy from its own text in one step, where that is planned; 0: none.",
+        least=0,
+        most=64,
+    )
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_queue_s: float = setting(
         0.0, "A request that would wait longer than these seconds for a row is refused at once; 0: none is.", least=0
@@ -62,6 +68,9 @@ class WorkerConfig:
     served_model_name: str = setting("", "Name of the model over HTTP; default: the target's.")
     chat_template: Path | None = setting(None, "Chat template, Jinja; default: the tokenizer's own.")
     metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
+    probe_listen: str = setting(
+        "", "Address where health alone answers, without TLS or token: for probes; empty for none."
+    )
     traces: bool = setting(
         False, "Send OpenTelemetry traces, a span a request, where OTEL_* variables say; needs the extra otel."
     )

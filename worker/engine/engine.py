@@ -282,7 +282,7 @@ class Engine:
         drafted, copying = kept, None
         if plan.copies is not None:
             drafted = [number - copied for number, copied in zip(kept, plan.copies.accepted(kept), strict=True)]
-            copying = plan.copies.report(kept, plan.draft_lengths)
+            copying = plan.copies.report(kept, plan.draft_lengths, self.target.ragged)
         return StepResult(
             batch_size=len(plan.rows),
             speculation_length=plan.speculation_length,

@@ -109,7 +109,8 @@ class ControlClient:
     """Chooses lengths from the newest table and reports steps in the background.
 
     follow: True for the adaptive policy; False for a worker that keeps its own table and only reports. without_draft: what
-    a length of 0 means in the controller's table; for a worker that has no draft model, and copies all the same.
+    a length of 0 means in a table without plans, of a controller of an older version; for a worker that has no draft model,
+    and copies all the same.
     """
 
     def __init__(
@@ -239,14 +240,16 @@ class ControlClient:
         log.info("joined the controller", durable_seq=registered.durable_seq, worker=self.card.worker_id)
         self.connected = True
         call = stub.StreamReports(self._requests(registered.durable_seq), metadata=metadata)
+        # No TaskGroup: where one of its tasks fails in the moment in which we are told to end, it forgets the latter.
+        tasks = [asyncio.create_task(self._receive(call)), asyncio.create_task(self._watch())]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._receive(call))
-                group.create_task(self._watch())
-        except* (TimeoutError, StreamClosedError, grpc.RpcError) as errors:
-            raise errors.exceptions[0] from None
+            for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
+                task.result()
         finally:
             call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _requests(self, durable_seq: int) -> AsyncIterator[pb.StreamReportsRequest]:
         """The first message names the worker; then groups of reports as they come, and heartbeats."""

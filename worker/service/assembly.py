@@ -50,7 +50,9 @@ def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, b
 
 
 def max_copied(config: WorkerConfig) -> int:
-    """Tokens that rows may copy in one step."""
+    """Tokens that rows may copy in one step: as many as the flags' plans say, or as a controller may plan."""
+    if config.policy == "adaptive" and not config.plan:
+        return config.max_copied_tokens
     return max((bucket.plan.copy_max_tokens for bucket in config.planned()), default=0)
 
 
@@ -73,7 +75,8 @@ def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> Control
         run_id=config.run_id,
         max_copied_tokens=max_copied(config),
     )
-    return ControlClient(card, table, follow, without_draft=None if config.has_draft else COPYING)
+    without_draft = None if config.has_draft else COPYING.within(0, max_copied(config))
+    return ControlClient(card, table, follow, without_draft=without_draft)
 
 
 def model_facts(pair: ModelPair, control: ControlClient) -> ModelFacts:

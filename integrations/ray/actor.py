@@ -1,0 +1,81 @@
+"""The controller as one named, detached actor: whoever needs it makes it, Ray keeps it alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from speclen.integrations.ray.hosting import HostedController
+from speclen.integrations.ray.settings import FleetConfig
+from speclen.transport.logs import set_up_logs
+
+NAME, NAMESPACE = "speclen-controller", "speclen"
+START_S = 60.0  # for a controller to open its database and serve
+ASK_S = 5.0  # for one that serves to say where
+
+
+class ControllerActor:
+    """Holds the controller of a fleet. After its death Ray makes it anew with the same arguments, until it is killed."""
+
+    def __init__(self, config: FleetConfig, host: str) -> None:
+        set_up_logs()
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        own = config.controller_host or (ray.util.get_node_ip_address() if host != LOOPBACK else host)
+        self._hosted = HostedController(config.controller_config(own), again, config.backup_to, config.backup_every_s)
+        self._hosted.start()
+
+    def address(self, timeout_s: float = START_S) -> str:
+        """Where it serves. Raises ValueError with one sentence where it cannot."""
+        return self._hosted.address(timeout_s)
+
+    def stop(self) -> None:
+        self._hosted.stop()
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def controller_of(config: FleetConfig) -> Any:
+    """A handle of the fleet's controller, made if there is none. It prefers the node where it was first asked for.
+
+    There its database is. Another machine takes it only when that one is gone, and restores the last backup.
+    """
+    place = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    actor = ray.remote(ControllerActor).options(
+        name=NAME,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_concurrency=8,
+        num_cpus=0,
+        scheduling_strategy=place,
+    )
+    return actor.remote(config, host_of_cluster())
+
+
+def host_of_cluster() -> str:
+    """Loopback where all nodes are this machine, since then nobody else has to reach the controller."""
+    machines = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+    return LOOPBACK if len(machines) == 1 else ""
+
+
+async def find_controller(config: FleetConfig) -> str:
+    """Where the controller is now. Raises Ray's errors while it is started again."""
+    handle = await asyncio.to_thread(controller_of, config)
+    return str(await asyncio.wait_for(handle.address.remote(ASK_S), 2 * ASK_S))
+
+
+def end_controller(timeout_s: float = 20.0) -> None:
+    """Let the controller commit, and end its actor for good. None at all is no error."""
+    try:
+        handle = ray.get_actor(NAME, NAMESPACE)
+    except ValueError:
+        return
+    with contextlib.suppress(ray.exceptions.RayError):  # it is dying, or has to be killed
+        ray.get(handle.stop.remote(), timeout=timeout_s)
+    ray.kill(handle)

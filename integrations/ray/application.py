@@ -1,0 +1,125 @@
+"""The application of Ray Serve: workers as replicas behind one address, for gRPC and for HTTP.
+
+serve run speclen.integrations.ray:app workers=2 target=bundled:target-60m
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.grpc_util import RayServegRPCContext
+from starlette.types import ASGIApp
+
+from speclen.integrations.ray.actor import find_controller
+from speclen.integrations.ray.routing import LeastLoaded
+from speclen.integrations.ray.serving import ServedWorker
+from speclen.integrations.ray.settings import FleetConfig, fleet_from
+from speclen.transport.logs import set_up_logs
+from speclen.v1 import generation_pb2 as pb
+
+HEALTH_PERIOD_S = 2.0
+LOOK_BACK_S = 10.0  # over which load is averaged before workers are added
+SERVED: dict[str, ServedWorker] = {}  # the one worker of this process, under its Serve name
+
+
+def front() -> ASGIApp:
+    """HTTP, as `speclen worker --http-listen` speaks it. Serve asks for it when the worker of this process is there."""
+    (worker,) = SERVED.values()
+    return worker.http
+
+
+@serve.ingress(front)
+class Worker:
+    """One replica. Methods are those of the protocol, which the gRPC proxy calls by their names."""
+
+    async def __init__(self, config: FleetConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        set_up_logs()
+        context, host = serve.get_replica_context(), ray.util.get_node_ip_address()
+        told = replace(
+            config.worker_config(os.environ), listen=f"{host}:0", worker_id=f"ray:{host}:{context.replica_id.unique_id}"
+        )
+        self._worker = await ServedWorker.start(told, told.worker_id, lambda: find_controller(config))
+        SERVED[told.worker_id] = self._worker
+        self._end = asyncio.create_task(self._worker.until_failed())
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async for message in self._worker.generate(request, grpc_context):
+            yield message
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetServerInfoResponse:
+        """Of the worker with the fewest requests."""
+        return await self._worker.ask("GetServerInfo", request, grpc_context)
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GetModelInfoResponse:
+        return await self._worker.ask("GetModelInfo", request, grpc_context)
+
+    async def Abort(self, request: pb.AbortRequest, grpc_context: RayServegRPCContext) -> pb.AbortResponse:  # noqa: N802
+        """It would reach one worker, and seldom the right one."""
+        grpc_context.set_code(StatusCode.UNIMPLEMENTED)
+        grpc_context.set_details("behind Ray's proxy a request is ended by cancelling its call")
+        raise NotImplementedError("Abort")
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> health_pb2.HealthCheckResponse:
+        """grpc.health.v1 of the one address: a worker has answered."""
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    def check_health(self) -> None:
+        self._worker.check()
+
+    async def __del__(self) -> None:
+        await self._worker.stop()
+
+
+def app(arguments: Mapping[str, Any]) -> serve.Application:
+    """The application for KEY=VALUE arguments. Raises ValueError naming what is wrong."""
+    return application(fleet_from(arguments))
+
+
+def application(config: FleetConfig) -> serve.Application:
+    """The application. Requests beyond a worker's rows wait at the proxies, so that whoever is free first takes them."""
+    told = config.worker_config({})
+    at_once = told.max_batch_size + config.rows_ahead
+    sizes: dict[str, Any] = {"num_replicas": config.workers}
+    if config.max_workers > config.workers:
+        sizes = {"autoscaling_config": scaling(config, told.max_batch_size)}
+    deployment = serve.deployment(
+        Worker,
+        name="Worker",
+        max_ongoing_requests=at_once,
+        max_queued_requests=told.max_waiting,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=told.drain_timeout_s,
+        ray_actor_options={"num_cpus": config.cpus_per_worker, "num_gpus": config.gpus_per_worker},
+        request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),
+        **sizes,
+    )
+    return deployment.bind(config)
+
+
+def scaling(config: FleetConfig, rows: int) -> AutoscalingConfig:
+    """Workers come while requests, running and waiting, fill the rows of those there are, and go when they fill less."""
+    return AutoscalingConfig(
+        min_replicas=config.workers,
+        max_replicas=config.max_workers,
+        target_ongoing_requests=max(1.0, 0.75 * rows),
+        upscale_delay_s=LOOK_BACK_S,
+        downscale_delay_s=60.0,
+        look_back_period_s=LOOK_BACK_S,
+    )

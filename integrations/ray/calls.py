@@ -1,0 +1,75 @@
+"""A call that came through Ray Serve's gRPC proxy, as our servicer knows calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import grpc
+
+from speclen.transport.keyring import Keyring
+
+END = object()  # follows the last message
+
+
+class CallEndedError(Exception):
+    """The call ends with a status that is not OK; the message is what the caller reads."""
+
+
+class ServeCall:
+    """What `GenerationServicer` uses of a gRPC context. outer: Serve's own context, which the proxy carries back."""
+
+    def __init__(self, outer: Any) -> None:
+        self._outer = outer
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def write(self, message: Any) -> None:
+        """Returns when the message was taken and the next is asked for: a caller that does not read holds us up."""
+        self._messages.put_nowait(message)
+        await self._messages.join()
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self._outer.set_code(code)
+        self._outer.set_details(details)
+        raise CallEndedError(f"{code.name}: {details}")
+
+    async def messages(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[Any]:
+        """What `work` writes, until it ends. Raises what it raises; ends it when the caller goes away."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._messages.put_nowait(END))
+        try:
+            while (message := await self._messages.get()) is not END:
+                yield message
+                self._messages.task_done()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._outer.set_trailing_metadata(list(metadata))
+
+    def time_remaining(self) -> float | None:
+        """Serve's proxies keep the deadline to themselves, and cancel."""
+        return None
+
+    def peer_identities(self) -> None:
+        """TLS ends at the proxy."""
+
+    def peer(self) -> str:
+        return str(self._outer.peer())
+
+    def invocation_metadata(self) -> Any:
+        return self._outer.invocation_metadata()
+
+
+def check_token(keyring: Keyring | None, outer: Any) -> None:
+    """Raises CallEndedError, and sets the status, for a call without one of the tokens. None: anybody may call."""
+    if keyring is None:
+        return
+    given = [value for key, value in outer.invocation_metadata() or () if key == "authorization"]
+    if len(given) != 1 or keyring.caller(given[0]) is None:
+        outer.set_code(grpc.StatusCode.UNAUTHENTICATED)
+        outer.set_details("send the metadata `authorization: Bearer TOKEN`")
+        raise CallEndedError("UNAUTHENTICATED")

@@ -1,0 +1,162 @@
+"""`speclen up --ray`: joins a cluster, or starts one on this machine, and runs the fleet there until told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
+
+from speclen.integrations.ray.actor import LOOPBACK, controller_of, end_controller, host_of_cluster
+from speclen.integrations.ray.application import application
+from speclen.integrations.ray.room import check_room
+from speclen.integrations.ray.settings import FleetConfig
+from speclen.transport.address import check_free, split_address
+
+APPLICATION = "speclen"
+SERVICERS = [
+    "speclen.v1.generation_pb2_grpc.add_GenerationServiceServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+]
+LOOK_S = 0.5
+TELL_S = 15.0  # between two lines about workers that have no place yet
+Say = Callable[[str], None]
+
+
+def join(address: str) -> None:
+    """Connect to the cluster at HOST:PORT, or with "auto" to the one of this machine, else start one here.
+
+    Raises ValueError with one sentence where there is none at the address.
+    """
+    quiet = {"namespace": "speclen", "log_to_driver": False, "logging_level": "error"}
+    if address != "auto":
+        check_reachable(address)
+    try:
+        ray.init(address=address, **quiet)
+    except ConnectionError as error:
+        if address != "auto":
+            raise ValueError(
+                f"there is no Ray cluster at {address}: give the address that `ray start` printed"
+            ) from error
+        ray.init(address="local", include_dashboard=False, **quiet)
+
+
+def check_reachable(address: str) -> None:
+    """Raises ValueError where nothing listens: Ray itself would try for a minute."""
+    host, port = split_address("--ray", address.removeprefix("ray://"))
+    try:
+        socket.create_connection((host, port), timeout=3.0).close()
+    except OSError as error:
+        raise ValueError(
+            f"there is no Ray cluster at {address} ({error.strerror or error}): start one with `ray start --head`, or "
+            "leave the address away"
+        ) from error
+
+
+@contextlib.contextmanager
+def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Iterator[FleetConfig]:
+    """A fleet that serves, for the length of the block; the value: its configuration, with the token of its callers.
+
+    listen: the one address for gRPC, whose host is always all interfaces (Ray's choice); http_listen: for HTTP. Raises
+    ValueError with one sentence for what cannot work.
+    """
+    config = protected(config)
+    check_room(config, ray.nodes())
+    started = start_proxies(listen, http_listen)
+    try:
+        # The controller first, alone: what is wrong with its database is told before a worker loads anything.
+        say(f"the controller serves on {start_controller(config)}")
+        deploy(config, say)
+        yield config
+    finally:
+        if started:
+            serve.shutdown()
+        else:
+            serve.delete(APPLICATION)
+        end_controller()
+
+
+def protected(config: FleetConfig) -> FleetConfig:
+    """With a token for the callers of gRPC, which Ray opens on all interfaces: made here, where all nodes can read it."""
+    if config.insecure or config.worker.get("token_file"):
+        return config
+    if host_of_cluster() != LOOPBACK:
+        raise ValueError(
+            "Ray's proxy listens to other machines: give --token-file, a path that is the same on every node, or accept "
+            "the risk with --insecure"
+        )
+    path = (config.data_dir / "ray.token").absolute()
+    if not path.exists():
+        write_secret(path)
+    return replace(config, worker={**config.worker, "token_file": path})
+
+
+def write_secret(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
+def start_proxies(listen: str, http_listen: str) -> bool:
+    """Ray Serve with both proxies on the head node; False where it runs already. Raises ValueError, OSError."""
+    _, port = split_address("--listen", listen)
+    host, http_port = split_address("--http-listen", http_listen)
+    if running_applications() is not None:
+        return False
+    check_free("--listen", f"0.0.0.0:{port}")
+    check_free("--http-listen", http_listen)
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(host=host, port=http_port),
+        grpc_options=gRPCOptions(port=port, grpc_servicer_functions=SERVICERS),
+    )
+    return True
+
+
+def running_applications() -> Any:
+    """The applications of a Serve that runs on the cluster; None where none runs."""
+    status = serve.status()
+    return status.applications if status.proxies else None
+
+
+def start_controller(config: FleetConfig) -> str:
+    """Its address, once it serves. Raises ValueError with its sentence, and ends its actor, where it cannot."""
+    handle = controller_of(config)
+    try:
+        return str(ray.get(handle.address.remote()))
+    except ray.exceptions.RayTaskError as error:
+        end_controller()
+        raise ValueError(str(error.cause or error).strip().splitlines()[-1]) from error
+
+
+def deploy(config: FleetConfig, say: Say) -> None:
+    """Run the application and wait until all workers serve. Raises ValueError when Serve gives up."""
+    serve.run_many(
+        [serve.RunTarget(target=application(config), name=APPLICATION, route_prefix="/")],
+        wait_for_applications_running=False,
+    )
+    told, told_at = "", time.monotonic()
+    while (status := serve.status().applications[APPLICATION]).status != "RUNNING":
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise ValueError(f"Ray Serve could not start the workers: {reason_of(status)}")
+        if (news := reason_of(status)) != told and time.monotonic() - told_at > TELL_S:
+            told, told_at = news, time.monotonic()
+            say(news)
+        time.sleep(LOOK_S)
+
+
+def reason_of(status: Any) -> str:
+    """What Serve says of the workers, its last line: what is before is a traceback."""
+    words = [each.message for each in status.deployments.values() if each.message] or [status.message]
+    lines = [line for line in words[0].strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "starting workers"

@@ -1,0 +1,182 @@
+"""A worker inside a process of Ray's: the engine, its reporting and both edges, with no port of its own.
+
+Ray Serve's proxies take the calls and hand them over. The same engine, queue and tokens as `speclen worker`; starting,
+placing, restarting and counting workers is Ray's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp
+
+from speclen.integrations.ray.calls import ServeCall, check_token
+from speclen.transport.supervision import PartFailedError, Supervisor
+from speclen.v1 import generation_pb2 as pb
+from speclen.worker.backends.threads import ThreadChoice, watch_cores
+from speclen.worker.config import WorkerConfig
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.thread import EngineThread
+from speclen.worker.http.app import Front, create_app
+from speclen.worker.http.guard import Guard
+from speclen.worker.http.server import installed_version
+from speclen.worker.http.settings import KEY_FLAG, read_template
+from speclen.worker.models.loading import ModelPair
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.requests.request import EngineFailedError
+from speclen.worker.service.assembly import load, model_facts
+from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.server import (
+    ENGINE,
+    FAILURE_GRACE_S,
+    SWITCH_INTERVAL_S,
+    flush_reports,
+    make_entrance,
+    start_engine,
+    wait_until_idle,
+)
+from speclen.worker.service.servicer import GenerationServicer
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0  # between two looks where the controller is
+FindController = Callable[[], Awaitable[str]]
+
+
+class ServedWorker:
+    """For one event loop; made by `start`. http: the OpenAI-compatible front as an ASGI application."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        pair: ModelPair,
+        engine: Engine,
+        control: ControlClient,
+        thread: EngineThread,
+        supervisor: Supervisor,
+    ) -> None:
+        security = config.server_security()
+        self.config, self.control, self.supervisor = config, control, supervisor
+        self.engine, page = make_entrance(config, pair, engine, control, supervisor, security)
+        self._keyring = security.keyring()
+        self.servicer = GenerationServicer(self.engine, pair, control, model_facts(pair, control), self._keyring)
+        self.http = guarded(config, self.engine, page)
+        self._running = start_engine(thread, engine, supervisor)
+        if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
+            choice = ThreadChoice(engine.num_threads)
+            supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+
+    @classmethod
+    async def start(cls, config: WorkerConfig, worker_id: str, find_controller: FindController) -> ServedWorker:
+        """Load the models and report to whatever controller there is. Raises ValueError with one sentence."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        began, supervisor = time.monotonic(), Supervisor()
+        thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
+        thread.start()
+        pair, engine, control = await asyncio.wrap_future(
+            thread.call(load, config, lambda words: log.info(words, worker=worker_id))
+        )
+        worker = cls(config, pair, engine, control, thread, supervisor)
+        supervisor.keep("reporting", functools.partial(follow_controller, worker.control, config, find_controller))
+        supervisor.keep("first lengths", functools.partial(tell_first_lengths, worker.control, began))
+        supervisor.watch_loop()
+        return worker
+
+    async def generate(self, request: pb.GenerateRequest, outer: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """One call of Generate. outer: Serve's gRPC context. Raises CallEndedError after its status was set."""
+        check_token(self._keyring, outer)
+        call: Any = ServeCall(outer)
+        async for message in call.messages(self.servicer.Generate(request, call)):
+            yield message
+
+    async def ask(self, method: str, request: Any, outer: Any) -> Any:
+        """A call with one answer. Raises CallEndedError without one of the tokens."""
+        check_token(self._keyring, outer)
+        return await getattr(self.servicer, method)(request, ServeCall(outer))
+
+    def check(self) -> None:
+        """Raises PartFailedError when the worker cannot go on."""
+        self.supervisor.check()
+
+    async def until_failed(self, on_end: Callable[[], None] = lambda: os._exit(1)) -> None:
+        """Wait for the end of what a worker cannot do without, tell it to those who wait for tokens, and call on_end."""
+        error = await self.supervisor.failure
+        log.critical("the worker cannot go on and ends", reason=str(error))
+        self.engine.fail(EngineFailedError(f"{error}; the worker ends"))
+        await asyncio.sleep(FAILURE_GRACE_S)
+        on_end()
+
+    async def stop(self) -> None:
+        """Let what runs come to its end, hand the last reports over, and stop the engine."""
+        self.engine.drain()
+        try:
+            await wait_until_idle(self.engine, self.config.drain_timeout_s, self.check)
+            await flush_reports(self.control)
+        except PartFailedError as error:
+            log.error("the worker ends without a drain", reason=str(error))
+        await self.supervisor.stop()
+        self.engine.engine.stop()
+        await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
+        self.engine.entrance.close()
+        await self.engine.close()
+
+
+def guarded(config: WorkerConfig, engine: AsyncEngine, page: Any) -> ASGIApp:
+    """The HTTP front behind its guard, as `speclen worker --http-listen` has it."""
+    front = Front(
+        engine,
+        config.served_model_name or config.target,
+        installed_version(),
+        page,
+        lambda: engine.serving,
+        read_template(config.chat_template),
+        int(time.time()),
+    )
+    return Guard(create_app(front), config.http_security().keyring(KEY_FLAG))
+
+
+async def follow_controller(control: ControlClient, config: WorkerConfig, find: FindController) -> None:
+    """Report for ever to the controller, wherever it is placed. find: its address; may fail while it is started again."""
+    security = config.controller_security()
+    credentials, metadata = security.credentials(), security.metadata()
+    address, reporting = "", None
+    try:
+        while True:
+            found = await found_or(address, find)
+            if found != address:
+                if reporting is not None:
+                    reporting.cancel()
+                    await asyncio.gather(reporting, return_exceptions=True)
+                address = found
+                reporting = asyncio.create_task(control.run(address, credentials, metadata))
+            if reporting is not None and reporting.done():
+                reporting.result()
+            await asyncio.sleep(LOOK_S)
+    finally:
+        if reporting is not None:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+
+
+async def found_or(address: str, find: FindController) -> str:
+    """Where the controller is now; the old address while nobody knows."""
+    try:
+        return await find() or address
+    except Exception as error:  # Ray's own kinds; a worker goes on with its table, whatever becomes of the controller
+        log.debug("the controller is not to be found", reason=str(error))
+        return address
+
+
+async def tell_first_lengths(control: ControlClient, began: float) -> None:
+    """Log once when the first table of a controller came; then wait for ever. began: by time.monotonic."""
+    while control.table.source != "controller" and control.follow:
+        await asyncio.sleep(0.02)
+    log.info("lengths are the fleet's", after_s=round(time.monotonic() - began, 3), worker=control.card.worker_id)
+    await asyncio.Event().wait()

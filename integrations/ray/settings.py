@@ -1,0 +1,126 @@
+"""What a fleet on Ray is told: as flags of `speclen up --ray`, or as KEY=VALUE of `serve run`. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from speclen.controller.config import ControllerConfig
+from speclen.transport.credentials import ServerSecurity
+from speclen.transport.settings import check_bounds, setting, settings_of
+from speclen.worker.config import WorkerConfig
+
+# Of a worker, what Ray decides, or Ray's proxies do in its place.
+NOT_OF_WORKERS = (
+    *("listen", "controller", "http_listen", "metrics_listen", "worker_id", "run_id"),
+    *("tls_cert", "tls_key", "tls_client_ca", "read_token_file", "controller_cert", "controller_key"),
+    *("quick_profile_s", "insecure"),
+)
+QUEUE_SHARE = 0.25  # of a worker's rows: requests that wait in the worker itself, so that a free row is taken at once
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """One controller and the workers of one kind of request. Raises ValueError with one sentence that names the setting.
+
+    worker: settings of `speclen worker` by name. A node may override them by SPECLEN_WORKER_* in its environment.
+    """
+
+    workers: int = setting(1, "Workers that always run.", least=1, most=1024)
+    max_workers: int = setting(
+        0, "Workers at most, added and removed by load; 0: always --workers.", least=0, most=1024
+    )
+    cpus_per_worker: float = setting(1.0, "CPUs that Ray keeps for each worker.", least=0)
+    gpus_per_worker: float = setting(0.0, "GPUs that Ray keeps for each worker.", least=0)
+    data_dir: Path = setting(Path(".speclen"), "Folder of the controller's database, on the machine that it runs on.")
+    controller_host: str = setting("", "Where the controller listens; default: the address of its node.")
+    controller_port: int = setting(7070, "Its port; 0: one that is free.", least=0, most=65_535)
+    backup_to: str = setting("", "Folder or URL for backups of the database; where it is gone, the last one is taken.")
+    backup_every_s: float = setting(60.0, "Seconds between backups: what can be lost with a machine.", least=1)
+    controller_tls_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
+    controller_tls_key: Path | None = setting(None, "Key of that certificate, PEM.")
+    insecure: bool = setting(False, "Let other machines reach the controller without TLS and token.")
+    worker: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.max_workers and self.max_workers < self.workers:
+            raise ValueError(f"--max-workers {self.max_workers} is less than --workers {self.workers}: give more, or 0")
+        if (self.controller_tls_cert is None) != (self.controller_tls_key is None):
+            raise ValueError("--controller-tls-cert and --controller-tls-key belong together: give both or none")
+        for name in self.worker:
+            if name in NOT_OF_WORKERS or name not in settings_of(WorkerConfig):
+                raise ValueError(f"{name} is no setting of workers on Ray{nearest(name)}")
+        self.worker_config({})
+
+    @property
+    def most_workers(self) -> int:
+        return self.max_workers or self.workers
+
+    @property
+    def rows_ahead(self) -> int:
+        """Requests that one worker is given beyond its rows."""
+        return max(1, round(QUEUE_SHARE * self.worker_config({}).max_batch_size))
+
+    def worker_config(self, environment: Mapping[str, str], controller: str = "") -> WorkerConfig:
+        """What a worker on a node with this environment is told. Raises ValueError naming setting and value."""
+        of_node = {}
+        for name in settings_of(WorkerConfig):
+            if name not in NOT_OF_WORKERS and (text := environment.get(f"SPECLEN_WORKER_{name.upper()}")):
+                of_node[name] = parse(WorkerConfig, name, text)
+        return WorkerConfig(**{**self.worker, **of_node, "controller": controller})
+
+    def controller_config(self, host: str) -> ControllerConfig:
+        """What the controller is told on a node of this address. Raises ValueError where that is open to everybody."""
+        address = f"[{host}]" if ":" in host else host
+        return ControllerConfig(
+            listen=f"{address}:{self.controller_port}",
+            data_dir=self.data_dir,
+            tls_cert=self.controller_tls_cert,
+            tls_key=self.controller_tls_key,
+            token_file=self.worker.get("controller_token_file"),
+            insecure=self.insecure,
+        )
+
+    def caller_security(self) -> ServerSecurity:
+        """The tokens that callers of the one address need; TLS is the proxies' (Ray's) business."""
+        return ServerSecurity(token_file=self.worker.get("token_file"))
+
+
+def fleet_from(arguments: Mapping[str, Any]) -> FleetConfig:
+    """The configuration that KEY=VALUE arguments ask for. Raises ValueError naming what is wrong."""
+    fleet: dict[str, Any] = {}
+    worker: dict[str, Any] = {}
+    for key, value in arguments.items():
+        name = key.replace("-", "_")
+        if name in settings_of(FleetConfig):
+            fleet[name] = parse(FleetConfig, name, value)
+        elif name in settings_of(WorkerConfig) and name not in NOT_OF_WORKERS:
+            worker[name] = parse(WorkerConfig, name, value)
+        else:
+            raise ValueError(f"{key} is no setting of a fleet on Ray{nearest(name)}")
+    return FleetConfig(**fleet, worker=worker)
+
+
+def parse(config: type, name: str, value: Any) -> Any:
+    """A setting's value from text, by its type. Raises ValueError naming it. What is no text stays as it is."""
+    if not isinstance(value, str):
+        return value
+    kind = get_type_hints(config)[name]
+    if kind is bool:
+        if value.lower() not in ("1", "true", "yes", "0", "false", "no"):
+            raise ValueError(f"{name} is {value!r}; it must be true or false")
+        return value.lower() in ("1", "true", "yes")
+    try:
+        return {int: int, float: float, str: str}.get(kind, Path)(value)
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}; it must be a number") from None
+
+
+def nearest(name: str) -> str:
+    known = {each.name for each in fields(FleetConfig) if each.metadata} | set(settings_of(WorkerConfig))
+    close = difflib.get_close_matches(name, known - set(NOT_OF_WORKERS), n=1)
+    return f"; did you mean {close[0]}?" if close else ": Ray places workers, and its proxies listen for them"

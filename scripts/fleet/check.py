@@ -1,0 +1,317 @@
+"""What scripts/fleet_check does, stage by stage: a fleet on simulated Ray nodes, under load, and three deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import ray
+import typer
+from load import Clients, Request, gap_ms, statuses
+from nodes import Up, end_process, make_nodes
+from report import Report
+
+from speclen.console.database import reading
+from speclen.store.queries import view_rows
+from speclen.v1 import generation_pb2 as pb
+from speclen.worker.models.devices import processor_name
+
+CLIENTS = 4
+SIZES = (1, 2, 4)  # batch sizes whose lengths are shown
+RECOVERY_S = 90.0  # at most, before a fault counts as not recovered from
+TYPED = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
+
+
+def main(
+    folder: Path = typer.Option(Path("build/fleet"), help="Where database, backups and logs go."),
+    learn_s: float = typer.Option(60.0, help="Seconds of load before the first death."),
+    settle_s: float = typer.Option(15.0, help="Seconds of load before and after each death."),
+    out: Path | None = typer.Option(None, help="Markdown file to write; default: print only."),
+) -> None:
+    """Two unlike workers behind one address; a worker, the controller and a node die. Exits 1 where a check fails."""
+    folder = folder.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    report = Report()
+    report.say(*heading())
+    cluster, nodes = make_nodes()
+    up: Up | None = None
+    try:
+        began = time.monotonic()
+        up = Up.start(cluster.address, folder, workers=2)
+        report.say(
+            "", f"`speclen up --ray {cluster.address} --workers 2` served after {time.monotonic() - began:.0f} s."
+        )
+        run(report, up, cluster, nodes, learn_s, settle_s)
+        report.check(up.stop() == 0 and not left_over(up), "Ctrl-C ends everything: nothing answers any more")
+        up = None
+    finally:
+        if up is not None:
+            up.stop()
+        ray.shutdown()
+        cluster.shutdown()
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("\n".join(report.lines) + "\n")
+    sys.exit(1 if report.failures else 0)
+
+
+def heading() -> list[str]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
+    return [
+        "# A fleet on Ray, and three deaths",
+        "",
+        "Made by `scripts/fleet_check`.",
+        "",
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {processor_name()} x{os.cpu_count()}, {platform.system()}, commit "
+        f"{commit.strip()}; Ray {ray.__version__}, four simulated nodes on one machine: a head without workers, one for "
+        "a worker on OpenVINO, one for a worker on torch, a spare one; bundled:target with bundled:draft, one thread a "
+        f"worker. {CLIENTS} clients stream one request after the other through Ray Serve's gRPC address, greedy.",
+    ]
+
+
+def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, settle_s: float) -> None:
+    assert up.client is not None
+    clients = Clients(up.client, up.address, CLIENTS)
+    clients.start()
+    try:
+        before = cold(report, up, learn_s)
+        kill_worker(report, up, clients, settle_s)
+        kill_controller(report, up, clients, settle_s)
+        kill_node(report, up, clients, cluster, nodes, settle_s)
+        time.sleep(settle_s)
+    finally:
+        clients.stop()
+    report.say("", "## Lengths before and after", "")
+    after = lengths(up.database)
+    rows = [
+        [kind, *(f"{before.get(kind, {}).get(size, '–')} → {after[kind].get(size, '–')}" for size in SIZES)]
+        for kind in after
+    ]
+    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows)
+    starts(report, cluster)
+    bad = [each for each in clients.requests if each.status not in ("OK", *TYPED)]
+    report.check(
+        not bad,
+        f"of {len(clients.requests)} requests every one ended with OK or a typed error: {statuses(clients.requests)}",
+    )
+
+
+def cold(report: Report, up: Up, learn_s: float) -> dict[str, dict[int, int]]:
+    """Load on an empty database: when the lengths at each size came to what they stayed at."""
+    began, seen = time.monotonic(), []
+    while time.monotonic() - began < learn_s:
+        time.sleep(0.5)
+        seen.append((time.monotonic() - began, lengths(up.database)))
+    last = seen[-1][1]
+    report.say(
+        "", "## An empty database", "", f"{learn_s:g} s of load; from when on each length was what it was at the end:"
+    )
+    rows = []
+    for kind, by_size in last.items():
+        settled = {
+            size: next(at for at, then in seen if then.get(kind, {}).get(size) == by_size[size]) for size in by_size
+        }
+        rows.append(
+            [kind, *(f"{by_size[size]} after {settled[size]:.1f} s" if size in by_size else "–" for size in SIZES)]
+        )
+    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows)
+    report.check(len(last) == 2, f"both kinds of worker have a table of their own: {len(last)} contexts")
+    return last
+
+
+def settling(seen: list[tuple[float, dict[str, dict[int, int]]]], kind: str, size: int) -> float:
+    """Seconds after which the length was what it was at the end, and stayed so."""
+    last = seen[-1][1][kind][size]
+    return max((at for at, then in seen if then.get(kind, {}).get(size) != last), default=0.0)
+
+
+def lengths(database: Path) -> dict[str, dict[int, int]]:
+    """Length in use by kind of worker and batch size."""
+    found: dict[str, dict[int, int]] = {}
+    with reading(database) as connection:
+        for row in view_rows(connection, "current_choice"):
+            kind = row["context"].partition("[")[2].partition(",")[0] or row["context"]
+            for size in SIZES:
+                if row["batch_min"] <= size <= row["batch_max"]:
+                    found.setdefault(kind, {})[size] = row["speculation_length"]
+    return found
+
+
+# Deaths.
+
+
+def kill_worker(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
+    workers = wait_for(lambda: distinct(up, 2))
+    victim = next(iter(workers.values())).server.process_id
+    report.say("", "## A worker is killed (SIGKILL)", "")
+
+    def recovered() -> bool:
+        now = distinct(up, 2, looks=4)
+        return len(now) == 2 and all(each.server.process_id != victim for each in now.values())
+
+    died(report, clients, lambda: end_process(victim), recovered, settle_s, WORKER_AIM_S, "a new worker serves")
+
+
+def kill_controller(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
+    known = wait_for(lambda: [one for one in distinct(up, 2).values() if one.controller.process_id])
+    victim = known[0].controller.process_id
+    num_reports = count(up.database, "step_reports")
+    report.say("", "## The controller is killed (SIGKILL)", "")
+
+    def recovered() -> bool:
+        now = distinct(up, 2, looks=4).values()
+        return any(each.controller.process_id not in (0, victim) and each.table_source == "controller" for each in now)
+
+    died(
+        report,
+        clients,
+        lambda: end_process(victim),
+        recovered,
+        settle_s,
+        CONTROLLER_AIM_S,
+        "workers report to a new one",
+    )
+    report.check(
+        count(up.database, "step_reports") >= num_reports, f"no report that was on disk is lost ({num_reports} before)"
+    )
+
+
+def kill_node(report: Report, up: Up, clients: Clients, cluster: Any, nodes: list[Any], settle_s: float) -> None:
+    """The node of the OpenVINO worker: its worker comes back on the spare node, which is of the other kind."""
+    before = wait_for(lambda: distinct(up, 2) if len(distinct(up, 2)) == 2 else None)
+    report.say("", "## A node is lost, with its worker", "")
+
+    def recovered() -> bool:
+        now = distinct(up, 2, looks=4)
+        return len(now) == 2 and set(now) != set(before)
+
+    died(
+        report,
+        clients,
+        lambda: cluster.remove_node(nodes[0], allow_graceful=False),
+        recovered,
+        settle_s,
+        WORKER_AIM_S,
+        "a new worker serves on another node",
+    )
+
+
+def died(
+    report: Report,
+    clients: Clients,
+    kill: Callable[[], None],
+    recovered: Callable[[], bool],
+    settle_s: float,
+    aim_s: float,
+    what: str,
+) -> None:
+    """Load, a death, load: what clients saw, and when it was as before."""
+    time.sleep(settle_s)
+    at = time.monotonic()
+    kill()
+    while not quietly(recovered) and time.monotonic() - at < RECOVERY_S:
+        time.sleep(0.2)
+    back = time.monotonic()
+    time.sleep(settle_s)
+    end = time.monotonic()
+    during = clients.between(at, end)
+    failed = [each for each in during if each.status != "OK"]
+    tell_what_was_seen(report, clients.requests, [(at - settle_s, at), (at, back), (back, end)])
+    begun = [each for each in during if each.began < at]
+    lost = [each for each in begun if each.status != "OK"]
+    report.say(f"In flight at that moment: {len(begun)} requests, of which {len(lost)} failed.")
+    for each in failed[:3]:
+        report.say(f"- `{each.status}` after {each.num_tokens} tokens: {str(each.words)[:160]}")
+    report.check(back - at <= aim_s, f"{what} after {back - at:.1f} s (aim {aim_s:g})")
+    report.check(
+        all(each.had_begun_to_stream or each.status == "OK" for each in failed),
+        "whoever had not begun to stream was served: by Ray's routing, or by the client's one retry",
+    )
+
+
+def tell_what_was_seen(report: Report, requests: list[Request], spans: list[tuple[float, float]]) -> None:
+    report.table(
+        ["", "before", "until recovered", "after"],
+        [
+            ["requests that ended", *(statuses(ended(requests, *span)) for span in spans)],
+            ["ms a token, p50", *(f"{gap_ms(requests, *span, 0.5):.1f}" for span in spans)],
+            ["ms a token, p99", *(f"{gap_ms(requests, *span):.1f}" for span in spans)],
+        ],
+    )
+
+
+def ended(requests: list[Request], first: float, last: float) -> list[Request]:
+    return [each for each in requests if first <= each.ended < last]
+
+
+# Looking.
+
+
+def distinct(up: Up, wanted: int, looks: int = 30) -> dict[str, pb.GetServerInfoResponse]:
+    """The workers that answer at the one address, by name: asked again until so many were met."""
+    found: dict[str, pb.GetServerInfoResponse] = {}
+    for _ in range(looks):
+        with contextlib.suppress(grpc.RpcError):
+            answer = up.look()
+            found[answer.worker.worker_id] = answer
+        if len(found) >= wanted:
+            break
+    return found
+
+
+def quietly(recovered: Callable[[], bool]) -> bool:
+    with contextlib.suppress(grpc.RpcError):
+        return recovered()
+    return False
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + RECOVERY_S
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise RuntimeError("the fleet did not come to the state that this stage begins with")
+        time.sleep(0.2)
+    return found
+
+
+def count(database: Path, table: str) -> int:
+    with reading(database) as connection:
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def starts(report: Report, cluster: Any) -> None:
+    """From the workers' own logs: seconds from the start of loading models to the first table of the controller."""
+    report.say("", "## From start to the fleet's lengths", "")
+    rows = []
+    for log in sorted(Path("/tmp/ray/session_latest/logs").rglob("*"), key=lambda path: path.stat().st_mtime):
+        if log.suffix not in (".err", ".log") or not log.is_file():
+            continue
+        for line in log.read_text(errors="replace").splitlines():
+            if "lengths are the fleet's" in line and line.startswith("{"):
+                told = json.loads(line)
+                rows.append([told["timestamp"][11:19], told["worker"].rpartition(":")[2], f"{told['after_s']:.1f} s"])
+    report.table(["at", "worker", "first table, since the models began to load"], sorted(rows))
+
+
+def left_over(up: Up) -> bool:
+    with contextlib.suppress(grpc.RpcError):
+        up.look()
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    typer.run(main)
