@@ -251,13 +251,12 @@ class Context:
             del self.last_length[next(iter(self.last_length))]
 
     def record(self, group: Group, steps: Steps) -> None:
-        """Keep for comparison what step times have just learned: clipped, so that pauses do not make a suspect."""
-        times = group.times
-        if len(times.surprise) != len(steps.batch):
+        """Keep for comparison what step times have just learned from."""
+        times, (log_s, surprise) = group.times, group.times.newest
+        if len(log_s) != len(steps.batch):
             return  # nothing was known yet
         cell = times.cell_of(steps.batch, steps.length)
-        surprise = times.surprise + steps.offset
-        log_s = times.log_seconds[cell] + surprise
+        log_s, surprise = log_s + steps.offset, surprise + steps.offset
         for worker, span in steps.spans:
             peer = self.workers.peer(worker)
             if peer is not None:
@@ -282,7 +281,7 @@ class Context:
         workers, peer, like = self.workers, self.workers.peers[worker], self.group_of(worker)
         old, new = peer.models[TIMES], len(self.times)
         self.times.append(self.new_times())
-        self.times[new].seed_from(like.times, UNLIKE_SD)
+        self.times[new].begin_like(like.times, UNLIKE_SD)
         peer.models[TIMES] = new
         for model in (old, new):
             sharing = [each for _, each in workers.sharing(TIMES, model)]
