@@ -89,6 +89,7 @@ ALLOWED = {
         "v1",
         "transport",
         "worker",
+        "controller.analysis",
         "controller.estimator",
     },
     "bench.comparison": {"bench.serving", "bench.marked", "bench.machine", "console", "v1", "transport", "worker"},
