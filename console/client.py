@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ import grpc
 
 from speclen.console.errors import UserError
 from speclen.transport.address import split_address
+from speclen.transport.balancing import balanced
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import setting
 
@@ -72,10 +75,25 @@ class Client:
             split_address(flag, address)
         except ValueError as error:
             raise UserError(str(error)) from error
+        return self._open(address, OPTIONS)
+
+    def balanced_channel(self, addresses: str, flag: str = "--worker") -> grpc.Channel:
+        """A channel over which gRPC shares calls out among several servers, or all that a name stands for.
+
+        addresses: HOST:PORT, or several with commas between. With TLS all of them are called by the first one's name.
+        Raises UserError for anything else.
+        """
+        try:
+            target, options = balanced(flag, addresses)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return self._open(target, [*OPTIONS, *options])
+
+    def _open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
         if self._credentials is None:
-            channel = grpc.insecure_channel(address, OPTIONS)
+            channel = grpc.insecure_channel(target, options)
         else:
-            channel = grpc.secure_channel(address, self._credentials, OPTIONS)
+            channel = grpc.secure_channel(target, self._credentials, options)
         return grpc.intercept_channel(channel, *self._interceptors)
 
     def explain(self, error: grpc.RpcError, kind: str, address: str) -> str:
@@ -114,12 +132,12 @@ def client_from(settings: dict[str, Any]) -> Client:
 
 
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:
-    """Whether anything takes connections there."""
-    try:
-        socket.create_connection(split_address("--worker", address), timeout_s).close()
-    except (OSError, ValueError):
-        return False
-    return True
+    """Whether anything takes connections there; of several addresses, at any."""
+    for each in address.split(","):
+        with contextlib.suppress(OSError, ValueError):
+            socket.create_connection(split_address("--worker", each.strip()), timeout_s).close()
+            return True
+    return False
 
 
 class CallDetails(NamedTuple):

@@ -28,7 +28,7 @@ def key_of(row: ContextRow) -> ContextKey:
 
 def limits_of(row: ContextRow) -> Limits:
     """The largest limits of its workers."""
-    return Limits(row.max_batch_size, row.max_speculation_length)
+    return Limits(row.max_batch_size, row.max_speculation_length, row.max_copied_tokens)
 
 
 def name_of(key: ContextKey) -> str:
@@ -89,7 +89,8 @@ def last_change(connection: Connection, context_id: int, batch_min: int) -> Chan
     for row in reversed(view_rows(connection, "decisions")):
         if (row["context_id"], row["batch_min"]) == (context_id, batch_min):
             when = datetime.fromtimestamp(row["decided_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            return Change(row["previous_length"], row["speculation_length"], row["reason"], when)
+            plans = row.get("previous_plan"), row.get("plan")  # a file of an older version lacks them
+            return Change(row["previous_length"], row["speculation_length"], row["reason"], when, *plans)
     return None
 
 
@@ -118,7 +119,7 @@ def _beside(connection: Connection, groups: list[tuple[int, float]]) -> list[tup
     found: list[tuple[int, float, Event]] = []
     limits = context_limits(connection)
     for made in limits:
-        wanted = Limits(made.max_batch_size, made.max_speculation_length)
+        wanted = Limits(made.max_batch_size, made.max_speculation_length, made.max_copied_tokens)
         found.append((made.after_group_id, made.added_at, ContextAdded(key_of(rows[made.context_id]), wanted)))
     for context_id in rows.keys() - {
         made.context_id for made in limits

@@ -85,7 +85,8 @@ def check_usable(file: Path, document: dict[str, Any]) -> None:
         estimator = Estimator()
         for context in document["contexts"]:
             key = ContextKey(*(context[name] for name in KEY))
-            limits = Limits(context["max_batch_size"], context["max_speculation_length"])
+            copied = context.get("max_copied_tokens", 0)
+            limits = Limits(context["max_batch_size"], context["max_speculation_length"], copied)
             estimator.restore(key, limits, context["state"], pairs[key.pair])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(file, error) from error

@@ -18,6 +18,9 @@ class ControllerConfig:
     db: Path | None = setting(None, "Database file; default: speclen.db in the data directory.")
     data_dir: Path = setting(Path(".speclen"), "Folder of the database.")
     metrics_listen: str = setting("", "Address of the Prometheus page; empty for none.")
+    probe_listen: str = setting(
+        "", "Address where health alone answers, without TLS or token: for probes; empty for none."
+    )
     policy: str = setting("adaptive", "adaptive, profile, fixed:K, none, or one of `bench policy`'s.")
     # Same seed, same reports, same decisions.
     seed: int = setting(0, "Seed of the estimator's random generator.", least=0)

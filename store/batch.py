@@ -20,6 +20,7 @@ from speclen.store.records import (
     DecisionRow,
     DriftEventRow,
     LatencyCellRow,
+    PlanEstimateRow,
     ProfileRow,
     StateRow,
     StoreEventRow,
@@ -46,6 +47,7 @@ class Batch:
         self.workers: dict[int, WorkerRow] = {}
         self.acceptance: dict[tuple[str, str, int, int], AcceptanceRow] = {}
         self.latency_cells: dict[tuple[int, int, int], LatencyCellRow] = {}
+        self.plan_estimates: dict[tuple[int, int, int], PlanEstimateRow] = {}
         self.states: dict[tuple[str, str], StateRow] = {}
         self.replaced_contexts: set[int] = set()
         self.reports: deque[Any] = deque()
@@ -66,12 +68,14 @@ class Batch:
         for context_id in commit.replaced_contexts:
             self.replaced_contexts.add(context_id)
             self.latency_cells = {key: row for key, row in self.latency_cells.items() if key[0] != context_id}
+            self.plan_estimates = {key: row for key, row in self.plan_estimates.items() if key[0] != context_id}
         self.contexts.update((row.context_id, row) for row in commit.contexts)
         self.workers.update((row.worker_key, row) for row in commit.workers)
         self.acceptance.update(((row.target, row.draft, row.batch_min, row.position), row) for row in commit.acceptance)
         self.latency_cells.update(
             ((row.context_id, row.batch_min, row.speculation_length), row) for row in commit.latency_cells
         )
+        self.plan_estimates.update(((row.context_id, row.batch_min, row.place), row) for row in commit.plan_estimates)
         self.states.update(((row.scope, row.key), row) for row in commit.states)
         self.decisions.extend(commit.decisions)
         self.drift_events.extend(commit.drift_events)
@@ -94,6 +98,7 @@ class Batch:
             reports=list(self.reports),
             acceptance=list(self.acceptance.values()),
             latency_cells=list(self.latency_cells.values()),
+            plan_estimates=list(self.plan_estimates.values()),
             states=list(self.states.values()),
             decisions=list(self.decisions),
             drift_events=list(self.drift_events),

@@ -33,7 +33,9 @@ def load_state(connection: Connection) -> StoredState:
 
 
 def _rows(connection: Connection, source: str, row_class: type[Row], *values: Any) -> Iterator[Row]:
-    columns = ", ".join(field.name for field in fields(row_class))
+    # Newer columns come last and have defaults: a file that no newer controller has opened yet lacks them.
+    known = {row[1] for row in connection.execute(f"PRAGMA table_info({source.split()[0]})")}
+    columns = ", ".join(field.name for field in fields(row_class) if field.name in known)
     return (row_class(*row) for row in connection.execute(f"SELECT {columns} FROM {source}", values))
 
 

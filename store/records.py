@@ -27,6 +27,7 @@ class ContextRow:
     decision_version: int
     created_at: float
     updated_at: float
+    max_copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class WorkerRow:
     registered_at: float
     last_seen_at: float
     missing_ranges: str = "[]"
+    max_copied_tokens: int = 0
 
 
 class ReportRow(NamedTuple):
@@ -67,6 +69,7 @@ class ReportRow(NamedTuple):
     num_steps: how many steps that were alike it stands for. Where these are several, seq is of the first, latency_s and
     mean_context_length are means, latency_sd_s is the standard deviation, histograms are sums over the steps, and
     num_accepted_tokens is per step, rounded down.
+    copying: JSON text of what copying did (see the schema), None where the plan does not copy.
     """
 
     group_id: int
@@ -87,6 +90,7 @@ class ReportRow(NamedTuple):
     class_histograms: str | None = None
     num_steps: int = 1
     latency_sd_s: float | None = None
+    copying: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,27 @@ class LatencyCellRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanEstimateRow:
+    """What is believed about one plan that copies in one bucket. Replaces the row of the same context, batch_min and place.
+
+    place: 0 for the plan in use, if one is, then the best others. plan: in words. is_best: in use.
+    """
+
+    context_id: int
+    batch_min: int
+    batch_max: int
+    place: int
+    plan: str
+    speculation_length: int
+    step_s: float
+    expected_tokens: float
+    ms_per_token_low: float
+    ms_per_token_high: float
+    is_best: bool
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StateRow:
     """The estimator's own state as JSON text, from which it goes on. Replaces the row of the same scope and key.
 
@@ -149,7 +174,10 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRow:
-    """A bucket's choice changed. after_group_id: last group of reports that was learned from before."""
+    """A bucket's choice changed. after_group_id: last group of reports that was learned from before.
+
+    previous_plan, plan: in words where rows copy; the lengths are the draft model's.
+    """
 
     context_id: int
     batch_min: int
@@ -162,6 +190,8 @@ class DecisionRow:
     reason: str
     after_group_id: int
     decided_at: float
+    previous_plan: str | None = None
+    plan: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +216,7 @@ class ContextLimitsRow:
     max_speculation_length: int
     after_group_id: int
     added_at: float
+    max_copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +274,7 @@ class Commit:
     reports: Sequence[ReportRow | tuple[object, ...]] = ()
     acceptance: Sequence[AcceptanceRow] = ()
     latency_cells: Sequence[LatencyCellRow] = ()
+    plan_estimates: Sequence[PlanEstimateRow] = ()
     states: Sequence[StateRow] = ()
     decisions: Sequence[DecisionRow] = ()
     drift_events: Sequence[DriftEventRow] = ()

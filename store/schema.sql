@@ -13,7 +13,7 @@ CREATE TABLE contexts (
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   decision_version INTEGER NOT NULL CHECK (decision_version >= 0),  -- grows with every change of any choice
   created_at REAL NOT NULL CHECK (created_at >= 0),  -- every *_at: seconds since 1970, UTC
-  updated_at REAL NOT NULL CHECK (updated_at >= 0),
+  updated_at REAL NOT NULL CHECK (updated_at >= 0), max_copied_tokens INTEGER NOT NULL DEFAULT 0 CHECK (max_copied_tokens BETWEEN 0 AND 64),
   UNIQUE (target, draft, device, dtype, engine_fingerprint)
 ) STRICT;
 
@@ -35,7 +35,7 @@ CREATE TABLE workers (
   num_refused INTEGER NOT NULL CHECK (num_refused >= 0),  -- not plausible
   registered_at REAL NOT NULL CHECK (registered_at >= 0),
   last_seen_at REAL NOT NULL CHECK (last_seen_at >= 0)
-) STRICT;
+, max_copied_tokens INTEGER NOT NULL DEFAULT 0 CHECK (max_copied_tokens BETWEEN 0 AND 64)) STRICT;
 
 CREATE TABLE profiles (
   -- Offline profiles, as imported.
@@ -114,7 +114,7 @@ CREATE TABLE decisions (
   reason TEXT NOT NULL,
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
   decided_at REAL NOT NULL CHECK (decided_at >= 0)
-) STRICT;
+, previous_plan TEXT, plan TEXT) STRICT;
 
 CREATE INDEX decisions_by_bucket ON decisions (context_id, batch_min, decision_id);
 
@@ -137,7 +137,7 @@ CREATE TABLE step_reports (
   probe_id INTEGER NOT NULL CHECK (probe_id >= 0),  -- 0: the table's own choice
   flags TEXT NOT NULL,  -- why the step must not teach ('prefill catch_up'), empty for an ordinary one
   received_at REAL NOT NULL CHECK (received_at >= 0)
-, class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms)), num_steps INTEGER NOT NULL DEFAULT 1 CHECK (num_steps BETWEEN 1 AND 65536), latency_sd_s REAL CHECK (latency_sd_s IS NULL OR latency_sd_s >= 0)) STRICT;
+, class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms)), num_steps INTEGER NOT NULL DEFAULT 1 CHECK (num_steps BETWEEN 1 AND 65536), latency_sd_s REAL CHECK (latency_sd_s IS NULL OR latency_sd_s >= 0), copying TEXT CHECK (copying IS NULL OR json_valid(copying))) STRICT;
 
 CREATE VIEW decision_history AS
 -- Every change of a choice, newest first, with both estimates of that moment.
@@ -211,7 +211,7 @@ CREATE TABLE context_limits (
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   after_group_id INTEGER NOT NULL CHECK (after_group_id >= 0),  -- last group of step_reports learned from before it
   added_at REAL NOT NULL CHECK (added_at >= 0)
-) STRICT;
+, max_copied_tokens INTEGER NOT NULL DEFAULT 0 CHECK (max_copied_tokens BETWEEN 0 AND 64)) STRICT;
 
 CREATE VIEW worker_health AS
 -- One row per worker: when it was last heard, how far its reports are on disk, and what went wrong on the way.
@@ -274,25 +274,65 @@ SELECT
 FROM latency_cells AS c JOIN contexts AS x USING (context_id)
 ORDER BY c.context_id, c.batch_min, c.speculation_length;
 
+CREATE TABLE plan_estimates (
+  -- The best plans that copy, by context and bucket: place 0 is the one in use, if one is. Lengths are in latency_cells.
+  context_id INTEGER NOT NULL REFERENCES contexts,
+  batch_min INTEGER NOT NULL CHECK (batch_min BETWEEN 1 AND 4096),
+  batch_max INTEGER NOT NULL CHECK (batch_max BETWEEN batch_min AND 4096),
+  place INTEGER NOT NULL CHECK (place BETWEEN 0 AND 9),
+  plan TEXT NOT NULL,  -- in words, as `speclen worker --plan` reads them
+  speculation_length INTEGER NOT NULL CHECK (speculation_length BETWEEN 0 AND 64),  -- of the draft model
+  step_s REAL NOT NULL CHECK (step_s > 0 AND step_s < 1e6),
+  expected_tokens REAL NOT NULL CHECK (expected_tokens >= 1 AND expected_tokens <= 200),  -- per row and step, bonus included
+  ms_per_token_low REAL NOT NULL CHECK (ms_per_token_low >= 0),
+  ms_per_token_high REAL NOT NULL CHECK (ms_per_token_high >= ms_per_token_low),
+  is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),  -- 1: in use, before the length that latency_cells calls best
+  updated_at REAL NOT NULL CHECK (updated_at >= 0),
+  PRIMARY KEY (context_id, batch_min, place)
+) STRICT, WITHOUT ROWID;
+
+CREATE VIEW plan_table AS
+-- The plans that copy beside the lengths of learned_table: per context and bucket the one in use and the best others.
+SELECT
+  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
+    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
+  CASE p.batch_min WHEN p.batch_max THEN '' || p.batch_min ELSE p.batch_min || '-' || p.batch_max END AS batch_bucket,
+  p.batch_min,
+  p.batch_max,
+  p.plan,
+  p.speculation_length,
+  p.expected_tokens,  -- per row and step, bonus included
+  1000 * p.step_s AS step_ms,
+  1000 * p.step_s / p.expected_tokens AS ms_per_token,  -- per row
+  p.expected_tokens / p.step_s AS tokens_per_s,  -- per row; times the batch size for the whole batch
+  p.ms_per_token_low,  -- 95% interval
+  p.ms_per_token_high,
+  p.is_best,
+  strftime('%Y-%m-%d %H:%M:%f', p.updated_at, 'unixepoch') AS updated_at
+FROM plan_estimates AS p JOIN contexts AS x USING (context_id)
+ORDER BY p.context_id, p.batch_min, p.place;
+
 CREATE VIEW current_choice AS
--- One row per context and bucket: the length in use, what it gains over plain decoding, and why it was chosen.
+-- One row per context and bucket: what is played, what it gains over plain decoding, and why it was chosen.
 SELECT
   x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
     || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
   CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch_bucket,
   c.batch_min,
   c.batch_max,
-  c.speculation_length,
-  1000 * c.step_s / c.expected_tokens AS ms_per_token,
+  coalesce(p.speculation_length, c.speculation_length) AS speculation_length,
+  1000 * coalesce(p.step_s / p.expected_tokens, c.step_s / c.expected_tokens) AS ms_per_token,
   1000 * plain.step_s / plain.expected_tokens AS plain_ms_per_token,  -- at length 0
-  (plain.step_s / plain.expected_tokens) / (c.step_s / c.expected_tokens) AS speedup,  -- over length 0
+  (1000 * plain.step_s / plain.expected_tokens) / (1000 * coalesce(p.step_s / p.expected_tokens, c.step_s / c.expected_tokens)) AS speedup,  -- over length 0
   coalesce(plain.num_reports_since < 10000, 0) AS speedup_was_seen,  -- 0: length 0 was not played lately
   c.num_steps,
   x.decision_version,
   d.reason,
-  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at
+  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
+  coalesce(p.plan, CASE c.speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || c.speculation_length END) AS plan  -- in words
 FROM latency_cells AS c
 JOIN contexts AS x USING (context_id)
+LEFT JOIN plan_estimates AS p ON p.context_id = c.context_id AND p.batch_min = c.batch_min AND p.is_best
 LEFT JOIN latency_cells AS plain
   ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
 LEFT JOIN decisions AS d ON d.decision_id = (
@@ -301,32 +341,37 @@ WHERE c.is_best
 ORDER BY c.context_id, c.batch_min;
 
 CREATE VIEW choices AS
--- current_choice for a terminal: at most 100 columns wide, one row per context and range of batch sizes with one length.
-WITH best AS (
+-- current_choice for a terminal: one row per context and range of batch sizes with one length, or one plan where rows copy.
+WITH played AS (
   SELECT
-    c.context_id, c.batch_min, c.batch_max, c.speculation_length, c.num_steps,
-    1000 * c.step_s / c.expected_tokens AS ms,
-    1000 * plain.step_s / plain.expected_tokens AS plain_ms,
-    row_number() OVER (PARTITION BY c.context_id ORDER BY c.batch_min)
-      - row_number() OVER (PARTITION BY c.context_id, c.speculation_length ORDER BY c.batch_min) AS stretch
+    c.context_id, c.batch_min, c.batch_max, coalesce(p.speculation_length, c.speculation_length) AS speculation_length,
+    c.num_steps, coalesce(p.plan, CASE c.speculation_length WHEN 0 THEN 'plain' ELSE 'draft ' || c.speculation_length END) AS plan, 1000 * coalesce(p.step_s / p.expected_tokens, c.step_s / c.expected_tokens) AS ms,
+    1000 * plain.step_s / plain.expected_tokens AS plain_ms
   FROM latency_cells AS c
+  LEFT JOIN plan_estimates AS p ON p.context_id = c.context_id AND p.batch_min = c.batch_min AND p.is_best
   LEFT JOIN latency_cells AS plain
     ON plain.context_id = c.context_id AND plain.batch_min = c.batch_min AND plain.speculation_length = 0
   WHERE c.is_best
+), best AS (
+  SELECT *,
+    row_number() OVER (PARTITION BY context_id ORDER BY batch_min)
+      - row_number() OVER (PARTITION BY context_id, plan ORDER BY batch_min) AS stretch
+  FROM played
 ), c AS (
   SELECT
-    context_id, min(batch_min) AS batch_min, max(batch_max) AS batch_max, speculation_length,
+    context_id, min(batch_min) AS batch_min, max(batch_max) AS batch_max, plan,
+    max(speculation_length) AS speculation_length,
     sum(ms * (num_steps + 1)) / sum(num_steps + 1) AS ms,  -- as often as played
     sum(plain_ms * (num_steps + 1)) / sum(ms * (num_steps + 1)) AS speedup,
     sum(num_steps) AS num_steps
-  FROM best GROUP BY context_id, speculation_length, stretch
+  FROM best GROUP BY context_id, plan, stretch
 )
 SELECT
   c.context_id AS context,  -- as `speclen explain --context` takes it
   substr(substr(x.target, 1, instr(x.target || '#', '#') - 1) || ' + '
     || substr(x.draft, 1, instr(x.draft || '#', '#') - 1), 1, 30) AS models,
   CASE c.batch_min WHEN c.batch_max THEN '' || c.batch_min ELSE c.batch_min || '-' || c.batch_max END AS batch,
-  c.speculation_length AS length,
+  CASE WHEN c.plan LIKE 'copy%' THEN c.plan ELSE c.speculation_length END AS length,  -- or the plan in words
   round(c.ms, 2) AS ms_per_token,
   round(c.speedup, 2) AS speedup,  -- over length 0
   c.num_steps

@@ -22,6 +22,7 @@ from speclen.store.records import (
     DecisionRow,
     DriftEventRow,
     LatencyCellRow,
+    PlanEstimateRow,
     ProfileCellRow,
     ProfileRow,
     ReportRow,
@@ -92,6 +93,7 @@ CONTEXTS = _of("contexts", ContextRow, ("context_id",))
 WORKERS = _of("workers", WorkerRow, ("worker_key",))
 ACCEPTANCE = _of("acceptance", AcceptanceRow, ("target", "draft", "batch_min", "position"))
 LATENCY_CELLS = _of("latency_cells", LatencyCellRow, ("context_id", "batch_min", "speculation_length"))
+PLAN_ESTIMATES = _of("plan_estimates", PlanEstimateRow, ("context_id", "batch_min", "place"))
 STATES = _of("learned_states", StateRow, ("scope", "key"))
 DECISIONS = _of("decisions", DecisionRow)
 DRIFT_EVENTS = _of("drift_events", DriftEventRow)

@@ -89,7 +89,9 @@ def _write_rows(connection: Connection, batch: Batch, failpoints: Failpoints) ->
     failpoints.reach("after_predictions")
     for context_id in batch.replaced_contexts:
         connection.execute("DELETE FROM latency_cells WHERE context_id = ?", (context_id,))
+        connection.execute("DELETE FROM plan_estimates WHERE context_id = ?", (context_id,))
     refusals += _insert(statements.LATENCY_CELLS, connection, batch.latency_cells.values())
+    refusals += _insert(statements.PLAN_ESTIMATES, connection, batch.plan_estimates.values())
     refusals += _insert(statements.ACCEPTANCE, connection, batch.acceptance.values())
     _insert_all(statements.STATES, connection, batch.states.values())
     refusals += _insert(statements.DECISIONS, connection, batch.decisions)

@@ -29,11 +29,11 @@ def test_a_report_becomes_an_observation_and_a_row():
     group, refusals = read(report(9, decision_version=13, probe_id=17))
     assert refusals == []
     assert group.observations == [StepObservation(4, 2, 0.02, (1, 2, 1), 100.0)]
-    *head, text, num_accepted, context, version, probe, flags, at, by_class = group.rows[0][:-2]
+    *head, text, num_accepted, context, version, probe, flags, at, by_class = group.rows[0][:-3]
     assert head == [3, 5, 7, 9, 4, 2, 0.02]
     assert json.loads(text) == [1, 2, 1]
     assert (num_accepted, context, version, probe, flags, at, by_class) == (4, 100.0, 13, 17, "", 11.0, None)
-    assert group.rows[0][-2:] == (1, None)
+    assert group.rows[0][-3:] == (1, None, None)
 
 
 def test_a_step_at_length_zero_is_ordinary():

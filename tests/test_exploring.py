@@ -9,7 +9,6 @@ from speclen.bench.simulation.simulator import World
 from speclen.controller.estimator.choice import CAP_STEPS_AT_ZERO, MARGIN, RESUME_HORIZON, SHARE_AT_ZERO
 from speclen.controller.estimator.core import StepObservation
 from tests.steps_of import KEY, Steps, controller_for, serve
-from tests.test_learning import AWAITED
 
 
 @pytest.mark.parametrize("scenario", ["stationary", "other-hardware", "cliffs"])
@@ -144,19 +143,10 @@ def played_with_dear_drafts(batch: int, rounds: int) -> tuple[Steps, list[int]]:
     return steps, played
 
 
-@AWAITED
 @pytest.mark.parametrize("batch", [4, 8, 16])
 def test_times_that_are_wrongly_believed_to_be_long_do_not_keep_drafting_off(batch):
-    steps, played = played_with_dear_drafts(batch, 250)
-    assert 0 not in played[500:]
-    assert steps.goodput(batch, played[-1]) >= 0.98 * steps.goodput(batch, steps.best(batch))
-
-
-@pytest.mark.parametrize("batch", [4, 8, 16])
-def test_times_that_are_wrongly_believed_to_be_long_do_not_keep_drafting_off_for_ever(batch):
-    """One probe costs more than the account ever holds: a full account pays for it all the same."""
     steps, played = played_with_dear_drafts(batch, 500)
-    assert played[1600:].count(0) < 20
+    assert 0 not in played[500:]
     assert steps.goodput(batch, played[-1]) >= 0.98 * steps.goodput(batch, steps.best(batch))
 
 

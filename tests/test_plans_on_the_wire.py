@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,14 +12,19 @@ from structlog.testing import capture_logs
 from test_control_client import MAX_BATCH, MAX_LENGTH, QUICK, FakeController, card, start, until
 from test_controller_ingest import read
 
+from speclen.controller.estimator.core import Bucket, Choice, Limits, Table
+from speclen.controller.estimator.plans import plan as controller_plan
 from speclen.controller.wire.flags import named_flags
+from speclen.controller.wire.messages import table_message
+from speclen.controller.wire.stored import observation_of
 from speclen.controller.wire.validation import FLAG_NAMES, read_flags
+from speclen.store.records import ReportRow
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.drafting.plan import COPYING, Plan
 from speclen.worker.engine.length_chooser import CopiedRun, CopyReport, LengthChoice, StepFlag, StepResult
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.length_table import LengthTable
-from speclen.worker.reporting.messages import to_plan, to_report
+from speclen.worker.reporting.messages import plan_of, to_plan, to_report
 
 PLAN = Plan(2, 3, 8)
 RUNS = (CopiedRun(3, 8, 2, 1), CopiedRun(16, 8, 8, 2))
@@ -68,12 +74,87 @@ def test_a_report_says_what_copying_did() -> None:
     assert not to_report(8, LengthChoice(2), StepResult(1, 2, 0.01, (1, 0, 0), 9.0)).HasField("copying")
 
 
-def test_a_step_that_copied_is_kept_and_teaches_neither_time_nor_acceptance() -> None:
+def test_a_step_that_copied_teaches_copying_alone_also_once_it_was_stored() -> None:
     group, refusals = read(to_report(1, LengthChoice.of(PLAN), COPIED))
     assert refusals == []
     (observation,) = group.observations
     assert (observation.teaches_latency, observation.teaches_acceptance) == (False, False)
-    assert group.rows[0][12] == "copied"
+    assert observation.copying is not None
+    assert str(observation.copying.plan) == "copy>=3 up to 8, else draft 2"
+    assert observation.copying.runs == ((3, 8, 2, 1), (16, 8, 8, 2))
+    stored = ReportRow(1, *group.rows[0])
+    assert stored.flags == "copied"
+    assert observation_of(stored) == observation
+
+
+@pytest.mark.parametrize(
+    ("flag", "teaches", "times"),
+    [(StepFlag.FIRST_USE, True, False), (StepFlag.PREFILL, True, False), (StepFlag.MIXED_LENGTHS, False, False)],
+)
+def test_other_flags_hold_for_copies_too(flag: StepFlag, teaches: bool, times: bool) -> None:
+    step = dataclasses.replace(COPIED, flags=COPIED.flags | {flag})
+    group, _ = read(to_report(1, LengthChoice.of(PLAN), step))
+    (observation,) = group.observations
+    assert (observation.copying is not None) == teaches
+    if observation.copying is not None:
+        assert observation.copying.teaches_latency == times
+    assert observation_of(ReportRow(1, *group.rows[0])) == observation
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("copy_min_match", {"plan": pb.Plan(copy_min_match=0, copy_max_tokens=8)}),
+        ("copy_min_match", {"plan": pb.Plan(copy_min_match=17, copy_max_tokens=8)}),
+        ("copy_max_tokens", {"plan": pb.Plan(copy_min_match=3, copy_max_tokens=65)}),
+        ("draft_length", {"plan": pb.Plan(copy_min_match=3, copy_max_tokens=8, draft_length=65)}),
+        ("num_searched_rows", {"num_searched_rows": 6}),
+        ("num_drafting_rows", {"num_drafting_rows": 6}),
+        ("num_verified_tokens", {"num_verified_tokens": 4}),
+        ("num_verified_tokens", {"num_verified_tokens": 2**31}),
+        ("match_length", {"runs": [pb.CopiedRun(match_length=2, num_proposed=4, num_accepted=1, num_rows=1)]}),
+        ("num_proposed", {"runs": [pb.CopiedRun(match_length=3, num_proposed=9, num_accepted=1, num_rows=1)]}),
+        ("num_accepted", {"runs": [pb.CopiedRun(match_length=3, num_proposed=4, num_accepted=5, num_rows=1)]}),
+        ("num_rows", {"runs": [pb.CopiedRun(match_length=3, num_proposed=4, num_accepted=1, num_rows=0)]}),
+        ("num_rows", {"runs": [pb.CopiedRun(match_length=3, num_proposed=4, num_accepted=1, num_rows=3)] * 2}),
+        ("runs", {"runs": [pb.CopiedRun(match_length=3, num_proposed=4, num_accepted=1, num_rows=1)] * 6}),
+    ],
+)
+def test_what_is_not_plausible_about_copies_is_refused_by_name(field: str, change: dict[str, Any]) -> None:
+    report = to_report(1, LengthChoice.of(PLAN), COPIED)
+    good = {each.name: value for each, value in report.copying.ListFields()}
+    report.copying.CopyFrom(pb.CopyReport(**{**good, **change}))
+    group, refusals = read(report)
+    assert group.observations == []
+    assert field in refusals[0]
+
+
+def test_copies_without_their_flag_are_refused_since_the_step_would_teach_lengths() -> None:
+    report = to_report(1, LengthChoice.of(PLAN), COPIED)
+    del report.flags[:]
+    assert "STEP_FLAG_COPIED" in read(report)[1][0]
+
+
+def test_a_worker_gets_as_much_of_a_plan_as_it_can_run() -> None:
+    bucket = Bucket(0, 1, 4)
+    table = Table(3, (Choice(bucket, 5, 2.0, controller_plan.Plan(4, 3, 16)), Choice(Bucket(1, 5, 8), 3, 2.0)))
+    able, other = table_message(table, Limits(8, 8, 16)), table_message(table, Limits(8, 4, 0))
+    assert [str(plan_of(choice)) for choice in able.choices] == ["copy>=3 up to 16, else draft 4", "draft 3"]
+    assert [choice.speculation_length for choice in able.choices] == [4, 3], (
+        "what a worker that ignores plans would play"
+    )
+    assert [(choice.speculation_length, choice.HasField("plan")) for choice in other.choices] == [
+        (4, False),
+        (3, False),
+    ]
+    clamped = table_message(table, Limits(8, 2, 8)).choices[0]
+    assert str(plan_of(clamped)) == "copy>=3 up to 8, else draft 2"
+
+
+def test_plans_are_called_alike_on_both_sides() -> None:
+    for plan in (Plan(), Plan(2), Plan(0, 3, 8), Plan(2, 3, 8), Plan(2, 3, 8, True)):
+        twin = controller_plan.Plan(plan.draft_length, plan.copy_min_match, plan.copy_max_tokens, plan.draft_after_copy)
+        assert str(twin) == str(plan)
 
 
 def test_a_controller_of_the_version_before_takes_such_a_step_and_learns_nothing_of_it() -> None:

@@ -139,8 +139,9 @@ class Acceptance:
         for at in drafted:
             places.setdefault((kinds[at], bands[at]), []).append(at)
         for place, members in places.items():
-            news = (weights[members] @ parts.rows[members].reshape(len(members), -1)).reshape(2, -1)
-            self.rows[place] *= math.exp(-float(parts.steps[members].sum()) / MEMORY_REPORTS)
+            mine = weights[members]
+            news = (mine @ parts.rows[members].reshape(len(members), -1)).reshape(2, -1)
+            self.rows[place] *= math.exp(-float(mine @ parts.steps[members]) / MEMORY_REPORTS)
             self.rows[place] += news
         self.renew()
         return fired

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from statistics import median
 
 import numpy as np
@@ -33,8 +34,8 @@ class Change:
         self.slack, self.threshold = slack, threshold
         self.sums: dict[str, list[float]] = {}  # by witness: rose, fell
 
-    def add(self, witness: str, surprises: Sequence[float]) -> float:
-        """Surprises of a witness in standard deviations, in order.
+    def add(self, witness: str, surprises: Sequence[float], weights: Iterable[float] = repeat(1.0)) -> float:
+        """Surprises of a witness in standard deviations, in order. weights: less than 1 for those that come of one error.
 
         Returns the sum, positive for a rise, when a change is found, and starts anew; else 0.
         """
@@ -43,9 +44,9 @@ class Change:
             mine = self.sums.setdefault(witness if len(self.sums) < MOST_WITNESSES else "", [0.0, 0.0])
         slack, (up, down) = self.slack, mine
         threshold = self.threshold * (1.0 if len(self.sums) < 3 else AMONG_OTHERS)
-        for z in surprises:  # comparisons, since this is done for every report
-            up += z - slack
-            down -= z + slack
+        for z, weight in zip(surprises, weights, strict=False):  # comparisons, since this is done for every report
+            up += weight * (z - slack)
+            down -= weight * (z + slack)
             up = 0.0 if up < 0.0 else up
             down = 0.0 if down < 0.0 else down
         mine[:] = min(up, 2.0 * threshold), min(down, 2.0 * threshold)
@@ -97,12 +98,15 @@ class Speed:
         self.away = 0.0  # the mean, averaged
         self.usual_length = -1.0  # that the worker plays, averaged; below 0 before the first
 
-    def learn(self, surprise: float, uncertainty: float, num_reports: int) -> None:
-        """surprise: mean log time of a group over its prediction, speed included. uncertainty: variance of the rest."""
+    def learn(self, surprise: float, uncertainty: float, num_reports: int, doubt: float = 0.0) -> None:
+        """surprise: mean log time of a group over its prediction, speed included.
+
+        uncertainty: variance of the rest; doubt: at most, where it is to be a jump of the speed.
+        """
         kept = math.exp(-num_reports / SPEED_REPORTS)
         self.mean *= kept
         self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
-        if surprise * surprise > JUMP * JUMP * (self.variance + uncertainty):
+        if surprise * surprise > JUMP * JUMP * (self.variance + max(uncertainty, doubt)):
             self.variance = min(surprise * surprise, MOST_SD**2)
             self.sd = min(math.sqrt(self.sd**2 + JUMP_SHARE * surprise * surprise), MOST_SD)
         total = self.variance + uncertainty
@@ -148,28 +152,37 @@ class Watch:
         return by_step(spans, [each.mean for each in speeds]), by_step(spans, [each.variance for each in speeds])
 
     def follow(
-        self, spans: Spans, surprise: FloatArray, unsure: FloatArray, noise: float, count: FloatArray
+        self,
+        spans: Spans,
+        surprise: FloatArray,
+        unsure: FloatArray,
+        unseen: FloatArray,
+        noise: float,
+        count: FloatArray,
     ) -> tuple[FloatArray, FloatArray]:
-        """Follow the speeds. surprise: over the prediction, speed included; unsure, noise: variances, of model and step;
-        count: steps of each report.
+        """Follow the speeds. surprise: over the prediction, speed included; count: steps of each report.
 
+        noise: variance of a report; unsure: of what the model says of it, times the reports that share that error. unseen:
+        the same on top, where a jump is looked for: what is played for the first time would pass for one.
         Returns speeds and what each report counts for, both [n]: what a speed may have wrong all reports of its worker have
         wrong together.
         """
-        starts = [span.start for _, span in spans]
-        sums = [np.add.reduceat(each, starts).tolist() for each in (surprise * count, unsure * count, count)]
+        starts, precision = [span.start for _, span in spans], count / (noise + unsure)
+        told = np.stack([precision * surprise, precision, count / (noise + unsure + unseen), count])
+        sums = np.add.reduceat(told, starts, axis=1).tolist()
         speeds, shares = [], []
-        for (worker, _), surprised, doubt, size in zip(spans, *sums, strict=True):
+        for (worker, _), surprised, known, seen, size in zip(spans, *sums, strict=True):
             speed = self.speed_of(worker)
-            speed.learn(surprised / size, (doubt + noise) / size, size)
+            speed.learn(surprised / known, 1.0 / known, size, 1.0 / seen)
             speeds.append(speed.mean)
             shares.append(noise / (noise + size * speed.variance))
         return by_step(spans, speeds), by_step(spans, shares)
 
-    def changed(self, spans: Spans, lengths: np.ndarray, z: FloatArray) -> float:
+    def changed(self, spans: Spans, lengths: np.ndarray, z: FloatArray, weight: FloatArray) -> float:
         """Statistic of a change, or 0: speeds that stay away, or longer lengths against the usual one.
 
-        The latter the speed of the moment would hide. z: surprises beyond the speed, in standard deviations.
+        The latter the speed of the moment would hide. z: surprises beyond the speed, in standard deviations; weight: less
+        where several come of one error of the model.
         """
         found, widths = 0.0, np.minimum(np.maximum(z, -LARGEST_Z), LARGEST_Z)
         for worker, span in spans:
@@ -179,7 +192,9 @@ class Watch:
             side = np.sign(mine - round(speed.usual_length))
             speed.usual_length += (mean - speed.usual_length) * min(1.0, len(mine) / LENGTH_REPORTS)
             if side.any():
-                found = self.tilt.add(worker, (widths[span] * side)[side != 0].tolist()) or found
+                told = side != 0
+                surprises, weights = (widths[span] * side)[told].tolist(), weight[span][told].tolist()
+                found = self.tilt.add(worker, surprises, weights) or found
         away = sorted((speed.stays_away for speed in self.speeds.values()), key=abs)
         return found or away[(len(away) - 1) // 2] / LEAST_AWAY  # more than half of the workers must stay away
 

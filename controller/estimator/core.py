@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator.plans.plan import Copies, Plan
+
 
 @dataclass(frozen=True, slots=True)
 class ContextKey:
@@ -28,10 +30,14 @@ class ContextKey:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a worker can do. Lengths 0..max_speculation_length and batch sizes 1..max_batch_size are allowed."""
+    """What a worker can do. Lengths 0..max_speculation_length and batch sizes 1..max_batch_size are allowed.
+
+    max_copied_tokens: that a row can copy in one step; 0: it cannot.
+    """
 
     max_batch_size: int = 32
     max_speculation_length: int = 8
+    max_copied_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     the worker does not tell them apart.
     num_steps: how many steps it stands for. latency_s is their geometric mean then, mean_context_length their mean, and
     histograms are sums: they add up to batch_size x num_steps.
+    copying: what copying did, where the plan copies and other flags leave it to teach; the rest teaches neither latency nor
+    acceptance then.
     """
 
     batch_size: int
@@ -75,6 +83,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     teaches_acceptance: bool = True
     by_class: tuple[tuple[int, tuple[int, ...]], ...] = ()
     num_steps: int = 1
+    copying: Copies | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +130,23 @@ class LengthEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The length believed best for one bucket, with what it was chosen over."""
+    """The length believed best for one bucket, with what it was chosen over.
+
+    plan: for workers that can copy, where one that does is believed to be better.
+    """
 
     bucket: Bucket
     speculation_length: int
     ms_per_token: float | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A change of a bucket's choice, with both estimates and the reason, in words."""
+    """A change of a bucket's choice, with both estimates and the reason, in words.
+
+    plan, previous_plan: where rows copy, or did; the lengths are those of the draft model then.
+    """
 
     context: ContextKey
     bucket: Bucket
@@ -140,6 +156,8 @@ class Decision:
     previous_ms_per_token: float | None
     ms_per_token: float | None
     reason: str
+    previous_plan: Plan | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +209,12 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An exploratory length for one step of one worker."""
+    """An exploratory length, or a plan that copies, for one step of one worker."""
 
     probe_id: int
     bucket: Bucket
     speculation_length: int
+    plan: Plan | None = None
 
 
 @dataclass(slots=True)

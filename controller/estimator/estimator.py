@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -17,6 +18,7 @@ from speclen.controller.estimator.buckets import FINE, buckets_for
 from speclen.controller.estimator.change import Spans
 from speclen.controller.estimator.context import Context, Group
 from speclen.controller.estimator.core import (
+    Bucket,
     Choice,
     ContextKey,
     Decision,
@@ -31,6 +33,10 @@ from speclen.controller.estimator.core import (
     StepObservation,
     Table,
 )
+from speclen.controller.estimator.plans.choice import ShownPlan
+from speclen.controller.estimator.plans.copying import Copying
+from speclen.controller.estimator.plans.learning import learn_copies, plans_before
+from speclen.controller.estimator.plans.saved import exported_plans, restore_plans
 from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
 from speclen.controller.estimator.policies.policy import Space
 from speclen.controller.estimator.reports import OTHERS, Reports, merged, typical
@@ -42,7 +48,7 @@ NUM_CLASSES = 3
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 3
+FORMAT = 4
 
 
 class Estimator:
@@ -53,6 +59,7 @@ class Estimator:
         self.bucket_spec, self.policy_name, self.seed = buckets, check_policy(policy), seed
         self._contexts: dict[ContextKey, Context] = {}
         self._acceptance: dict[tuple[str, str], Acceptance] = {}
+        self._copying: dict[str, Copying] = {}  # by target
         buckets_for(buckets, 1)
 
     def knows(self, key: ContextKey) -> bool:
@@ -96,7 +103,8 @@ class Estimator:
         if self.policy_name != ADAPTIVE:
             seed = self.seed * 1_000_003 + len(self._contexts)  # a stream of random numbers of its own
             policy = make_policy(self.policy_name, Space(limits, buckets), seed)
-        return Context(key, limits, buckets, self._shared(key.pair, limits), policy)
+        copying = self._copying.setdefault(key.target, Copying())
+        return Context(key, limits, buckets, self._shared(key.pair, limits), policy, copying)
 
     def _shared(self, pair: tuple[str, str], limits: Limits) -> Acceptance:
         """The acceptance that all contexts of a pair share, large enough for these limits."""
@@ -112,8 +120,12 @@ class Estimator:
         wider = Limits(
             max(old.limits.max_batch_size, limits.max_batch_size),
             max(old.limits.max_speculation_length, limits.max_speculation_length),
+            max(old.limits.max_copied_tokens, limits.max_copied_tokens),
         )
         if wider == old.limits:
+            return []
+        if replace(wider, max_copied_tokens=old.limits.max_copied_tokens) == old.limits:
+            old.allow_copies(wider)
             return []
         new = self._contexts[old.key] = self._new_context(old.key, wider)
         new.main.times.seed_from(old.main.times, WIDENED_SD)
@@ -209,7 +221,8 @@ class Estimator:
         try:
             with np.errstate(all="ignore"):  # what comes of it is looked at
                 events = self._learn(context, group, reports)
-                if group.times.sound and group.acceptance.sound:
+                sound = group.plans is None or (group.plans.sound and context.copying.sound)
+                if sound and group.times.sound and group.acceptance.sound:
                     return events
                 return [*events, _reset(context, group)]
         except (ArithmeticError, ValueError, IndexError):
@@ -239,10 +252,18 @@ class Estimator:
                 *(weight[use], offset[use], spans_of(senders), reports.count[use]),
             )
             found = times.update(steps)
+            if found and group.plans is not None:
+                group.plans.times.forget()
             if found:
                 events.append(_event(context, "latency", found, "the surface of step times may move again"))
             if len(workers.peers) > 1:
                 context.record(group, steps)
+        if group.plans is not None:
+            before = plans_before(group.plans, reports.steps, reports.spans)
+            if places := reports.copied:
+                copied = [reports.steps[at] for at in places]
+                values = weight[places], offset[places], acceptance.shared, [before[at] for at in places]
+                learn_copies(group.plans, copied, *values)
         buckets = times.bucket_of[reports.batch]
         group.choice.earn(buckets, reports.count)
         context.recent = list(dict.fromkeys(buckets.tolist()))
@@ -261,11 +282,14 @@ class Estimator:
         """The best length known for every bucket for a worker. No exploration in it."""
         context = self._contexts[key]
         group = context.group_of(worker_id)
-        pairs = zip(context.buckets, group.lengths, strict=True)
+        plans = [None] * len(group.lengths) if group.plans is None else group.plans.chosen
+        chosen = zip(context.buckets, group.lengths, plans, strict=True)
         if not group.times.known:
-            return Table(group.version, tuple(Choice(bucket, length, None) for bucket, length in pairs))
+            return Table(group.version, tuple(Choice(bucket, length, None, plan) for bucket, length, plan in chosen))
         ms = 1e3 / group.choice.goodput
-        return Table(group.version, tuple(Choice(at, length, float(ms[at.index, length])) for at, length in pairs))
+        return Table(
+            group.version, tuple(Choice(at, length, float(ms[at.index, length]), plan) for at, length, plan in chosen)
+        )
 
     def mix(self, key: ContextKey, worker_id: str = "") -> Mix | None:
         """The numbers by which a worker finds the length for the classes of its rows; None while nothing is known."""
@@ -291,12 +315,17 @@ class Estimator:
         return int(context.main.times.bucket_of[min(batch_size, context.limits.max_batch_size)])
 
     def take_probe(
-        self, key: ContextKey, batch_size: int | None = None, max_length: int | None = None, worker_id: str = ""
+        self,
+        key: ContextKey,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        worker_id: str = "",
+        max_copied: int = 0,
     ) -> Probe | None:
         """Hand out at most one exploratory step, charged to its bucket at once; mostly None.
 
-        batch_size None: any bucket of the newest reports. max_length: of the worker that is to do it, None for the
-        context's. A probe is one step of one worker and is never repeated.
+        batch_size None: any bucket of the newest reports. max_length, max_copied: of the worker that is to do it, None for
+        the context's. A probe is one step of one worker and is never repeated.
         """
         context = self._contexts[key]
         if context.policy is not None:
@@ -304,10 +333,11 @@ class Estimator:
         group, longest = context.group_of(worker_id), context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
         for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
-            length = group.choice.probe(bucket, group.times, context.resume_s, longest)
-            if length is not None:
+            plan = context.probe(group, bucket, longest, max_copied)
+            if plan is not None:
                 context.next_probe_id += 1
-                return Probe(context.next_probe_id - 1, context.buckets[bucket], length)
+                copying = plan if plan.copy_min_match else None
+                return Probe(context.next_probe_id - 1, context.buckets[bucket], plan.draft_length, copying)
         return None
 
     def probe_goes_on(self, key: ContextKey, batch_size: int, worker_id: str = "") -> bool:
@@ -353,6 +383,21 @@ class Estimator:
                 rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed, since))
         return rows
 
+    def plan_estimates(
+        self, key: ContextKey, worker_id: str = "", bucket: int | None = None
+    ) -> dict[Bucket, list[ShownPlan]]:
+        """Plans that copy, of one bucket or of those where rows did: the one in use, if one is, then the best others."""
+        context = self._contexts[key]
+        group = context.group_of(worker_id)
+        if group.plans is None or not group.choice.decided:
+            return {}
+        places = group.plans.visited if bucket is None else np.array([bucket])
+        found = group.plans.estimates(places, context.tokens(group)[places])
+        return {
+            context.buckets[at]: [ShownPlan(each, each.plan == group.plans.chosen[at]) for each in plans]
+            for at, plans in zip(places.tolist(), found, strict=True)
+        }
+
     def export_state(self, key: ContextKey) -> dict[str, Any]:
         """Everything that a context needs to go on exactly, as JSON-able values; see export_pair_state for the rest."""
         context = self._contexts[key]
@@ -366,13 +411,15 @@ class Estimator:
             "times": exported(context.times),
             "acceptances": exported(context.acceptances[1:]),
             "groups": [[*models, exported(group)] for models, group in context.groups.items()],
+            "plans": [exported_plans(group.plans) for group in context.groups.values()],
             "last_drift": None if drift is None else [drift.factor, drift.statistic, drift.detail],
         }
 
     def export_pair_state(self, pair: tuple[str, str]) -> dict[str, Any]:
         """The acceptance that all contexts of a pair share, as JSON-able values."""
         state: dict[str, Any] = exported(self._acceptance[pair])
-        return state | {"format": FORMAT}
+        copying = self._copying.get(pair[0])
+        return state | {"format": FORMAT} | ({} if copying is None else {"copying": exported(copying)})
 
     def restore(
         self, key: ContextKey, limits: Limits, state: dict[str, Any] | None, pair_state: dict[str, Any] | None
@@ -386,6 +433,7 @@ class Estimator:
             with np.errstate(all="ignore"):  # what comes of it is looked at
                 if pair_state is not None and shared is None:
                     self._acceptance[key.pair] = _restored_acceptance(pair_state)
+                self._restore_copying(key.target, pair_state)
                 context = self._new_context(key, limits)
                 self._restore_context(context, state)
             self._contexts[key] = context
@@ -394,6 +442,15 @@ class Estimator:
                 self._acceptance.pop(key.pair, None)
             reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"
             raise ValueError(reason) from error
+
+    def _restore_copying(self, target: str, pair_state: dict[str, Any] | None) -> None:
+        """What one of the target's pairs knew of copying, unless another one's is in use."""
+        if pair_state is not None and "copying" in pair_state and target not in self._copying:
+            copying: Copying = restored(Copying(), pair_state["copying"])
+            if not copying.sound:
+                raise ValueError("it has counts of copies that are none")
+            copying.renew()
+            self._copying[target] = copying
 
     def _restore_context(self, context: Context, state: dict[str, Any] | None) -> None:
         if state is None:
@@ -437,6 +494,9 @@ def _restore_models(context: Context, state: dict[str, Any]) -> None:
             raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")
         if group.choice.decided:
             group.choice.assess(context.tokens(group), group.times)
+    for group, plans in zip(context.groups.values(), state.get("plans", ()), strict=False):
+        restore_plans(group.plans, plans)
+        group.seen = group.newest
     context.main = context.group((0, 0))
     drift = state["last_drift"]
     context.last_drift = None if drift is None else DriftEvent(context.key, *drift)
@@ -447,6 +507,9 @@ def _reset(context: Context, group: Group) -> DriftEvent:
     restored(group.times, exported(context.new_times())).renew()
     if not group.acceptance.sound:
         restored(group.acceptance, exported(context.new_acceptance())).renew()
+    if group.plans is not None:
+        restored(context.copying, exported(Copying())).renew()
+        group.plans = context.new_plans(group.times)
     restored(group.choice, exported(type(group.choice)(len(context.buckets), context.limits.max_speculation_length)))
     return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: what was learned starts anew")
 

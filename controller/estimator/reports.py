@@ -18,7 +18,7 @@ from speclen.controller.estimator.step_time import spans_of
 # Under which name merged reports are learned from: that of workers who are not known one by one.
 OTHERS = ""
 
-Cell = tuple[int, int, bool, bool, tuple[int, ...]]
+Cell = tuple[int, int, bool, bool, tuple[int, ...], int]
 
 
 class Reports:
@@ -30,7 +30,7 @@ class Reports:
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans_of(workers)
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count = zip(
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying = zip(
             *steps, strict=True
         )
         for name, values, most in (
@@ -41,6 +41,8 @@ class Reports:
                 raise ValueError(f"{name} {max(values)} is beyond the context's limit of {most}")
         self.batch, self.length, self.seconds = np.array(batch), np.array(length), np.array(seconds)
         self.context, self.teaches_latency = np.array(context), np.array(times)
+        self.steps = steps
+        self.copied = [at for at, told in enumerate(copying) if told is not None] if any(copying) else []
         self.count = np.array(count, dtype=float)
         self.judged = self.length * accepts  # positions that say something of acceptance
 
@@ -76,7 +78,8 @@ def merged(observations: Iterable[StepObservation]) -> list[StepObservation]:
     cells: dict[Cell, list[StepObservation]] = {}
     for each in observations:
         kinds = tuple([kind for kind, _ in each.by_class])
-        cell = each.batch_size, each.speculation_length, each.teaches_latency, each.teaches_acceptance, kinds
+        alone = len(cells) if each.copying is not None else -1  # no two steps that copied are alike
+        cell = each.batch_size, each.speculation_length, each.teaches_latency, each.teaches_acceptance, kinds, alone
         cells.setdefault(cell, []).append(each)
     return [members[0] if len(members) == 1 else _sum(members) for members in cells.values()]
 

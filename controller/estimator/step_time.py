@@ -23,11 +23,11 @@ from speclen.controller.estimator import change
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.change import Spans, Watch
 from speclen.controller.estimator.core import Bucket, Profile
-from speclen.controller.estimator.surface import CONTEXT_UNIT, HELD, HELD_DRAFT, Surface, prior
+from speclen.controller.estimator.surface import CONTEXT_UNIT, FIXED, HELD, HELD_DRAFT, Surface, prior
 
 # Log-sd of what the surface leaves over in a cell: kernels jump by a few percent between shapes. Of what it has left over a
 # new surface keeps at most the second value: more may be the time of before a change.
-CELL_SD, KEPT_LEFT_OVER = 0.04, 0.1
+CELL_SD, LEAST_CELL_SD, MOST_CELL_SD, CELLS_BEFORE, FAR_SDS, KEPT_LEFT_OVER = 0.04, 0.03, 0.5, 10.0, 3.0, 2.5
 # Most reports that a cell may count for; log-sd by which its times may drift per report.
 MOST_EVIDENCE, WALK = 100.0, 0.0004
 # Log-sd of the noise of one step: start and range, and its relative change per report outside its quartiles.
@@ -39,12 +39,21 @@ UNLIKE_SD, SPOILED_SD = 1.0, 0.3
 # What a profile counts for: log-sd of its cells where it was measured here and elsewhere; what all may have wrong.
 PROFILE_SD, FOREIGN_SD, PROFILE_MOVED_SD, PROFILE_COMMON_SD = 0.1, 0.4, 0.2, 0.2
 PROFILE_KEPT = 0.5
+# Of a cell never seen before, what the first report counts for less: it may have been slow for being the first.
+FIRST_OFF = 0.5
+# Relative change of contexts after which evidence becomes the next prior, and by how much weights may have moved (log-sd).
+CONTEXT_LEFT, LEFT_SD = 0.5, 0.05
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
 COLD_REPORTS = 3
+# Of what the surface leaves over, the standard deviations that a cell never seen may be off by, when asked about the speed.
+# And log-sd by which it may be off when it is asked about a jump of the speed.
+UNSEEN_SDS, UNSEEN_SD = 2.0, 0.5
+# Evidence of a cell up to which a step that is quicker than believed is believed, by at most this log time.
+FEW_REPORTS, LARGEST_DROP = 3.0, 3.0
 # The surface is renewed after this part of the reports that its evidence counts for, and at the latest after so many.
 RENEWED_SHARE, RENEWED_REPORTS = 0.05, 200
-# Reports over which the usual context length of a bucket is averaged.
-CONTEXT_REPORTS = 64.0
+# Reports, of any batch size, over which the usual context length of a bucket is averaged.
+CONTEXT_REPORTS = 16.0
 # Reports of a cell from which the shown interval holds their mean; evidence below which a cell is not fitted.
 SHOWN_REPORTS, LEAST_EVIDENCE = 5, 0.01
 SHORTEST_S, LONGEST_S = 1e-7, 1e5
@@ -77,7 +86,7 @@ class StepTimes:
     EVIDENCE = ("mean_log", "evidence", "context", "seen_at", "rho", "total_s", "num_seen", "profiled")
     STATE = (
         *(*EVIDENCE, "usual_context", "drawn_context", "taught_context", "surface", "watch"),
-        *("known", "quickest", "noise", "clock", "fitted_at"),
+        *("known", "quickest", "noise", "cell_sd", "clock", "fitted_at", "origin", "began_at"),
     )
 
     def __init__(self, buckets: tuple[Bucket, ...], max_length: int) -> None:
@@ -87,7 +96,7 @@ class StepTimes:
         # surfaces left over; sum and number of all reports as they came; whether a profile measured it.
         self.mean_log, self.evidence, self.context, self.seen_at = np.zeros((4, self.num_cells))
         self.rho, self.total_s, self.num_seen, self.profiled = np.zeros((4, self.num_cells))
-        self.usual_context = np.zeros(len(buckets))
+        self.usual_context, self.began_at = np.zeros(len(buckets)), -1.0  # began_at: longest when the evidence began
         self.rows = np.repeat([(b.batch_min + b.batch_max) / 2.0 for b in buckets], self.num_lengths)
         self.lengths = np.tile(np.arange(self.num_lengths), len(buckets))
         self.bucket_of = np.searchsorted([b.batch_max for b in buckets], np.arange(buckets[-1].batch_max + 1))
@@ -95,8 +104,11 @@ class StepTimes:
         self.usual = self.surface.of_length(self.rows, self.lengths, self.context)
         self.known, self.version = False, 0  # version: grows with every change
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
-        self.noise, self.clock, self.fitted_at = NOISE, 0, 0  # clock: reports so far
-        self.surprise: FloatArray = np.zeros(0)  # of the newest group: log times over the usual ones, clipped
+        self.origin = np.zeros((1 + len(self.surface.phi), len(self.surface.phi)))  # first prior, mean above covariance
+        self.noise, self.cell_sd = NOISE, CELL_SD  # log-sd of one report, and of what the surface leaves over
+        self.clock, self.fitted_at = 0, 0  # clock: reports so far
+        # Of the newest group: log times in the usual context, and over what was believed.
+        self.newest: tuple[FloatArray, FloatArray] = (np.zeros(0), np.zeros(0))
         self._start(*prior(len(self.surface.knots)))
 
     def _start(self, phi: FloatArray, covariance: FloatArray) -> None:
@@ -104,6 +116,11 @@ class StepTimes:
         self.surface.restart(phi, covariance)
         self.evidence[:] = 0.0
         self._draw()
+
+    def _begin(self, phi: FloatArray, covariance: FloatArray) -> None:
+        """Begin with what is known before any report, to which what was spoiled goes back."""
+        self.known, self.origin = True, np.vstack([phi, covariance])
+        self._start(phi, covariance)
 
     def seed(self, profile: Profile) -> None:
         """Start from an offline profile: a surface through its cells, which may all be off, and half of what it leaves."""
@@ -117,12 +134,18 @@ class StepTimes:
         surface.restart(phi + float(np.min(log_s - np.log(rows @ np.exp(phi)))), covariance)
         sd = FOREIGN_SD if profile.as_prior else PROFILE_SD
         surface.fit(rows, log_s, np.full(len(rows), sd * sd))
-        self.known = True
         self.rho[:], self.profiled[cell], self.usual_context[:] = 0.0, 1.0, context.mean()
         if not profile.as_prior:
             self.rho[cell] = PROFILE_KEPT * (log_s - np.log(rows @ np.exp(surface.phi)))
-            np.clip(self.rho, -KEPT_LEFT_OVER, KEPT_LEFT_OVER, out=self.rho)
-        self._start(surface.phi, surface.loosened(PROFILE_MOVED_SD, PROFILE_COMMON_SD))
+            np.clip(self.rho, -KEPT_LEFT_OVER * CELL_SD, KEPT_LEFT_OVER * CELL_SD, out=self.rho)
+        self._begin(surface.phi, surface.loosened(PROFILE_MOVED_SD, PROFILE_COMMON_SD))
+
+    def begin_like(self, other: StepTimes, moved_sd: float) -> None:
+        """Begin as another began, of the same cells, of which every weight may be off by so much more."""
+        self.noise, self.usual_context = other.noise, other.usual_context.copy()
+        if other.origin.any():
+            self.surface.restart(other.origin[0], other.origin[1:])
+            self._begin(other.origin[0], self.surface.loosened(moved_sd, moved_sd))
 
     def seed_from(self, other: StepTimes, moved_sd: float) -> None:
         """Start from what is believed of other workers' steps, of which every weight may be off by so much."""
@@ -134,10 +157,10 @@ class StepTimes:
         phi[:size] = theirs.phi[:size]
         covariance[:size, size:] = covariance[size:, :size] = 0.0
         covariance[:size, :size] = theirs.loosened(moved_sd, moved_sd)[:size, :size]
-        self.known, self.noise = True, other.noise
+        self.noise = other.noise
         buckets, lengths = min(len(self.buckets), len(other.buckets)), min(self.num_lengths, other.num_lengths)
         self.grid(self.rho)[:buckets, :lengths] = other.grid(other.kept())[:buckets, :lengths]
-        self._start(phi, covariance)
+        self._begin(phi, covariance)
 
     def grid(self, cells: FloatArray) -> FloatArray:
         """A view [buckets, lengths] of values by cell."""
@@ -157,6 +180,7 @@ class StepTimes:
         self.total_s += np.bincount(cell, seconds * steps.num_steps, self.num_cells)
         if steps.context.any():
             self._follow_context(steps)
+            self._leave_contexts()
         if not self.known and not self._warm_up(steps, log_s):
             return 0.0
         return self._learn(steps, cell, log_s, self._predicted(cell, steps.context))
@@ -166,8 +190,20 @@ class StepTimes:
         bucket = self.bucket_of[steps.batch]
         count = np.bincount(bucket, steps.num_steps, len(self.buckets))
         mean = np.bincount(bucket, steps.context * steps.num_steps, len(self.buckets)) / np.maximum(count, 1)
-        rate = np.where(self.usual_context > 0.0, np.minimum(count / CONTEXT_REPORTS, 1.0), count > 0)
+        passed = self.clock + float(steps.num_steps.sum()) - self.grid(self.seen_at).max(axis=1)
+        rate = np.where(self.usual_context > 0.0, (count > 0) * -np.expm1(-passed / CONTEXT_REPORTS), count > 0)
         self.usual_context += rate * (mean - self.usual_context)
+
+    def _leave_contexts(self) -> None:
+        """Where contexts are twice as long as when this evidence began, it becomes the prior of what follows.
+
+        Means over both would not show what contexts cost.
+        """
+        usual = float(self.usual_context.max())
+        before, self.began_at = self.began_at, usual if self.began_at < 0.0 else self.began_at
+        if self.known and before >= 0.0 and abs(usual - before) > CONTEXT_LEFT * (before + CONTEXT_UNIT / 4.0):
+            self.began_at, self.rho = usual, self.left_over.copy()
+            self._start(self.surface.phi, self.surface.loosened(LEFT_SD, 0.0))
 
     def _warm_up(self, steps: Steps, log_s: FloatArray) -> bool:
         """Gather the first reports until a time scale is known."""
@@ -192,26 +228,35 @@ class StepTimes:
 
     def kept(self) -> FloatArray:
         """What the surface leaves over, as far as a new one may start with it."""
-        return np.clip(self.left_over, -KEPT_LEFT_OVER, KEPT_LEFT_OVER)
+        most = KEPT_LEFT_OVER * self.cell_sd
+        return np.clip(self.left_over, -most, most)
 
     def _learn(self, steps: Steps, cell: np.ndarray, log_s: FloatArray, predicted: FloatArray) -> float:
         """Add a group to the evidence of its cells; returns the statistic of a change, if one was found, else 0."""
         noise, unsure, spans, count = self.noise**2, self.variance[cell], steps.spans, steps.num_steps
+        own, alike = (
+            self.evidence[cell],
+            np.bincount(cell, count)[cell],
+        )  # alike: steps that share what is wrong of a cell
         now, doubt = self.watch.now(spans)
+        self.newest = log_s - predicted + self.log_seconds[cell], log_s - predicted
         raw = log_s - predicted - now
         clipped = self._clipped(raw, np.sqrt(unsure + noise / count + doubt), self.noise / np.sqrt(count), cell)
         # What was cut off says that the mean is elsewhere, but not where: it counts for as much less (Huber's weights).
         trust = np.abs(clipped) / np.maximum(np.maximum(np.abs(raw), np.abs(clipped)), 1e-9)
-        self.surprise = clipped + now
-        now, share = self.watch.follow(spans, clipped, unsure, noise, count)
+        trust *= np.where(own == 0.0, 1.0 - FIRST_OFF / alike, 1.0)
+        surprise, unseen = clipped + now, alike * (1.0 + own) ** -2
+        misfit = alike * unsure + (UNSEEN_SDS * self.cell_sd) ** 2 * unseen
+        now, share = self.watch.follow(spans, clipped, misfit, UNSEEN_SD**2 * unseen, noise, count)
         self.clock += int(count.sum())
-        self._add(cell, steps.weight * count * share * trust, predicted + self.surprise - now, steps.context)
+        self._add(cell, steps.weight * count * share * trust, predicted + surprise - now, steps.context)
         if self.clock - self.fitted_at >= min(RENEWED_SHARE * float(self.evidence.sum()), RENEWED_REPORTS):
             self.fitted_at = self.clock
             self._fit()
         else:
             self._combine()
-        found = self.watch.changed(spans, steps.length, (self.surprise - now) / np.sqrt(unsure + noise / count))
+        surprising, single = (surprise - now) / np.sqrt(unsure + noise / count), noise + count * unsure
+        found = self.watch.changed(spans, steps.length, surprising, single / (noise + alike * unsure))
         if found:
             self._start_anew()
         return found
@@ -219,10 +264,12 @@ class StepTimes:
     def _clipped(self, surprise: FloatArray, width: FloatArray, own: FloatArray, cell: np.ndarray) -> FloatArray:
         """Surprises without slow steps; follows the noise on the way. own: the noise of each report alone.
 
-        Where a group shows a cell three times their median is the yardstick, else the prediction with its doubt.
+        Where a group shows a cell three times their median is the yardstick, else the prediction with its doubt. A step may
+        take long for any reason, but none takes less than it needs: what is quicker than believed is believed where the cell
+        has hardly been seen.
         """
-        centre = np.zeros(len(surprise))
-        often = np.bincount(cell)[cell] >= 3
+        centre, often = np.zeros(len(surprise)), np.bincount(cell)[cell] >= 3
+        lowest = np.where(self.evidence[cell] < FEW_REPORTS, -LARGEST_DROP, -change.LARGEST_Z * width)
         for many in set(cell[often].tolist()):
             here = (cell == many).nonzero()[0]
             centre[here], width[here] = sorted(surprise[here].tolist())[len(here) // 2], own[here]
@@ -231,7 +278,8 @@ class StepTimes:
         outside = int(np.count_nonzero(np.abs(z) > 0.674))
         self.noise *= math.exp(NOISE_RATE * (outside - 0.5 * len(z)))
         self.noise = min(max(self.noise, NOISE_LEAST), NOISE_MOST)
-        return centre + np.minimum(np.maximum(z, -change.LARGEST_Z), change.LARGEST_Z) * width
+        lowest[often] = -change.LARGEST_Z * width[often]
+        return centre + np.minimum(np.maximum(surprise - centre, lowest), change.LARGEST_Z * width)
 
     def _add(self, cell: np.ndarray, weight: FloatArray, log_s: FloatArray, context: FloatArray) -> None:
         """Means of the cells' evidence with the news."""
@@ -257,9 +305,18 @@ class StepTimes:
         seen = (strength > LEAST_EVIDENCE).nonzero()[0]
         if len(seen):
             rows = self.surface.of_length(self.rows[seen], self.lengths[seen], self.context[seen])
-            variance = CELL_SD**2 + self.noise**2 / strength[seen]
-            self.surface.fit(rows, self.mean_log[seen] - self.rho[seen], variance)
+            known, noise = self.mean_log[seen] - self.rho[seen], self.noise**2 / strength[seen]
+            self.surface.fit(rows, known, CELL_SD**2 + noise)
+            self._judge_fit(known - np.log(rows @ np.exp(self.surface.phi)), noise)
         self._draw()
+
+    def _judge_fit(self, error: FloatArray, noise: FloatArray) -> None:
+        """How far cells lie from the surface, by those that were seen."""
+        weight = CELL_SD**2 / (CELL_SD**2 + noise)
+        # One cell far off is a cell far off: many say how far cells are.
+        squares = np.minimum(error * error, (FAR_SDS * self.cell_sd) ** 2 + noise) - noise
+        mean = (CELLS_BEFORE * CELL_SD**2 + float(weight @ squares)) / (CELLS_BEFORE + float(weight.sum()))
+        self.cell_sd = min(max(math.sqrt(max(mean, 0.0)), LEAST_CELL_SD), MOST_CELL_SD)
 
     def _draw(self) -> None:
         """The surface over all cells, in the context that is usual by now."""
@@ -282,12 +339,14 @@ class StepTimes:
     def _combine(self) -> None:
         """Surface and cells together: log_seconds, and variance of it, of every cell at the usual speed."""
         self.version += 1
-        strength = self._aged() * CELL_SD**2
+        strength = self._aged() * self.cell_sd**2
         self.trust = strength / (strength + self.noise**2)
         self.left_over = self.rho + self.trust * (self.mean_log - self.log_taught - self.rho)
         self.log_seconds = self.log_surface + self.left_over
         doubt = 1.0 - self.trust
-        self.own_variance = CELL_SD**2 * doubt
+        # What was seen in other contexts than are usual now is carried over by a weight that is in doubt.
+        carried = self.trust * (self.drawn_context - self.taught_context) * self.per_context
+        self.own_variance = self.cell_sd**2 * doubt + carried * carried * self.surface.covariance[HELD, HELD]
         self.variance = doubt * doubt * self.surface_variance + self.own_variance
 
     def predict(
@@ -300,7 +359,7 @@ class StepTimes:
         """
         parts = self.surface.features(rows, passes, drafted, verified, context) * np.exp(self.surface.phi)
         smooth = parts.sum(axis=1)
-        variance = self.surface.variance(parts / smooth[:, None]) + CELL_SD**2
+        variance = self.surface.variance(parts / smooth[:, None]) + self.cell_sd**2
         return smooth * math.exp(0.5 * self.noise**2), variance
 
     def relative_variance(self, bucket: int, against: int) -> FloatArray:
@@ -338,13 +397,20 @@ class StepTimes:
         return "both" if profiled and online else "profile" if profiled else "online" if online else "prior"
 
     def rebuild(self, mean_log: FloatArray, evidence: FloatArray) -> None:
-        """Replace the evidence: some of it came from a worker that does not belong here."""
-        self.rho[:] = 0.0
-        self.surface.covariance = self.surface.covariance0
-        self._start(self.surface.phi0, self.surface.loosened(SPOILED_SD, SPOILED_SD))
+        """Replace the evidence, and what was believed: some of it came from a worker that does not belong here."""
+        seen, size = evidence > LEAST_EVIDENCE, len(self.surface.phi)
+        self.context = np.repeat(self.usual_context, self.num_lengths)
+        self.rho[:], self.watch, self.noise, self.quickest = 0.0, Watch(), NOISE, []
+        if self.origin.any():
+            self.surface.restart(self.origin[0], self.origin[1:])
+            self._start(self.origin[0], self.surface.loosened(SPOILED_SD, SPOILED_SD))
+        elif seen.any():
+            phi, covariance = prior(size - FIXED)
+            rows = self.surface.of_length(self.rows[seen], self.lengths[seen], self.context[seen])
+            self._start(phi + float(np.min(mean_log[seen] - np.log(rows @ np.exp(phi)))), covariance)
+        self.known = bool(seen.any()) or bool(self.origin.any())
         self.mean_log, self.evidence = mean_log, evidence
         self.seen_at[:] = self.clock
-        self.watch = Watch()
         self._fit()
 
     @property

@@ -23,6 +23,8 @@ ROUND_REPORTS, ENOUGH_REPORTS = 32, 24.0
 UNLIKE_TIMES, UNLIKE_FACTOR = 0.1, 0.25
 # Log ratio of accepted to expected tokens by which a worker may differ from the others, and its least significance.
 UNLIKE_ACCEPTANCE, SIGNIFICANT = 0.2, 4.0
+# Log time by which a step may be kept as slower than its worker's others.
+MOST_SLOWER = 0.25
 # Comparisons are made for so many workers of a context; in a larger fleet one worker's share is below 1%.
 MOST_WORKERS = 128
 # Weight of a worker's reports while it was not yet compared and sends more than the others: at least this.
@@ -92,8 +94,12 @@ class Workers:
     ) -> None:
         """Add log times of a worker's reports, each of so many steps.
 
-        surprise: over the shared model's usual ones. speed: of the moment.
+        surprise: over the shared model's usual ones. speed: of the moment. What a step takes longer than others of its
+        worker counts for little: pauses make no suspect. The model is no yardstick: another may have spoiled it.
         """
+        usual = sorted(surprise.tolist())[len(surprise) // 2] if len(surprise) >= 3 else peer.level
+        pause = np.maximum(surprise - usual - MOST_SLOWER, 0.0)
+        log_s, surprise = log_s - pause, surprise - pause
         total = float(count.sum())
         fade = math.exp(-total / MEMORY_REPORTS)
         peer.count *= fade

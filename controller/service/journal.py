@@ -156,7 +156,7 @@ class Journal:
         self._of(context).limits.append(
             ContextLimitsRow(
                 *(context.context_id, limits.max_batch_size, limits.max_speculation_length),
-                *(after_group_id, self.clock()),
+                *(after_group_id, self.clock(), limits.max_copied_tokens),
             )
         )
 
@@ -238,6 +238,7 @@ class Journal:
             reports=changes.reports,
             acceptance=estimates.acceptance,
             latency_cells=estimates.latency_cells,
+            plan_estimates=estimates.plan_estimates,
             states=estimates.states,
             decisions=changes.decisions,
             drift_events=changes.drift_events,

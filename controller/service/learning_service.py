@@ -349,8 +349,8 @@ class LearningService:
             second = self.take_probe(worker, batch_size)
         return [probe] if second is None else [probe, second]
 
-    def take_probe(self, worker: Worker, batch_size: int) -> Probe | None:
-        """An exploratory length for one step of this worker, mostly none."""
+    def take_probe(self, worker: Worker, batch_size: int, lengths_alone: bool = False) -> Probe | None:
+        """An exploratory length or plan for one step of this worker, mostly none. lengths_alone: no plan that copies."""
         key = worker.context.key
         if worker.policy not in FOLLOWS_TABLE or not 0 < batch_size <= worker.limits.max_batch_size:
             return None
@@ -360,7 +360,8 @@ class LearningService:
             return None
         try:
             longest = worker.limits.max_speculation_length
-            probe = self.estimator.take_probe(key, batch_size, longest, worker.worker_id)
+            copied = 0 if lengths_alone else worker.limits.max_copied_tokens
+            probe = self.estimator.take_probe(key, batch_size, longest, worker.worker_id, copied)
         except Exception:
             log.exception("the estimator failed to give a probe", context=str(key))
             self._start_anew(worker.context)

@@ -190,4 +190,5 @@ def larger(one: Limits, other: Limits) -> Limits:
     return Limits(
         max(one.max_batch_size, other.max_batch_size),
         max(one.max_speculation_length, other.max_speculation_length),
+        max(one.max_copied_tokens, other.max_copied_tokens),
     )

@@ -18,6 +18,7 @@ from speclen.controller.service.assembly import SERVICE, Running, create, open_s
 from speclen.store.database import Store
 from speclen.store.records import StoredState
 from speclen.transport.address import check_free
+from speclen.transport.probes import probed
 from speclen.transport.stopping import stop_event
 from speclen.transport.supervision import LOOK_INTERVAL_S, PartFailedError
 
@@ -41,10 +42,11 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
         start_work(controller, store)
         await controller.server.start()
         await set_health(controller.health, SERVING)
-        try:
-            yield controller
-        finally:
-            await end(controller, config.drain_timeout_s)
+        async with probed(config.probe_listen, controller.health):
+            try:
+                yield controller
+            finally:
+                await end(controller, config.drain_timeout_s)
     finally:
         if store is not None:
             await asyncio.to_thread(store.close, config.drain_timeout_s)

@@ -179,7 +179,7 @@ class ControlServicer(rpc.ControlServiceServicer):
             applied_seq=worker.window.applied_seq,
             durable_seq=worker.durable_seq,
         )
-        probe = self.service.take_probe(worker, batch_size)
+        probe = self.service.take_probe(worker, batch_size, lengths_alone=True)
         if probe is not None:
             response.speculation_length, response.probe_id = probe.speculation_length, probe.probe_id
         return response

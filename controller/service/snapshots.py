@@ -11,8 +11,9 @@ from typing import Any
 import structlog
 
 from speclen.controller.estimator.acceptance import Acceptance
-from speclen.controller.estimator.core import ContextKey, Limits, ObserveOutcome, Profile
+from speclen.controller.estimator.core import Bucket, ContextKey, Limits, ObserveOutcome, Profile
 from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.choice import ShownPlan
 from speclen.controller.service.registry import RegisteredContext, Registry, Worker
 from speclen.controller.service.sequence import SeqWindow
 from speclen.store.records import (
@@ -21,6 +22,7 @@ from speclen.store.records import (
     DecisionRow,
     DriftEventRow,
     LatencyCellRow,
+    PlanEstimateRow,
     ProfileCellRow,
     ProfileRow,
     StateRow,
@@ -42,6 +44,7 @@ class Estimates:
     acceptance: list[AcceptanceRow] = field(default_factory=list)
     latency_cells: list[LatencyCellRow] = field(default_factory=list)
     states: list[StateRow] = field(default_factory=list)
+    plan_estimates: list[PlanEstimateRow] = field(default_factory=list)
 
 
 class Snapshots:
@@ -76,6 +79,10 @@ class Snapshots:
         )
 
     def _add_table(self, estimates: Estimates, context: RegisteredContext, now: float) -> None:
+        for bucket, plans in self.estimator.plan_estimates(context.key).items():
+            estimates.plan_estimates += [
+                plan_row(context.context_id, bucket, place, shown, now) for place, shown in enumerate(plans)
+            ]
         for row in self.estimator.learned_rows(context.key):
             estimate = row.estimate
             estimates.latency_cells.append(
@@ -114,6 +121,8 @@ class Snapshots:
                 reason=decision.reason,
                 after_group_id=after_group_id,
                 decided_at=now,
+                previous_plan=None if decision.previous_plan is None else str(decision.previous_plan),
+                plan=None if decision.plan is None else str(decision.plan),
             )
             for decision in outcome.decisions
         ]
@@ -130,7 +139,7 @@ class Snapshots:
         contexts, aside = {}, []
         for row in stored.contexts:
             key = ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
-            limits = Limits(row.max_batch_size, row.max_speculation_length)
+            limits = Limits(row.max_batch_size, row.max_speculation_length, row.max_copied_tokens)
             contexts[row.context_id] = self.registry.add_context(
                 RegisteredContext(row.context_id, key, limits, row.created_at)
             )
@@ -183,6 +192,24 @@ def state_text(state: dict[str, Any]) -> str:
     return json.dumps(state, allow_nan=False)
 
 
+def plan_row(context_id: int, bucket: Bucket, place: int, shown: ShownPlan, now: float) -> PlanEstimateRow:
+    known = shown.estimate
+    return PlanEstimateRow(
+        context_id=context_id,
+        batch_min=bucket.batch_min,
+        batch_max=bucket.batch_max,
+        place=place,
+        plan=str(known.plan),
+        speculation_length=known.plan.draft_length,
+        step_s=known.step_s,
+        expected_tokens=known.expected_tokens,
+        ms_per_token_low=known.ms_per_token_low,
+        ms_per_token_high=known.ms_per_token_high,
+        is_best=shown.is_best,
+        updated_at=now,
+    )
+
+
 def acceptance_rows(pair: tuple[str, str], model: Acceptance, now: float) -> list[AcceptanceRow]:
     """Survival by position: of everybody (batch sizes 0 to 0), then of every band of load."""
     rows = survival_rows(pair, (0, 0), model.shared.cumprod().tolist(), model.everybody[0].tolist(), now)
@@ -215,6 +242,7 @@ def context_row(context: RegisteredContext, version: int, now: float) -> Context
         decision_version=version,
         created_at=context.created_at,
         updated_at=now,
+        max_copied_tokens=limits.max_copied_tokens,
     )
 
 
@@ -237,6 +265,7 @@ def worker_row(worker: Worker) -> WorkerRow:
         registered_at=worker.registered_at,
         last_seen_at=worker.last_seen_at,
         missing_ranges=window.missing_json(),
+        max_copied_tokens=worker.limits.max_copied_tokens,
     )
 
 
@@ -248,7 +277,7 @@ def restored_worker(row: WorkerRow, context: RegisteredContext) -> Worker:
         worker_id=row.worker_id,
         epoch=row.epoch,
         context=context,
-        limits=Limits(row.max_batch_size, row.max_speculation_length),
+        limits=Limits(row.max_batch_size, row.max_speculation_length, row.max_copied_tokens),
         address=row.address,
         policy=row.policy,
         registered_at=row.registered_at,

@@ -311,12 +311,10 @@ class Streams:
         """The table, with lengths that this worker can use; built once per version, and as often as its mix is."""
         table, mix = self.service.table(worker), self.service.mix(worker)
         most = worker.limits.max_speculation_length
-        place = worker.context.key, self.service.kind_of(worker), most
+        place = worker.context.key, self.service.kind_of(worker), (most, worker.limits.max_copied_tokens)
         kept = self._tables.get(place)
         if kept is None or kept[0] != table.version or kept[1] is not mix:
-            message = table_message(table)
-            for choice in message.choices:
-                choice.speculation_length = min(choice.speculation_length, most)
+            message = table_message(table, worker.limits)
             if mix is not None:
                 message.mix.CopyFrom(mix_message(mix, most))
             kept = self._tables[place] = (table.version, mix, message)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from speclen.v1 import control_pb2 as pb
 
-# Steps a second from which on they are added up, and below which they are not any more: a core takes three times as many
-# (docs/scale.md), and one that is idle for the other two thirds answers at once.
-THIN_ABOVE, THICK_BELOW = 20_000.0, 8_000.0
-# Messages a second that leave a core half idle (docs/scale.md), shortest window and longest, in seconds.
-MESSAGES_PER_S, SHORTEST_S, LONGEST_S = 5_000.0, 0.25, 10.0
+# Steps a second from which on they are added up, and below which they are not any more: a core takes twice as many in small
+# messages (docs/scale.md), and one that is idle for the other half answers at once.
+THIN_ABOVE, THICK_BELOW = 12_000.0, 5_000.0
+# Messages a second that leave a third of a core idle (docs/scale.md), shortest window and longest, in seconds.
+MESSAGES_PER_S, SHORTEST_S, LONGEST_S = 2_000.0, 0.25, 10.0
 # Seconds over which the rate is averaged.
 MEMORY_S = 3.0
 

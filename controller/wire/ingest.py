@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from operator import mul
 
 from speclen.controller.estimator.core import Limits, StepObservation
+from speclen.controller.wire.copies import copies_of
 from speclen.controller.wire.flags import Flags
 from speclen.controller.wire.validation import (
     MAX_CONTEXT_LENGTH,
@@ -98,10 +99,21 @@ def read_reports(
                 continue
             by_class, classes_text = split
         flags = meaning_of(report) if report.flags else _ORDINARY
+        copies = copies_text = None
+        if flags.copied or report.HasField("copying"):
+            told = copies_of(report, flags) if report.HasField("copying") else (None, None)
+            if isinstance(told, InvalidMessageError):
+                refusals.append(told)
+                continue
+            copies, copies_text = told
         teaches = flags.teaches_latency, flags.teaches_acceptance
-        observe(StepObservation(batch_size, length, latency_s, histogram, context_length, *teaches, by_class))
+        observe(
+            StepObservation(
+                batch_size, length, latency_s, histogram, context_length, *teaches, by_class, copying=copies
+            )
+        )
         step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
-        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None))
+        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, copies_text))
     return refusals
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from speclen.controller.estimator.core import ContextKey, LearnedRow, Mix, Probe, Table
+from speclen.controller.estimator.core import ContextKey, LearnedRow, Limits, Mix, Probe, Table
+from speclen.controller.estimator.plans.plan import Plan
 from speclen.v1 import control_pb2 as pb
 
 
@@ -18,7 +19,29 @@ def context_message(key: ContextKey) -> pb.ContextKey:
     )
 
 
-def table_message(table: Table) -> pb.LengthTable:
+def table_message(table: Table, limits: Limits) -> pb.LengthTable:
+    """The table as a worker with these limits can use it; plans for one that can copy, lengths alone for another."""
+    message = _lengths_message(table)
+    most, most_copied = limits.max_speculation_length, limits.max_copied_tokens
+    for sent, choice in zip(message.choices, table.choices, strict=True):
+        sent.speculation_length = min(choice.speculation_length, most)
+        if most_copied:
+            plan = (choice.plan or Plan(choice.speculation_length)).within(most, most_copied)
+            sent.plan.CopyFrom(plan_message(plan))
+            sent.speculation_length = plan.draft_length
+    return message
+
+
+def plan_message(plan: Plan) -> pb.Plan:
+    return pb.Plan(
+        draft_length=plan.draft_length,
+        copy_min_match=plan.copy_min_match,
+        copy_max_tokens=plan.copy_max_tokens,
+        draft_after_copy=plan.draft_after_copy,
+    )
+
+
+def _lengths_message(table: Table) -> pb.LengthTable:
     return pb.LengthTable(
         decision_version=table.version,
         choices=[
@@ -51,6 +74,7 @@ def probe_message(probe: Probe, valid_for_s: float) -> pb.Probe:
         batch_max=probe.bucket.batch_max,
         speculation_length=probe.speculation_length,
         valid_for_s=valid_for_s,
+        plan=None if probe.plan is None else plan_message(probe.plan),
     )
 
 

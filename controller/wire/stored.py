@@ -6,6 +6,7 @@ import json
 from typing import Any, Protocol
 
 from speclen.controller.estimator.core import Profile, ProfileCell, StepObservation
+from speclen.controller.wire.copies import stored_copies
 from speclen.controller.wire.flags import named_flags
 from speclen.controller.wire.ingest import CLASSES
 from speclen.controller.wire.sums import geometric_mean
@@ -32,6 +33,8 @@ class StoredReport(Protocol):
     def num_steps(self) -> int: ...
     @property
     def latency_sd_s(self) -> float | None: ...
+    @property
+    def copying(self) -> str | None: ...
 
 
 def observation_of(report: StoredReport) -> StepObservation:
@@ -48,6 +51,7 @@ def observation_of(report: StoredReport) -> StepObservation:
         flags.teaches_acceptance,
         tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
         report.num_steps,
+        stored_copies(report.copying, flags),
     )
 
 

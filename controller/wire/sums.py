@@ -78,7 +78,7 @@ def _read_sum(each: pb.StepSum, limits: Limits, origin: Origin, group: Group) ->
     accepted = sum(map(mul, histogram, range(len(histogram)))) // num_steps
     whose = origin.context_id, origin.worker_key, origin.epoch
     step = (*whose, seq, *shape, mean_s, str(list(histogram)), accepted, context, each.decision_version, 0)
-    group.rows.append((*step, flags.names, origin.received_at, classes_text, num_steps, sd_s))
+    group.rows.append((*step, flags.names, origin.received_at, classes_text, num_steps, sd_s, None))
 
 
 def _checked(each: pb.StepSum, limits: Limits, histogram: tuple[int, ...]) -> tuple[float, float]:

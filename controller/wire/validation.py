@@ -10,6 +10,7 @@ import math
 from itertools import pairwise
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell
+from speclen.controller.estimator.plans.plan import MAX_COPIED
 from speclen.controller.wire.flags import Flags, named_flags
 from speclen.v1 import control_pb2 as pb
 
@@ -92,7 +93,8 @@ def read_context(message: pb.ContextKey) -> ContextKey:
 def read_limits(message: pb.WorkerLimits) -> Limits:
     check_range("limits.max_batch_size", message.max_batch_size, 1, MAX_BATCH_SIZE)
     check_range("limits.max_speculation_length", message.max_speculation_length, 0, MAX_LENGTH)
-    return Limits(message.max_batch_size, message.max_speculation_length)
+    check_range("limits.max_copied_tokens", message.max_copied_tokens, 0, MAX_COPIED)
+    return Limits(message.max_batch_size, message.max_speculation_length, message.max_copied_tokens)
 
 
 def explain_report(report: pb.StepReport, limits: Limits) -> InvalidMessageError | None:

@@ -24,6 +24,7 @@ from speclen.store.schema.first_views import (
     PREDICTION_ERROR,
     WORKER_HEALTH,
 )
+from speclen.store.schema.plans import CHANGES as PLANS
 from speclen.store.schema.seen import CHANGES as SEEN
 from speclen.store.schema.sums import CHANGES as SUMS
 
@@ -140,4 +141,5 @@ STEPS: dict[str, tuple[str, ...]] = {
     "m007_unlike_workers": _made_anew("drift_events", DRIFT_EVENTS_3, DRIFT_EVENT_COLUMNS),
     "m008_seen": SEEN,
     "m009_sums": SUMS,
+    "m010_plans": PLANS,
 }

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from speclen.worker.backends.passes import padded_width
 from speclen.worker.drafting.copying import Copied, CopyIndex
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.length_chooser import CopiedRun, CopyReport
@@ -32,8 +33,14 @@ class RowCopies:
         """Of the proposed tokens that each row kept, those that were copied: they come first."""
         return [min(number, copied) for number, copied in zip(kept, self.num_copied, strict=True)]
 
-    def report(self, kept: Sequence[int], draft_lengths: Sequence[int]) -> CopyReport:
-        """kept: proposed tokens that each row kept; draft_lengths: tokens that the draft model drafted for it."""
+    def report(self, kept: Sequence[int], draft_lengths: Sequence[int], ragged: bool) -> CopyReport:
+        """kept: proposed tokens that each row kept; draft_lengths: tokens that the draft model drafted for it.
+
+        ragged: whether the target is fed what each row has, not a rectangle around the longest proposal.
+        """
+        proposed = [copied + drafted for copied, drafted in zip(self.num_copied, draft_lengths, strict=True)]
+        longest = padded_width(max(proposed)) if any(self.num_copied) else max(proposed)
+        num_fed = sum(proposed) if ragged else len(proposed) * longest
         runs = Counter(
             (copied.match_length, len(copied.ids), accepted)
             for copied, accepted in zip(self.found, self.accepted(kept), strict=True)
@@ -43,7 +50,7 @@ class RowCopies:
             plan=self.plan,
             num_searched_rows=self.num_searched_rows,
             num_drafting_rows=sum(length > 0 for length in draft_lengths),
-            num_verified_tokens=len(kept) + sum(self.num_copied) + sum(draft_lengths),
+            num_verified_tokens=len(kept) + num_fed,
             runs=tuple(CopiedRun(*run, num_rows) for run, num_rows in sorted(runs.items())),
         )
 

@@ -109,7 +109,8 @@ class ControlClient:
     """Chooses lengths from the newest table and reports steps in the background.
 
     follow: True for the adaptive policy; False for a worker that keeps its own table and only reports. without_draft: what
-    a length of 0 means in the controller's table; for a worker that has no draft model, and copies all the same.
+    a length of 0 means in a table without plans, of a controller of an older version; for a worker that has no draft model,
+    and copies all the same.
     """
 
     def __init__(

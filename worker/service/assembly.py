@@ -50,7 +50,9 @@ def initial_table(config: WorkerConfig, max_length: int) -> tuple[LengthTable, b
 
 
 def max_copied(config: WorkerConfig) -> int:
-    """Tokens that rows may copy in one step."""
+    """Tokens that rows may copy in one step: as many as the flags' plans say, or as a controller may plan."""
+    if config.policy == "adaptive" and not config.plan:
+        return config.max_copied_tokens
     return max((bucket.plan.copy_max_tokens for bucket in config.planned()), default=0)
 
 
@@ -73,7 +75,8 @@ def make_control(config: WorkerConfig, pair: ModelPair, backend: str) -> Control
         run_id=config.run_id,
         max_copied_tokens=max_copied(config),
     )
-    return ControlClient(card, table, follow, without_draft=None if config.has_draft else COPYING)
+    without_draft = None if config.has_draft else COPYING.within(0, max_copied(config))
+    return ControlClient(card, table, follow, without_draft=without_draft)
 
 
 def model_facts(pair: ModelPair, control: ControlClient) -> ModelFacts:
@@ -93,8 +96,13 @@ def num_parameters(model: torch.nn.Module) -> int:
 def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPair, Engine, ControlClient]:
     """Models, engine and control client, ready to run. Raises ValueError with one sentence for bad settings."""
     parse_policy(config.policy)
-    progress(f"loading {config.target} and {config.draft or 'no draft'}")
-    pair = load_pair(config.target, config.draft or None, config.device, config.dtype, config.weights)
+    drafting = (
+        config.draft if config.has_draft else "no draft model: rows only copy from their own text (--draft names one)"
+    )
+    progress(f"loading {config.target} and {drafting}")
+    pair = load_pair(
+        config.target, config.draft if config.has_draft else None, config.device, config.dtype, config.weights
+    )
     set_threads(config.threads, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,

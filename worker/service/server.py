@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from speclen.transport.address import check_exposure, check_free
 from speclen.transport.aio import prepare_aio
 from speclen.transport.credentials import ServerSecurity, check_pages
+from speclen.transport.probes import probed
 from speclen.transport.stopping import stop_event
 from speclen.transport.supervision import PartFailedError, Supervisor
 from speclen.v1 import generation_pb2, generation_pb2_grpc
@@ -113,7 +114,10 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     servicer = GenerationServicer(async_engine, pair, control, model_facts(pair, control), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     # The front ends last: until then its callers are told why.
-    async with open_front(config, async_engine, page, functools.partial(supervisor.fail, FRONT)) as front:
+    async with (
+        probed(config.probe_listen, health_servicer),
+        open_front(config, async_engine, page, functools.partial(supervisor.fail, FRONT)) as front,
+    ):
         running = start_engine(torch_thread, engine, supervisor)
         await server.start()
         stopping = stop_event()

@@ -1,0 +1,144 @@
+"""`speclen bench fleet`: how many workers controllers carry, how old their decisions are, and what that costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import typer
+
+from speclen.bench.fleet.load import Load, load_of
+from speclen.bench.fleet.quality import Quality, Setting, delay_ticks, play, window_ticks
+from speclen.bench.fleet.staleness import Costs, Staleness, staleness
+from speclen.bench.fleet.world import Fleet
+from speclen.bench.service.controller import brackets, controller_process, machine_facts
+from speclen.bench.spread import spread
+from speclen.controller.service.thinning import MESSAGES_PER_S, SHORTEST_S
+
+SENDERS, MESSAGES_EACH, REPEATS = 512, 24, 3  # of a measurement of a real controller
+STEPS_PER_S = 40.0
+PROBED_S = 3.0  # simulated, to learn what a round of learning takes
+
+
+@dataclass(frozen=True, slots=True)
+class Ingest:
+    """What real controllers took: windows, and the same steps by themselves. message_s: of a core for a window."""
+
+    message_s: float
+    windows: tuple[Load, ...] = ()
+    single: tuple[Load, ...] = ()
+
+
+async def measured(window_s: float) -> Ingest:
+    """The cost of real messages at real controllers, medians of interleaved repeats."""
+    loads: dict[bool, list[Load]] = {True: [], False: []}
+    for repeat in range(REPEATS):
+        for added_up, done in loads.items():
+            tell(f"a real controller, repeat {repeat + 1} of {REPEATS}, {'windows' if added_up else 'single steps'}")
+            with controller_process("sqlite", True) as process:
+                steps_each = round(STEPS_PER_S * window_s)
+                done.append(await load_of(process, SENDERS, MESSAGES_EACH, steps_each, added_up))
+    await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
+    message_s = float(np.median([load.message_s for load in loads[True]]))
+    return Ingest(message_s, tuple(loads[True]), tuple(loads[False]))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A fleet of one size."""
+
+    num_workers: int
+    num_controllers: int
+    window_s: float
+    messages_per_s: float
+    staleness: Staleness
+    quality: Quality
+    at_once: Quality | None
+
+    @property
+    def lost(self) -> float | None:
+        """Goodput lost against one controller that sees everything at once, as a share."""
+        return None if self.at_once is None else 1.0 - self.quality.goodput / self.at_once.goodput
+
+
+def point(
+    num_workers: int, num_controllers: int, ingest: Ingest, kinds: int, seconds: float, seed: int, compare: bool
+) -> Point:
+    """Simulate a fleet; compare: also under one controller that sees everything at once."""
+    each = -(-num_workers // num_controllers)
+    window_s = max(each / MESSAGES_PER_S, SHORTEST_S)
+    tell(f"{num_workers} workers, {num_controllers} controllers")
+    tried = play(Fleet(num_workers, kinds, PROBED_S, seed), Setting(num_controllers, window_ticks(window_s), 4), seed)
+    costs = Costs(ingest.message_s, tried.round_s, tried.call_s)
+    age = staleness(each, window_s, costs, seed=seed)
+    fleet = Fleet(num_workers, kinds, seconds, seed)
+    late = Setting(num_controllers, window_ticks(window_s), delay_ticks(age.after_s))
+    quality = play(fleet, late, seed)
+    if compare:
+        tell(f"{num_workers} workers, one controller that sees everything at once")
+    at_once = play(fleet, Setting(1, 1, 0), seed) if compare else None
+    return Point(num_workers, num_controllers, window_s, each / window_s, age, quality, at_once)
+
+
+def fleet(
+    workers: int = typer.Option(10_000, min=100, max=1_000_000, help="Workers of the largest fleet."),
+    controllers: int = typer.Option(10, min=1, max=256, help="Controllers, a core each, of the largest fleet."),
+    kinds: int = typer.Option(4, min=1, max=64, help="Kinds of machine."),
+    seconds: float = typer.Option(30.0, min=6.0, help="Simulated seconds; prompts and speed change once each."),
+    message_us: float = typer.Option(0.0, min=0.0, help="Cost of a message; 0: measured at real controllers."),
+    compare: bool = typer.Option(True, help="Play each fleet also under one controller that sees everything at once."),
+    seed: int = typer.Option(0, min=0, help="Seed of the simulated fleet."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Simulate fleets up to so many workers, with the real estimator and the measured cost of real messages.
+
+    Example: speclen bench fleet --workers 10000 --controllers 10
+    """
+    ingest = Ingest(1e-6 * message_us) if message_us else asyncio.run(measured(0.5))
+    sizes = [(max(workers // 100, 1), 1), (workers // 10, max(controllers // 4, 1)), (workers, controllers)]
+    points = [point(size, many, ingest, kinds, seconds, seed, compare) for size, many in sizes]
+    document = {"machine": machine_facts(), "ingest": asdict(ingest), "points": [_as_dict(each) for each in points]}
+    print(json.dumps(document, indent=2) if as_json else as_text(ingest, points))
+
+
+def tell(what: str) -> None:
+    """Progress, for people."""
+    print(what, file=sys.stderr, flush=True)
+
+
+def _as_dict(each: Point) -> dict[str, Any]:
+    return {**asdict(each), "lost": each.lost}
+
+
+def as_line(what: str, loads: Sequence[Load]) -> str:
+    """What was measured of a real controller."""
+    if not loads:
+        return f"{what}: not measured"
+    message_us = spread([1e6 * load.message_s for load in loads])
+    steps = spread([load.steps_per_core_s for load in loads])
+    return f"{what}: {brackets(message_us, '{:.0f}')} us a message, {brackets(steps, '{:,.0f}')} steps a core-second"
+
+
+def as_text(ingest: Ingest, points: list[Point]) -> str:
+    """A table for people."""
+    lines = [
+        *map(as_line, ("windows", "single steps"), (ingest.windows, ingest.single)),
+        f"{'workers':>8} {'controllers':>11} {'window s':>8} {'messages/s':>10} {'busy':>6} "
+        f"{'stale p50':>9} {'p99 s':>6} {'goodput':>8} {'at once':>8} {'lost':>7}",
+    ]
+    for each in points:
+        at_once = "" if each.at_once is None else f"{each.at_once.goodput:.4f}"
+        lost, age, goodput = "" if each.lost is None else f"{each.lost:.2%}", each.staleness, each.quality.goodput
+        lines.append(
+            f"{each.num_workers:>8,} {each.num_controllers:>11} {each.window_s:>8.2f} {each.messages_per_s:>10,.0f} "
+            f"{age.busy:>6.0%} {age.p50_s:>9.2f} {age.p99_s:>6.2f} {goodput:>8.4f} {at_once:>8} {lost:>7}"
+        )
+    lines.append(
+        "messages/s, busy: of each controller. goodput: of a clairvoyant's; at once: of one that sees everything at once"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""What a group of reports in which rows copied teaches: matches and acceptance, drafts of the other rows, times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.change import Spans
+from speclen.controller.estimator.core import StepObservation
+from speclen.controller.estimator.plans.choice import PlanChoice
+from speclen.controller.estimator.plans.copying import Lessons
+from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.times import CopiedSteps
+
+MOST_WORKERS = 128  # whose last plan is remembered
+
+
+def learn_copies(
+    plans: PlanChoice,
+    steps: Sequence[StepObservation],
+    weight: FloatArray,
+    offset: FloatArray,
+    accepted: FloatArray,
+    before: Sequence[Plan],
+) -> None:
+    """Learn from steps that copied. weight, offset: of each, as in `Steps`; accepted: everybody's drafts, by position.
+
+    before: plan of the step that the worker took before each.
+    """
+    told = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_acceptance]
+    bounds = np.array([before[at].copy_min_match for at in told])
+    same = np.array(
+        [step.copying is not None and step.copying.plan == plan for step, plan in zip(steps, before, strict=True)]
+    )
+    plans.learn_bias([steps[at] for at in told if same[at]])
+    plans.since_walked += len(told)
+    plans.copying.learn(Lessons([steps[at] for at in told], weight[told], bounds, same[told]))
+    _learn_drafts(plans, [steps[at] for at in told], weight[told], accepted)
+    timed = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_latency]
+    if timed and plans.step_times.known:
+        plans.times.learn(_copied_steps([steps[at] for at in timed], weight[timed], offset[timed]))
+
+
+def _learn_drafts(
+    plans: PlanChoice, steps: Sequence[StepObservation], weight: FloatArray, accepted: FloatArray
+) -> None:
+    """Rows that drafted beside rows that copied. Where a request's own length is longer, these runs are not told apart."""
+    runs = np.zeros((plans.step_times.num_lengths, plans.step_times.num_lengths))
+    count = 0
+    for step, counts in zip(steps, weight.tolist(), strict=True):
+        told = step.copying
+        if told is None or told.plan.draft_after_copy or not 0 < step.speculation_length <= told.plan.draft_length:
+            continue
+        histogram = np.array(step.accepted_histogram, dtype=float)
+        histogram[0] = max(histogram[0] - (step.batch_size - told.num_drafting_rows), 0.0)
+        runs[step.speculation_length, : len(histogram)] += counts * histogram
+        count += 1
+    if count:
+        plans.learn_drafts(runs, accepted, count)
+
+
+def _copied_steps(steps: Sequence[StepObservation], weight: FloatArray, offset: FloatArray) -> CopiedSteps:
+    """Their features: the draft model's passes run over the rows that draft."""
+    told = [step.copying for step in steps if step.copying is not None]
+    batch = np.array([step.batch_size for step in steps])
+    drafting = np.array([each.num_drafting_rows for each in told])
+    passes = np.array([step.speculation_length for step in steps]) * (drafting > 0)
+    copied = np.array([sum(run.num_proposed * run.num_rows for run in each.runs) for each in told])
+    return CopiedSteps(
+        batch=batch,
+        passes=passes,
+        drafted=passes * drafting,
+        verified=np.array([each.num_verified_tokens for each in told]),
+        asked=batch + copied + passes * drafting,
+        context=np.array([step.mean_context_length for step in steps]),
+        seconds=np.array([step.latency_s for step in steps]),
+        weight=weight,
+        offset=offset,
+    )
+
+
+def plans_before(plans: PlanChoice, steps: Sequence[StepObservation], spans: Spans) -> list[Plan]:
+    """The plan of the step that the same worker took before each; a length is one that does not copy."""
+    before: list[Plan] = []
+    for worker, span in spans:
+        last = plans.last.pop(worker, Plan())
+        for step in steps[span]:
+            before.append(last)
+            last = Plan(step.speculation_length) if step.copying is None else step.copying.plan
+        plans.last[worker] = last
+        if len(plans.last) > MOST_WORKERS:
+            del plans.last[next(iter(plans.last))]
+    return before

@@ -1,0 +1,198 @@
+"""What steps take in which rows copy: on the surface of step times, by rows, draft passes and verified tokens.
+
+The surface of plain lengths is the prior, so what those taught is known here from the start; on top of it comes what such
+steps themselves showed, kept as evidence by bucket, with or without the draft model, and by verified tokens per row. No plan
+has a cell of its own. What the surface leaves over in a bucket is shared by its plans that draft, and by those that do not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.step_time import CELL_SD, LONGEST_S, SHORTEST_S, StepTimes
+from speclen.controller.estimator.surface import Surface
+
+# Verified tokens per row at which kinds of evidence end.
+WIDTHS = np.array([1.2, 1.6, 2.2, 3.0, 4.2, 6.0, 9.0])
+NUM_WIDTHS = len(WIDTHS) + 1
+MOST_VERIFIED = 17.0  # tokens per row, beyond which slopes stay as they are
+# Reports that one kind of evidence may count for. Of a report, in standard deviations; log-sd of one.
+MOST_REPORTS, LARGEST_Z = 60.0, 2.5
+# Log-sd by which the surface of such steps may differ in each weight from that of plain ones, and altogether.
+MOVED_SD, COMMON_SD = 0.1, 0.1
+# The surface is renewed after this part of its evidence is new, and at the latest after so many reports.
+RENEWED_SHARE, RENEWED_REPORTS = 0.1, 100
+# After a change of times, the evidence of before counts for so much.
+KEPT_SHARE = 0.05
+COUNT, LOG_S, ROWS, PASSES, DRAFTED, VERIFIED, CONTEXT = range(7)
+# Share of the rectangle beyond what rows propose from which on a backend is thought to be fed rectangles.
+PADDED, PADDED_REPORTS = 0.02, 20.0
+
+
+class CopiedSteps(NamedTuple):
+    """Steps that copied and whose time may teach, all [n]. passes, drafted: of the draft model, and rows summed over them.
+
+    asked: verified tokens if each row were fed its own only. offset: log time that a worker takes longer than others.
+    """
+
+    batch: np.ndarray
+    passes: np.ndarray
+    drafted: np.ndarray
+    verified: np.ndarray
+    asked: np.ndarray
+    context: FloatArray
+    seconds: FloatArray
+    weight: FloatArray
+    offset: FloatArray
+
+
+class CopyTimes:
+    """Evidence by kind, [buckets, drafting or not, widths, 7]: sums of weight and of what the indices above name."""
+
+    STATE = ("evidence", "surface", "since_fit", "fitted_with", "padding")
+
+    def __init__(self, times: StepTimes) -> None:
+        self.times = times
+        self.evidence = np.zeros((len(times.buckets), 2, NUM_WIDTHS, 7))
+        self.surface = Surface(times.buckets[-1].batch_max * max(MOST_VERIFIED, float(times.num_lengths)))
+        self.since_fit, self.fitted_with, self.version = 0, -1, 0
+        self.padding = np.zeros(2)  # fed tokens beyond the rows' own, and those, fading
+        self.rows = np.array([(b.batch_min + b.batch_max) / 2.0 for b in times.buckets])
+        self.left_over, self.trust = np.zeros((2, len(times.buckets), 2))
+
+    @property
+    def rectangular(self) -> bool:
+        """Whether the backend is fed rectangles: rows times the longest proposal."""
+        return bool(self.padding[0] > PADDED * (self.padding[1] + 1.0))
+
+    @property
+    def sound(self) -> bool:
+        """Whether all numbers are of a believable size."""
+        return bool(np.isfinite(self.evidence).all() and np.abs(self.surface.phi).max() <= 60.0)
+
+    def learn(self, steps: CopiedSteps) -> None:
+        """Learn from steps, once plain ones have given a time scale."""
+        kept = 1.0 - min(1.0, len(steps.batch) / PADDED_REPORTS / 5.0)
+        self.padding = kept * self.padding + np.array([(steps.verified - steps.asked).sum(), steps.asked.sum()])
+        self.follow_surface()
+        times, bucket = self.times, self.times.bucket_of[steps.batch]
+        rows = self.surface.features(steps.batch, steps.passes, steps.drafted, steps.verified, steps.context)
+        kind = (steps.passes > 0).astype(int)
+        width = np.searchsorted(WIDTHS, steps.verified / steps.batch)
+        expected = np.log(rows @ np.exp(self.surface.phi)) + self.left_over[bucket, kind]
+        log_s = np.log(np.minimum(np.maximum(steps.seconds, SHORTEST_S), LONGEST_S)) - steps.offset
+        surprise, share = self._clipped(log_s - expected, rows, bucket, kind)
+        count = steps.weight * share
+        told = np.stack(
+            [np.ones(len(count)), expected + surprise, steps.batch, steps.passes, steps.drafted, steps.verified]
+            + [steps.batch * steps.context],
+            axis=1,
+        )
+        np.add.at(self.evidence, (bucket, kind, width), told * count[:, None])
+        touched = self.evidence[bucket, kind, width]
+        self.evidence[bucket, kind, width] = touched * np.minimum(
+            1.0, MOST_REPORTS / np.maximum(touched[:, :1], MOST_REPORTS)
+        )
+        self._fit_if_due(len(steps.batch))
+        if times.known:
+            self._combine()
+
+    def _clipped(
+        self, raw: FloatArray, rows: FloatArray, bucket: np.ndarray, kind: np.ndarray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Surprises, clipped, and what each report counts for: what was cut off says only that the mean is elsewhere."""
+        shares, doubt = rows * np.exp(self.surface.phi), 1.0 - self.trust[bucket, kind]
+        unsure = self.surface.variance(shares / shares.sum(axis=1)[:, None]) * doubt**2 + CELL_SD**2 * doubt
+        reach = LARGEST_Z * np.sqrt(unsure + self.times.noise**2)
+        clipped = np.minimum(np.maximum(raw, -reach), reach)
+        return clipped, np.abs(clipped) / np.maximum(np.abs(raw), np.maximum(np.abs(clipped), 1e-9))
+
+    def follow_surface(self) -> None:
+        """Start from what plain lengths taught by now."""
+        self._fit_if_due(0)
+
+    def _fit_if_due(self, num_new: int) -> None:
+        """Renew the surface where evidence here or that of plain lengths has grown."""
+        self.since_fit += num_new
+        due = min(RENEWED_SHARE * float(self.evidence[..., COUNT].sum()), RENEWED_REPORTS)
+        if self.fitted_with == self.times.fitted_at and self.since_fit <= due:
+            return
+        self.fitted_with, self.since_fit = self.times.fitted_at, 0
+        theirs, mine = self.times.surface, self.surface
+        size = len(theirs.phi)
+        phi = np.append(theirs.phi, np.full(len(mine.phi) - size, theirs.phi[-1]))
+        mine.restart(phi, _extended(theirs.loosened(MOVED_SD, COMMON_SD), len(phi)))
+        seen, mean, log_s, count = self._means()
+        if seen.any():
+            rows = mine.features(*mean)
+            mine.fit(rows, log_s, CELL_SD**2 + self.times.noise**2 / count)
+        self._combine()
+
+    def _means(self) -> tuple[np.ndarray, FloatArray, FloatArray, FloatArray]:
+        """Kinds with evidence, their mean sums as `features` takes them, their mean log times, and reports."""
+        count = self.evidence[..., COUNT]
+        seen = count > 0.01
+        mean = self.evidence[seen] / count[seen][:, None]
+        rows = np.maximum(mean[:, ROWS], 1.0)
+        return (
+            seen,
+            np.array([rows, *mean[:, [PASSES, DRAFTED, VERIFIED]].T, mean[:, CONTEXT] / rows]),
+            mean[:, LOG_S],
+            count[seen],
+        )
+
+    def _combine(self) -> None:
+        """What the surface leaves over by bucket, for plans with and without the draft model."""
+        self.version += 1
+        self.left_over, self.trust = np.zeros((2, *self.evidence.shape[:2]))
+        seen, mean, log_s, count = self._means()
+        if not seen.any():
+            return
+        error = log_s - np.log(self.surface.features(*mean) @ np.exp(self.surface.phi))
+        bucket, kind, _ = seen.nonzero()
+        total, errors = np.zeros((2, *self.trust.shape))
+        np.add.at(total, (bucket, kind), count)
+        np.add.at(errors, (bucket, kind), count * error)
+        strength = total * CELL_SD**2
+        self.trust = strength / (strength + self.times.noise**2)
+        self.left_over = self.trust * errors / np.maximum(total, 1e-9)
+
+    def predict(
+        self, bucket: np.ndarray, passes: FloatArray, drafted: FloatArray, verified: FloatArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Mean seconds of steps, the gradients of their logs, [n, weights], and their own variance; bucket: of each."""
+        rows = self.rows[bucket]
+        context = np.maximum(self.times.usual_context, self._context())[bucket]
+        parts = self.surface.features(rows, passes, drafted, verified, context) * np.exp(self.surface.phi)
+        smooth = parts.sum(axis=1)
+        kind = (passes > 0.0).astype(int)
+        doubt = 1.0 - self.trust[bucket, kind]
+        seconds = smooth * np.exp(self.left_over[bucket, kind] + 0.5 * self.times.noise**2)
+        return seconds, parts / smooth[:, None] * doubt[:, None], CELL_SD**2 * doubt
+
+    def _context(self) -> FloatArray:
+        """Tokens that rows of each bucket held in steps that copied; 0 where there were none."""
+        sums = self.evidence.sum(axis=(1, 2))
+        mean: FloatArray = sums[:, CONTEXT] / np.maximum(sums[:, ROWS], 1.0)
+        return mean
+
+    def forget(self) -> None:
+        """Times have changed: what was seen before counts for little."""
+        self.evidence *= KEPT_SHARE
+        self.fitted_with = -1
+
+    def renew(self) -> None:
+        """Derive everything else after a state was restored."""
+        self._combine()
+
+
+def _extended(covariance: FloatArray, size: int) -> FloatArray:
+    """Further weights move with the last known one, in doubt."""
+    index = np.minimum(np.arange(size), len(covariance) - 1)
+    wider: FloatArray = covariance[np.ix_(index, index)]
+    extra = np.arange(size) >= len(covariance)
+    wider[extra, extra] += 0.5
+    return wider

@@ -1,0 +1,79 @@
+"""What copying did in a step: from the message to the estimator's value and to text for the store, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from speclen.controller.estimator.plans.plan import MAX_COPIED, MAX_MATCH, CopiedRun, Copies, Plan
+from speclen.controller.wire.flags import Flags
+from speclen.controller.wire.validation import MAX_LENGTH, InvalidMessageError, check_range
+from speclen.v1 import control_pb2 as pb
+
+
+def copies_of(report: pb.StepReport, flags: Flags) -> tuple[Copies | None, str] | InvalidMessageError:
+    """What copying may teach, None where other flags forbid it, and all of it as JSON text; or why it is refused."""
+    try:
+        copies = _read(report, flags)
+    except InvalidMessageError as error:
+        return InvalidMessageError(error.reason, f"report {report.seq}: {error}")
+    return copies if flags.copies_teach else None, _text(copies)
+
+
+def _read(report: pb.StepReport, flags: Flags) -> Copies:
+    message = report.copying
+    if not flags.copied:
+        raise InvalidMessageError("copying", "copying is set, but STEP_FLAG_COPIED is not")
+    plan = Plan(
+        message.plan.draft_length,
+        message.plan.copy_min_match,
+        message.plan.copy_max_tokens,
+        message.plan.draft_after_copy,
+    )
+    check_range("copying.plan.draft_length", plan.draft_length, 0, MAX_LENGTH)
+    check_range("copying.plan.copy_min_match", plan.copy_min_match, 1, MAX_MATCH)
+    check_range("copying.plan.copy_max_tokens", plan.copy_max_tokens, 1, MAX_COPIED)
+    rows = report.batch_size
+    check_range("copying.num_searched_rows", message.num_searched_rows, 0, rows)
+    check_range("copying.num_drafting_rows", message.num_drafting_rows, 0, rows)
+    if len(message.runs) > rows:
+        raise InvalidMessageError("copying.runs", f"copying.runs has {len(message.runs)} entries for {rows} rows")
+    runs = tuple(CopiedRun(run.match_length, run.num_proposed, run.num_accepted, run.num_rows) for run in message.runs)
+    for run in runs:
+        check_range("copying.runs.match_length", run.match_length, plan.copy_min_match, MAX_MATCH)
+        check_range("copying.runs.num_proposed", run.num_proposed, 1, plan.copy_max_tokens)
+        check_range("copying.runs.num_accepted", run.num_accepted, 0, run.num_proposed)
+        check_range("copying.runs.num_rows", run.num_rows, 1, rows)
+    check_range("the sum of copying.runs.num_rows", sum(run.num_rows for run in runs), 0, message.num_searched_rows)
+    # A rectangle around the longest proposal, rounded up, holds less than three times what all could propose.
+    most = rows * (1 + 3 * (plan.copy_max_tokens + MAX_LENGTH))
+    check_range("copying.num_verified_tokens", message.num_verified_tokens, rows, most)
+    return Copies(
+        *(plan, message.num_searched_rows, message.num_drafting_rows, message.num_verified_tokens, runs),
+        teaches_latency=flags.copies_teach_latency,
+    )
+
+
+def _text(copies: Copies) -> str:
+    plan = [*copies.plan[:3], int(copies.plan.draft_after_copy)]
+    told = {"plan": plan, "searched": copies.num_searched_rows, "drafting": copies.num_drafting_rows}
+    return json.dumps(told | {"verified": copies.num_verified_tokens, "runs": copies.runs}, separators=(",", ":"))
+
+
+def stored_copies(text: str | None, flags: Flags) -> Copies | None:
+    """What a stored report may teach of copying. KeyError, TypeError or ValueError for a text that is none of ours."""
+    if text is None or not flags.copies_teach:
+        return None
+    told = json.loads(text)
+    return Copies(
+        plan_of(told["plan"]),
+        *(told["searched"], told["drafting"], told["verified"]),
+        runs=tuple(CopiedRun(*run) for run in told["runs"]),
+        teaches_latency=flags.copies_teach_latency,
+    )
+
+
+def plan_of(numbers: Iterable[int]) -> Plan:
+    """Of a list [draft_length, copy_min_match, copy_max_tokens, draft_after_copy]."""
+    drafted, match, most, after = numbers
+    return Plan(drafted, match, most, bool(after))

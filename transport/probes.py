@@ -1,0 +1,37 @@
+"""Health on an address of its own, for orchestrators whose probes know neither TLS nor tokens.
+
+Nothing but the health service answers there: whether the server serves, which a port scan would tell as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from grpc import aio
+from grpc_health.v1 import health, health_pb2_grpc
+
+from speclen.transport.address import check_free, split_address
+
+MOST_CALLS = 16  # probes at once; one more is refused
+
+
+@asynccontextmanager
+async def probed(address: str, servicer: health.aio.HealthServicer) -> AsyncIterator[int]:
+    """Answer health at an address for the length of a block, which gets the port; "" for nowhere.
+
+    Raises ValueError or OSError in one sentence for an address that cannot be used.
+    """
+    if not address:
+        yield 0
+        return
+    check_free("--probe-listen", address)
+    split_address("--probe-listen", address)
+    server = aio.server(maximum_concurrent_rpcs=MOST_CALLS, options=[("grpc.so_reuseport", 0)])
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
