@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 # Program that makes each table, as `python -m` takes it.
-MAKERS = {"headline": "speclen.bench.comparison.headline", "policy_table": "speclen.bench.simulation.policy_table"}
+HEADLINE = "speclen.bench.comparison.headline"
+MAKERS = {
+    **dict.fromkeys(
+        (
+            "headline",
+            "aims",
+            "policies",
+            "survey",
+            "paper",
+            "peers",
+            "readme",
+            "figure",
+            "figure_copying",
+            "readme_figure",
+        ),
+        HEADLINE,
+    ),
+    "policy_table": "speclen.bench.simulation.policy_table",
+}
 
 
 def begin_of(name: str) -> str:

@@ -27,9 +27,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # before torch is imported
 import numpy as np
 import torch
 import typer
+from paper_figure import plot_lengths
 from sensitivity import BURSTS, COMPARED_SIZES, FIXED_LENGTHS, LOADS, VARIATIONS, plot_sensitivity, sensitivity_cell
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from speclen.bench.comparison.document import provenance
 from speclen.bench.machine import machine
 from speclen.bench.profile.analysis import analyse, analysis_json
 from speclen.bench.profile.document import ProfileDocument, from_result, parse_document, write_document
@@ -87,6 +89,11 @@ def document_of(pair: ModelPair, settings: ProfileSettings, title: str, **detail
     return from_result(core_context(pair), measure(pair, settings, title), "scripts/paper_experiments.py", facts)
 
 
+def commit() -> dict[str, Any]:
+    """What was measured; not the command, which provenance takes for one of `speclen`."""
+    return {name: value for name, value in provenance().items() if name != "command"}
+
+
 def publish(name: str, documents: dict[str, ProfileDocument], out: Path) -> None:
     """One JSON and one plot for the experiment, and a printed table per profile."""
     content = {}
@@ -99,7 +106,9 @@ def publish(name: str, documents: dict[str, ProfileDocument], out: Path) -> None
 
 
 def draw(name: str, documents: dict[str, ProfileDocument], out: Path) -> None:
-    if len(documents) == 1:
+    if name == "lengths":
+        plot_lengths({title: analyse(document) for title, document in documents.items()}, out / f"{name}.svg")
+    elif len(documents) == 1:
         (document,) = documents.values()
         plot(document, analyse(document), out / f"{name}.svg")
     else:
@@ -144,16 +153,21 @@ def lengths(
     draft: str = DRAFT,
     batch_sizes: str = "1,2,4,8,16,32",
     max_length: int = 12,
+    temperatures: str = "0,1",
     threads: int = 0,
     budget_s: float = BUDGET,
     out: Path = OUT,
 ) -> None:
-    """Latency against length at every batch size."""
+    """Latency against length at every batch size, at each temperature."""
     pair = load_pair(target, draft)
     set_threads(threads, pair)
     sizes = tuple(int(size) for size in batch_sizes.split(","))
-    settings = ProfileSettings(sizes, tuple(range(max_length + 1)), budget_s)
-    publish("lengths", {target: document_of(pair, settings, f"{target} with {draft}")}, out)
+    documents = {}
+    for temperature in map(float, temperatures.split(",")):
+        settings = ProfileSettings(sizes, tuple(range(max_length + 1)), budget_s, temperature=temperature)
+        title = f"temperature {temperature:g}"
+        documents[title] = document_of(pair, settings, title, command=" ".join(["python", *sys.argv]), **commit())
+    publish("lengths", documents, out)
 
 
 @app.command()

@@ -94,6 +94,19 @@ def test_rows_begin_with_what_others_held_before() -> None:
     assert pool.num_bytes_held() == 3 * BLOCK_TOKENS * pool.bytes_per_token
 
 
+def test_what_is_forgotten_is_found_no_more_and_its_blocks_are_free() -> None:
+    """Rows that still hold such a block keep it."""
+    pool = BlockPool(SHAPES, 2, 400, torch.float32, max_cached_tokens=320)
+    text = list(range(3 * BLOCK_TOKENS))
+    write(pool, 0, 0, [float(token) for token in text])
+    pool.remember(0, text)
+    pool.forget()
+    assert pool.begin(1, text) == 0
+    assert read(pool, 0, len(text)) == text
+    pool.release(0)
+    assert sorted(pool._free + pool._bare) == list(range(pool._num_touched)), "no block is lost and none is there twice"
+
+
 def test_what_was_used_longest_ago_is_forgotten_first_and_its_end_before_its_beginning() -> None:
     pool = BlockPool(SHAPES, 4, 400, torch.float32, max_cached_tokens=5 * BLOCK_TOKENS)
     texts = {name: [name] * (2 * BLOCK_TOKENS) for name in (1, 2, 3)}

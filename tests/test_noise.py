@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from speclen.worker.sampling import noise
 from speclen.worker.sampling.noise import exponential, make_key
 
 
@@ -20,14 +21,25 @@ def test_a_row_has_the_same_noise_alone_and_in_any_batch() -> None:
 
 def test_seeds_sequences_positions_and_tokens_differ() -> None:
     keys = torch.tensor([make_key(seed, index) for seed in range(20) for index in range(4)])
-    noise = exponential(keys, torch.arange(10).expand(len(keys), 10), 32)
+    found = exponential(keys, torch.arange(10).expand(len(keys), 10), 32)
     # Float32 itself makes a few of 25,600 values equal.
-    assert noise.unique().numel() > 0.998 * noise.numel()
+    assert found.unique().numel() > 0.998 * found.numel()
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
 def test_every_seed_fits_a_signed_integer(seed: int) -> None:
     assert -(2**63) <= make_key(seed, 63) < 2**63
+
+
+def test_the_numbers_are_those_of_the_definition() -> None:
+    """Computed here with Python's own integers; devices may differ in the last bit of a logarithm."""
+    seed, position, mask = 2**63 + 5, 1234, (1 << 64) - 1
+    key = make_key(seed, 2)
+    found = exponential(torch.tensor([key]), torch.tensor([[position]]), 20_000)[0, 0]
+    for token in (0, 1, 8191, 8192, 19_999):
+        row = noise._mix((key + position * noise._GOLDEN) & mask)
+        bits = noise._mix((row + (token + 1) * noise._GOLDEN) & mask) >> 11
+        assert float(found[token]) == pytest.approx(-math.log1p(-(bits + 0.5) * 2.0**-53), rel=3e-7)
 
 
 def test_noise_is_exponential() -> None:

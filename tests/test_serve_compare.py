@@ -1,239 +1,286 @@
-"""A comparison counts the same requests for everybody, and shows what failed instead of averaging it away."""
+"""A comparison counts the same requests for everybody, shows what failed, and lets no wrong output pass."""
 
-import dataclasses
 import io
 import json
 
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from speclen.bench import marked
 from speclen.bench.comparison import headline
-from speclen.bench.comparison.compare import best_fixed, compare_runs, run_all
+from speclen.bench.comparison.document import add_to, comparison_of, read_document, to_document, write_document
+from speclen.bench.comparison.outputs import OutputCheck
 from speclen.bench.comparison.plot import plot
-from speclen.bench.comparison.report import print_comparison, to_json, write_requests
-from speclen.bench.serving.deployment import Contender, parse_contenders
+from speclen.bench.comparison.report import print_comparison
+from speclen.bench.comparison.rounds import Comparison, Round, from_rows, run_rounds, to_rows
+from speclen.bench.serving.block import Bin, BlockFigures
 from speclen.bench.serving.load import RequestOutcome
-from speclen.bench.serving.run_track import TrackRun, failed_run
-from speclen.bench.serving.tracks import make_track
-from speclen.bench.serving.watch import Sample
+from speclen.bench.serving.tracks import Arrival
 from speclen.console.errors import UserError
 
-TRACK = make_track("time-varying", 700.0, seed=1)
-# Mean latency of each policy, in units of what the request takes at best.
-SLOWNESS = {"adaptive": 1.0, "none": 2.0, "fixed:2": 1.2, "fixed:4": 1.4, "oracle": 1.0}
-CONTENDERS = [Contender(name, name) for name in SLOWNESS]
+# Mean latency of each policy, in units of what the requests take at best.
+SLOWNESS = {"adaptive": 1.0, "none": 2.0, "fixed:2": 1.2, "fixed:4": 1.21, "oracle": 1.0}
+REQUESTS = 50
 
 
-def sample(at_s, steps):
-    """Three rows per step, length 2, one token of the two accepted."""
-    return Sample(at_s, 3, 0, steps, 3 * steps, 6 * steps, 6 * steps, 3 * steps, 0, "controller", ((1, 2),))
+def figures(slowness, rng, failed=0, settled=0.0):
+    latency = 10.0 * slowness * rng.lognormal(0, 0.03)
+    bins = tuple(Bin(10, latency / 5, 20, 60, 120) for _ in range(5))
+    return BlockFigures(
+        *(REQUESTS, failed, {"UNAVAILABLE: gone": failed} if failed else {}, latency, 0.1, 0.3, 0.5, 0.05),
+        *(3000, 6.0, 100, 300, 600, 300, 0.001, "abc", bins, 2.0, 30, settled or latency / 2),
+    )
 
 
-def make_run(contender, repeat, failed=(), track=TRACK, steps_per_s=40):
-    rng = np.random.default_rng([repeat, list(SLOWNESS).index(contender.name)])
-    outcomes = []
-    for index, arrival in enumerate(track.arrivals):
-        if index in failed:
-            outcomes.append(RequestOutcome(index, arrival.at_s, arrival.at_s, error="UNAVAILABLE: gone"))
-            continue
-        latency = 0.01 * arrival.output_tokens * SLOWNESS[contender.name] * rng.lognormal(0, 0.1)
-        first, end = arrival.at_s + 0.1 * latency, arrival.at_s + latency
-        steps = arrival.output_tokens // 2
-        outcomes.append(RequestOutcome(index, arrival.at_s, arrival.at_s, first, end, arrival.output_tokens, steps))
-    samples = [sample(at_s, int(steps_per_s * at_s)) for at_s in np.arange(0, track.duration_s, 0.5)]
-    return TrackRun(contender.name, repeat, outcomes, samples, {"worker": 90.0, "controller": 1.0}, track.duration_s)
+def make_round(number, order, failed=()):
+    rng = np.random.default_rng(number)
+    shared = rng.lognormal(0, 0.5)
+    return Round(number, tuple(order), {n: figures(shared * SLOWNESS[n], rng, 3 * (n in failed)) for n in order})
 
 
-def comparison_of(make=make_run, repeats=3, track=TRACK, contenders=CONTENDERS):
-    return compare_runs(track, contenders, run_all(contenders, repeats, make), target_s_per_token=0.02)
+def comparison_with(rounds=20, make=make_round, resolution=0.001, minutes=1e9, policies=tuple(SLOWNESS)):
+    comparison = Comparison(policies, resolution)
+    clock = iter(np.arange(0.0, 1e9))
+    said = []
+    run_rounds(comparison, make, lambda: next(clock), 60 * minutes, rounds, said.append)
+    return comparison, said
+
+
+def test_every_round_is_served_by_all_in_another_order():
+    comparison, _ = comparison_with(rounds=5)
+    assert [one.number for one in comparison.rounds] == [1, 2, 3, 4, 5]
+    assert all(set(one.order) == set(SLOWNESS) for one in comparison.rounds)
+    assert len({one.order for one in comparison.rounds}) > 2
+
+
+def test_ratios_are_those_of_the_policies_and_their_intervals_hold_them():
+    comparison, _ = comparison_with()
+    for reference in ("none", "fixed:2", "oracle"):
+        interval = comparison.ratio("adaptive", reference).interval
+        assert interval.value == pytest.approx(1 / SLOWNESS[reference], rel=0.06)
+        assert interval.low < 1 / SLOWNESS[reference] < interval.high
+    assert comparison.best_fixed() in ("fixed:2", "fixed:4")
+
+
+def test_a_run_stops_when_its_intervals_are_narrow_and_says_beforehand_when_that_will_be():
+    comparison, said = comparison_with(rounds=500, resolution=0.03)
+    assert 6 <= len(comparison.rounds) < 60
+    assert comparison.is_resolved()
+    assert any(line.startswith("power: by the first 3 rounds, ±3%") for line in said)
+
+
+def test_a_run_stops_when_time_is_up_and_says_so():
+    comparison, said = comparison_with(rounds=500, resolution=0.0005, minutes=1.0)
+    assert 6 <= len(comparison.rounds) < 60
+    assert any("intervals will be wider" in line for line in said)
+    assert any("time was up at ±" in note for note in comparison.notes())
+    assert any("too short" in note for note in comparison_with(rounds=2)[0].notes())
+
+
+def test_a_length_that_is_surely_not_the_best_is_served_no_longer():
+    """none takes 1.67 times the latency of fixed:2; fixed:4 is 1% behind it, and stays."""
+    comparison, said = comparison_with()
+    assert set(comparison.dropped) == {"none"}
+    assert sum("none" in one.blocks for one in comparison.rounds) < 12
+    assert all("fixed:4" in one.blocks for one in comparison.rounds)
+    assert any("none is served no longer" in line for line in said)
+    assert comparison.ratio("adaptive", "none").interval is not None
+    assert any("none was dropped" in note for note in comparison.notes())
+
+
+def test_what_was_complete_survives_an_interruption():
+    def make(number, order):
+        if number == 4:
+            raise KeyboardInterrupt
+        return make_round(number, order)
+
+    comparison, said = comparison_with(make=make)
+    assert len(comparison.rounds) == 3
+    assert any("interrupted" in line for line in said)
+
+
+def test_failures_are_shown_and_their_blocks_left_out_of_both_sides():
+    comparison, _ = comparison_with(make=lambda n, order: make_round(n, order, ("none",) if n == 2 else ()), rounds=5)
+    assert comparison.ratio("adaptive", "none").num_blocks == 4
+    assert comparison.ratio("adaptive", "oracle").num_blocks == 5
+    assert comparison.errors() == {"none: UNAVAILABLE: gone": 3}
+    assert "3 requests failed: none: UNAVAILABLE: gone" in printed(comparison)
+
+
+def test_what_settled_is_compared_by_itself():
+    def make(number, order):
+        rng = np.random.default_rng(number)
+        return Round(number, tuple(order), {n: figures(1, rng, settled=2.0 + (n == "cold")) for n in order})
+
+    comparison, _ = comparison_with(make=make, policies=("adaptive", "cold"), rounds=8)
+    assert comparison.ratio("cold", "adaptive", settled=True).interval.value == pytest.approx(1.5)
+    assert comparison.ratio("cold", "adaptive").interval.value == pytest.approx(1.0, abs=0.05)
+
+
+FACTS = {
+    "quick": False,
+    "command": "speclen bench serve",
+    "commit": "0123456789ab",
+    "machine": {"cores": 2, "processor": "AMD EPYC"},
+    "worker": {"target": "bundled:target-60m"},
+    "context": {"dtype": "bfloat16"},
+    "track": "mixed",
+    "summary": "all kinds",
+    "seed": 0,
+    "scale": 1.0,
+    "block_s": 5.0,
+    "profile": None,
+    "capacity_tokens_per_s": 1000.0,
+    "outputs": [{"num_compared": 9, "num_same": 8, "num_examined": 1, "worst_miss_logits": 0.02, "tie_logits": 0.35}],
+}
 
 
 def printed(comparison):
     out = io.StringIO()
-    print_comparison(comparison, Console(file=out, width=120))
+    print_comparison(to_document(comparison, FACTS), comparison, Console(file=out, width=130))
     return out.getvalue()
 
 
-def test_runs_are_interleaved():
-    order = []
-    run_all(CONTENDERS, 2, lambda contender, repeat: order.append((contender.name, repeat)))
-    assert order == [(name, repeat) for repeat in range(2) for name in SLOWNESS]
+def test_a_report_holds_every_policy():
+    text = printed(comparison_with()[0])
+    assert all(name in text for name in SLOWNESS)
+    assert "(best fixed)" in text
+    assert "8 of 9 equal the first policy's in every token" in text
 
 
-def test_what_was_complete_survives_an_interruption():
-    def make(contender, repeat):
-        if repeat == 2 and contender.name == "none":
-            raise KeyboardInterrupt
-        return make_run(contender, repeat)
-
-    runs = run_all(CONTENDERS, 3, make)
-    assert [run.repeat for run in runs] == [0] * 5 + [1] * 5
-    notes = compare_runs(TRACK, CONTENDERS, runs, None, planned=3).notes
-    assert "interrupted: 2 of 3 repeats are complete, and only they are shown" in notes
-    with pytest.raises(KeyboardInterrupt):
-        run_all(CONTENDERS, 1, lambda contender, repeat: make(contender, 2))
-
-
-def test_a_run_that_never_started_counts_as_failed():
-    def make(contender, repeat):
-        if contender.name == "none" and repeat == 1:
-            return failed_run("none", repeat, TRACK, "the worker did not start: out of memory")
-        return make_run(contender, repeat)
-
-    comparison = comparison_of(make)
-    assert comparison.mean_latency_s("none") is None
-    assert [summary.num_failed for summary in comparison.of("none")] == [0, len(TRACK.counted()), 0]
-    assert "did not start: out of memory" in printed(comparison)
-
-
-def test_ratios_are_those_of_the_policies_and_their_intervals_hold_them():
-    comparison = comparison_of()
-    found = {ratio.reference: ratio.interval for ratio in comparison.ratios if ratio.contender == "adaptive"}
-    for reference in ("none", "fixed:2", "oracle"):
-        assert found[reference].value == pytest.approx(1 / SLOWNESS[reference], rel=0.03)
-        assert found[reference].low < 1 / SLOWNESS[reference] < found[reference].high
-    assert best_fixed(comparison) == "fixed:2"
-    assert comparison.notes == ()
-    text = printed(comparison)
-    assert "fixed:2 (best fixed)" in text
-    assert "no difference shown" in text  # against the oracle
-
-
-def test_a_summary_says_what_the_worker_did():
-    summary = comparison_of().of("none")[0]
-    assert summary.mean_batch_size == pytest.approx(3.0)
-    assert summary.mean_length == pytest.approx(2.0)
-    assert summary.cpu_share["controller"] == pytest.approx(1 / TRACK.duration_s)
-    assert summary.num_counted == len(TRACK.counted())
-    # 20 ms a token is what `none` takes on average, and twice what `adaptive` takes.
-    assert summary.goodput_per_s < 0.8 * comparison_of().of("adaptive")[0].goodput_per_s
-
-
-def test_failures_are_counted_and_shown_and_left_out_of_both_sides():
-    counted = TRACK.counted()
-    lost = set(counted[:7])
-
-    def make(contender, repeat):
-        return make_run(contender, repeat, failed=lost if contender.name == "none" else ())
-
-    comparison = comparison_of(make)
-    assert [summary.num_failed for summary in comparison.of("none")] == [7, 7, 7]
-    assert [summary.num_failed for summary in comparison.of("adaptive")] == [0, 0, 0]
-    left_out = {ratio.reference: ratio.num_left_out for ratio in comparison.ratios if ratio.contender == "adaptive"}
-    assert left_out == {"none": 21, "fixed:2": 0, "fixed:4": 0, "oracle": 0}
-    text = printed(comparison)
-    assert "21 requests failed: none, UNAVAILABLE: gone" in text
-    assert "21 failed requests left out" in text
-
-
-def test_a_worker_that_died_makes_no_average_at_all():
-    def make(contender, repeat):
-        run = make_run(contender, repeat, failed=range(len(TRACK.arrivals)) if contender.name == "none" else ())
-        run.worker_exit = "the worker ended with code 1: out of memory" if contender.name == "none" else ""
-        return run
-
-    comparison = comparison_of(make)
-    assert comparison.mean_latency_s("none") is None
-    assert best_fixed(comparison) == "fixed:2"
-    text = printed(comparison)
-    assert "nothing finished on both sides" in text
-    assert "none, repeat 1: the worker ended with code 1: out of memory" in text
-
-
-def test_counting_starts_when_the_learning_worker_has_settled():
-    track = make_track("cold", 700.0)
-    cold = comparison_of(lambda contender, repeat: make_run(contender, repeat, track=track), track=track)
-    assert cold.from_s == pytest.approx(max(track.warm_up_s, 12.5), abs=1.0)  # 500 steps at 40 a second
-    slow = comparison_of(lambda contender, repeat: make_run(contender, repeat, track=track, steps_per_s=1), track=track)
-    assert any("500 steps" in note for note in slow.notes)
-
-
-def test_a_short_run_and_a_late_client_say_so():
-    track = dataclasses.replace(TRACK, arrivals=TRACK.arrivals[:20], warm_up_s=0.0)
-
-    def make(contender, repeat):
-        run = make_run(contender, repeat, track=track)
-        for outcome in run.outcomes:
-            outcome.sent_s += 0.5
-        return run
-
-    notes = comparison_of(make, repeats=1, track=track).notes
-    assert any("too short for its intervals: 20 counted" in note for note in notes)
-    assert any("load generator itself was late by 0.50 s" in note for note in notes)
-
-
-def result(comparison):
-    facts = {
-        "quick": False,
-        "machine": {"cores": 2, "processor": "AMD EPYC"},
-        "worker": {"target": "bundled:target-60m"},
-        "context": {"dtype": "bfloat16"},
-    }
-    return json.loads(json.dumps(to_json(comparison, facts)))
-
-
-def test_everything_is_written_for_others_to_compute_with(tmp_path):
-    comparison = comparison_of()
-    assert result(comparison)["mean_latency_s"]["none"] == pytest.approx(comparison.mean_latency_s("none"))
-    write_requests(comparison, tmp_path / "requests.jsonl")
-    lines = (tmp_path / "requests.jsonl").read_text().splitlines()
-    assert len(lines) == 15 * len(TRACK.arrivals)
-    plot(comparison, tmp_path / "plot.svg")
-    assert "fixed:4" in (tmp_path / "plot.svg").read_text()
-    with pytest.raises(UserError, match="no-such-folder"):
-        plot(comparison, tmp_path / "no-such-folder" / "plot.png")
-
-
-def test_the_headline_says_what_the_results_say(tmp_path):
-    document = result(comparison_of())
-    (tmp_path / "time-varying.json").write_text(json.dumps(document))
-    block = headline.table(headline.read_results(tmp_path))
-    row = next(line for line in block.splitlines() if "time-varying" in line).split("|")
-    interval = next(
-        r["interval"] for r in document["ratios"] if (r["contender"], r["reference"]) == ("adaptive", "none")
+def test_rounds_are_written_and_read_again(tmp_path):
+    comparison, _ = comparison_with(rounds=7)
+    write_document(to_document(comparison, FACTS), tmp_path / "mixed.json")
+    again = comparison_of(read_document(tmp_path / "mixed.json"))
+    assert again.ratio("adaptive", "none").interval.value == pytest.approx(
+        comparison.ratio("adaptive", "none").interval.value, rel=1e-4
     )
-    assert f"{100 * (1 - interval['value']):.0f}% lower" in row[2]
-    assert "(fixed:2)" in row[3]
-    assert row[4].strip() == "–"
-    assert "no difference shown" in row[5]
-    begin, end = marked.begin_of("headline"), marked.end_of("headline")
-    readme = f"before\n{begin}\nold\n{end}\nafter\n"
-    assert marked.insert(readme, "headline", block) == f"before\n{begin}\n{block}\n{end}\nafter\n"
-    with pytest.raises(ValueError, match="markers"):
-        marked.insert("no markers", "headline", block)
-    (tmp_path / "quick.json").write_text(json.dumps(document | {"quick": True}))
-    with pytest.raises(ValueError, match="--quick"):
-        headline.read_results(tmp_path)
+    assert again.dropped == comparison.dropped
+    assert from_rows(to_rows(again.rounds)) == again.rounds
 
 
-def test_contenders_are_what_the_worker_is_told(tmp_path):
-    profile, oracle = tmp_path / "profile.json", tmp_path / "oracle.json"
-    found = parse_contenders("adaptive, profile,none,fixed:1-2,oracle,fixed:2@local", 8, profile, oracle)
-    assert [(c.name, c.policy, c.profile, c.seeded, c.local) for c in found] == [
-        ("adaptive", "adaptive", profile, True, False),
-        ("profile", "profile", profile, False, False),
-        ("none", "none", None, False, False),
-        ("fixed:1", "fixed:1", None, False, False),
-        ("fixed:2", "fixed:2", None, False, False),
-        ("oracle", "profile", oracle, False, False),
-        ("fixed:2@local", "fixed:2", None, False, True),
-    ]
-    assert not parse_contenders("adaptive", 8, None, None)[0].seeded
+def test_a_later_run_goes_on_where_an_earlier_one_ended(tmp_path):
+    first, _ = comparison_with(rounds=4)
+    write_document(to_document(first, FACTS), tmp_path / "mixed.json")
+    second = Comparison(tuple(SLOWNESS), 0.001)
+    add_to(tmp_path / "mixed.json", second, FACTS)
+    run_rounds(second, make_round, iter(np.arange(0.0, 1e6)).__next__, 1e9, 3, lambda line: None)
+    assert [one.number for one in second.rounds] == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(ValueError, match="its seed is 0, not 1"):
+        add_to(tmp_path / "mixed.json", Comparison(tuple(SLOWNESS), 0.001), {**FACTS, "seed": 1})
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "names no policy"),
-        ("adaptive,greedy", "'greedy'"),
-        ("fixed:9", "fixed:0 to fixed:8"),
-        ("none,none", "none twice"),
-        ("profile", "speclen profile run"),
-        ("adaptive@local", "adaptive@local"),
-    ],
-)
-def test_a_policy_that_cannot_be_compared_is_named(text, words):
-    with pytest.raises(UserError, match=words):
-        parse_contenders(text, 8, None, None)
+# Outputs.
+
+ARRIVALS = [Arrival(0.0, "code", 0, 2, 3), Arrival(0.1, "code", 1, 2, 3, temperature=0.7, sampling_seed=4)]
+
+
+def outputs(*tokens):
+    return [RequestOutcome(index, 0.0, finished_s=1.0, output_ids=ids) for index, ids in enumerate(tokens)]
+
+
+def checked(second):
+    check = OutputCheck()
+    check.add(ARRIVALS, [(1, 2), (3, 4)], {"none": outputs((5, 6, 7), (8, 9, 1)), "copy": second})
+    return check
+
+
+def test_equal_outputs_need_no_judge():
+    verdict = checked(outputs((5, 6, 7), (8, 9, 1))).verdict(lambda one: 1 / 0, "float32")
+    assert (verdict["num_compared"], verdict["num_same"], verdict["num_examined"]) == (2, 2, 0)
+
+
+def test_a_tie_is_counted_and_a_wrong_token_ends_the_run():
+    asked = []
+
+    def judge(one):
+        asked.append(one)
+        return 0.0, 0.01
+
+    check = checked(outputs((5, 6, 7), (8, 2, 3)))
+    verdict = check.verdict(judge, "bfloat16")
+    assert (verdict["num_same"], verdict["num_parted"], verdict["num_greedy_parted"]) == (1, 1, 0)
+    assert (asked[0].prompt, asked[0].prefix, asked[0].tokens, asked[0].sampling_seed) == ((3, 4), (8,), (9, 2), 4)
+    with pytest.raises(ValueError, match="none and copy put out different tokens where there is no tie"):
+        check.verdict(judge, "float32")
+
+
+def test_failed_requests_have_no_output_to_compare():
+    second = outputs((5, 6, 7), ())
+    second[1].error = "UNAVAILABLE: gone"
+    assert checked(second).num_compared == 1
+
+
+def test_an_output_that_is_cut_is_no_tie():
+    with pytest.raises(ValueError, match="3 and 2 tokens of one request"):
+        checked(outputs((5, 6), (8, 9, 1)))
+
+
+# The page.
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "serve").mkdir()
+    comparison, _ = comparison_with()
+    write_document(to_document(comparison, FACTS), tmp_path / "serve" / "mixed.json")
+    blocks = [f"{marked.begin_of(name)}\nold\n{marked.end_of(name)}" for name in headline.tables(tmp_path)]
+    (tmp_path / "README.md").write_text("before\n" + "\n".join(blocks) + "\nafter\n")
+    return tmp_path
+
+
+def run_headline(folder, *arguments):
+    import typer
+
+    app = typer.Typer()
+    app.command()(headline.main)
+    return CliRunner().invoke(app, ["--folder", str(folder), *arguments])
+
+
+def test_the_page_says_what_the_results_say(folder):
+    assert run_headline(folder, "--check").exit_code == 1
+    assert run_headline(folder).exit_code == 0
+    assert run_headline(folder, "--check").exit_code == 0
+    page = (folder / "README.md").read_text()
+    interval = comparison_of(read_document(folder / "serve" / "mixed.json")).ratio("adaptive", "none").interval
+    assert f"**{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})**" in page
+    assert page.startswith("before\n")
+    assert "| `mixed` | best fixed length (`fixed:" in page
+    assert "| `copying` | best fixed length | 0.65 | not measured | |" in page
+
+
+def test_a_page_that_says_something_else_is_noticed(folder):
+    run_headline(folder)
+    page = folder / "README.md"
+    whole = page.read_text()
+    page.write_text(whole.replace("Rounds: mixed 20", "Rounds: mixed 21"))
+    found = run_headline(folder, "--check")
+    assert found.exit_code == 1
+    assert "the table headline" in found.stderr
+    page.write_text(whole)
+    figure = folder / "serve" / "mixed.svg"
+    figure.write_text(figure.read_text().replace("drawn from mixed.json", "drawn from elsewhere"))
+    assert "the figure mixed.svg" in run_headline(folder, "--check").stderr
+
+
+def test_the_committed_pages_say_what_the_committed_results_say():
+    found = run_headline(headline.ROOT / "docs/results", "--check")
+    assert found.exit_code == 0, found.stderr
+
+
+def test_results_of_a_quick_run_or_of_something_else_are_refused(folder):
+    document = read_document(folder / "serve" / "mixed.json")
+    write_document(document | {"quick": True}, folder / "serve" / "mixed.json")
+    assert run_headline(folder).exit_code == 2
+    (folder / "serve" / "mixed.json").write_text(json.dumps({"format": "speclen-serve-1"}))
+    assert "is not a result" in run_headline(folder).stderr
+
+
+def test_a_plot_that_cannot_be_written_is_one_sentence(folder):
+    document = read_document(folder / "serve" / "mixed.json")
+    plot(document, folder / "plot.svg")
+    assert "adaptive" in (folder / "plot.svg").read_text()
+    with pytest.raises(UserError, match="no-such-folder"):
+        plot(document, folder / "no-such-folder" / "plot.png")

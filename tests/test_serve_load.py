@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 from fake_generation import FakeService, serving
 
-from speclen.bench.serving.load import Progress, closed_loop, make_request, open_loop
+from speclen.bench.serving.load import Progress, Yield, closed_loop, make_request, open_loop
 from speclen.bench.serving.survey import (
+    COPYING_PLANS,
     Survey,
     capacity_cells,
     concurrencies_up_to,
@@ -18,7 +19,6 @@ from speclen.bench.serving.survey import (
 )
 from speclen.bench.serving.tracks import Arrival
 from speclen.bench.serving.watch import over_time, reached_steps_at, watch
-from speclen.worker.profiling.file import table_from_file
 
 
 def arrivals(times, num_tokens=10):
@@ -86,11 +86,11 @@ def test_no_server_at_all_is_a_failure_of_every_request_and_not_of_the_client():
 
 
 def test_requests_ask_for_the_same_work_under_every_policy():
-    plain, fixed, auto = make_request((1,), 5, 0), make_request((1,), 5, 3), make_request((1,), 5)
-    for request in (plain, fixed, auto):
-        assert request.sampling_params.ignore_eos
-        assert request.sampling_params.temperature == 0
-    assert (plain.speculation.mode, fixed.speculation.length, auto.HasField("speculation")) == (2, 3, False)
+    """Nothing about speculation is in them: that is the policy's. With a seed, so that tokens are the same as well."""
+    request = make_request((1,), 5, 0.7, 12)
+    assert request.sampling_params.ignore_eos
+    assert (request.sampling_params.temperature, request.sampling_params.seed) == (pytest.approx(0.7), 12)
+    assert not request.HasField("speculation")
 
 
 def test_a_closed_loop_counts_the_tokens_of_its_window():
@@ -98,7 +98,7 @@ def test_a_closed_loop_counts_the_tokens_of_its_window():
 
     async def run():
         async with serving(FakeService(step_s=0.01)) as address:
-            return await closed_loop(address, 4, 0, lambda: (1, 2), 20, warm_up_s=0.2, measure_s=1.0)
+            return await closed_loop(address, 4, lambda n: make_request((1, 2), n), 20, warm_up_s=0.2, measure_s=1.0)
 
     found = asyncio.run(run())
     assert 40 < found.tokens_per_s <= 420
@@ -117,71 +117,54 @@ def test_counters_become_batch_sizes_and_lengths_over_time():
     assert reached_steps_at(samples, 10_000) is None
 
 
-def test_a_survey_finds_capacity_and_its_file_is_a_profile_of_the_best_lengths(tmp_path):
-    """The fake accepts every draft token for free, so the longest is best everywhere."""
+# Surveys.
 
-    async def run():
-        async with serving(FakeService(step_s=0.005)) as address:
-            return await measure(address, exhaustive_cells(2, 2), lambda: (1, 2), cell_s=0.4, rounds=1, warm_up_s=0.1)
 
-    survey = asyncio.run(run())
+def visit(concurrency, plan):
+    """A machine on which every drafted token is free, and copies are not."""
+    gain = 1 + plan.draft_length if not plan.copies else 0.5
+    return Yield(int(100 * concurrency * gain), 1.0, gain)
+
+
+def test_a_survey_finds_capacity_and_the_best_plans(tmp_path):
+    survey = measure(exhaustive_cells(2, 2), visit, rounds=2)
     assert survey.concurrencies == [1, 2]
     assert survey.is_exhaustive(2)
     assert not survey.is_exhaustive(3)
-    assert survey.best_length(2) == 2
-    assert survey.capacity_tokens_per_s == survey.tokens_per_s((2, 2))
-    assert survey.survival() == pytest.approx([1.0, 1.0], abs=0.1)
-    file = tmp_path / "survey.json"
-    survey.save(file, {"machine": "fake"})
-    assert load_survey(file) == survey
-    assert set(table_from_file(file, 2, 2).lengths[1:]) == {2}
-
-
-def test_the_oracle_uses_exactly_the_length_that_served_fastest(tmp_path):
-    """Yields per step suggest length 2 everywhere; what counts is the tokens that came."""
-    survey = Survey()
-    rates = {(1, 0): 100, (1, 1): 120, (1, 2): 150, (4, 0): 300, (4, 1): 310, (4, 2): 290, (16, 0): 500, (16, 1): 450}
-    rates[16, 2] = 440
-    for key, rate in rates.items():
-        survey.tokens[key], survey.seconds[key], survey.steps_yield[key] = rate, 1.0, [1 + 0.5 * key[1]]
-    survey.save(tmp_path / "survey.json", {})
-    lengths = table_from_file(tmp_path / "survey.json", 16, 2).lengths
-    assert [lengths[size] for size in (1, 2, 4, 5, 16)] == [2, 1, 1, 0, 0]
+    assert str(survey.best_plan(2)) == "draft 2"
+    assert survey.capacity_tokens_per_s == survey.tokens_per_s((2, "draft 2")) == 600
     assert survey.plain_s_per_token == 0.01
+    survey.save(tmp_path / "survey.json", {"machine": "fake"})
+    assert load_survey(tmp_path / "survey.json") == survey
 
 
 def test_what_a_table_can_win_is_told_against_the_length_that_loses_least():
-    survey = Survey()
-    rates = {(1, 0): 100, (1, 1): 120, (1, 2): 150, (16, 0): 500, (16, 1): 450, (16, 2): 400}
-    for key, rate in rates.items():
-        survey.tokens[key], survey.seconds[key] = rate, 1.0
-    # 100 * 500 < 120 * 450 < 150 * 400: length 2, which the best table beats at 16 alone, by a quarter.
-    assert survey.best_single_length == 2
-    assert survey.table_gain == pytest.approx(1.25**0.5 - 1)
-    assert "makes 11.8% more tokens per second than length 2" in survey.outlook()
-    survey.tokens[16, 2] = 510
-    assert survey.table_gain == 0
-    assert "length 2 is best at every batch size" in survey.outlook()
+    """100 * 500 < 120 * 450 < 150 * 400: length 2, which the best lengths beat at 16 alone, by a quarter."""
+    rates = {(1, "plain"): 100, (1, "draft 1"): 120, (1, "draft 2"): 150}
+    rates |= {(16, "plain"): 500, (16, "draft 1"): 450, (16, "draft 2"): 400, (16, "copy>=3 up to 8"): 600}
+    survey = Survey(dict(rates), dict.fromkeys(rates, 1.0))
+    assert survey.best_single == "draft 2"
+    assert survey.gain(drafts_only=True) == pytest.approx(1.25**0.5 - 1)
+    assert survey.gain(drafts_only=False) == pytest.approx(1.5**0.5 - 1)
+    assert "against 'draft 2' at every batch size, the best lengths make 11.8% more" in survey.outlook()
+    assert [str(survey.best_plan(16, only)) for only in (True, False)] == ["plain", "copy>=3 up to 8"]
 
 
-def test_a_failing_worker_ends_a_survey_with_one_sentence():
-    async def run():
-        async with serving(FakeService(fail_after=0)) as address:
-            await measure(address, [(2, 0)], lambda: (1,), cell_s=0.2, rounds=1, warm_up_s=0.1)
-
-    with pytest.raises(ValueError, match=r"concurrency 2.*RESOURCE_EXHAUSTED"):
-        asyncio.run(run())
+def test_a_cell_without_a_token_is_named():
+    with pytest.raises(ValueError, match="with 2 requests at a time"):
+        measure([(2, "plain")], lambda concurrency, plan: Yield(0, 1.0, 1.0))
 
 
-def test_cells_cover_every_bucket():
+def test_cells_cover_every_bucket_and_plan():
     assert concurrencies_up_to(1) == [1]
-    assert concurrencies_up_to(16) == [1, 2, 4, 8, 16]
     assert concurrencies_up_to(24) == [1, 2, 4, 8, 16, 24]
-    assert len(exhaustive_cells(16, 8)) == 45
-    assert set(capacity_cells(16, 2)) == {(1, 0), (16, 0), (16, 1), (16, 2)}
+    assert len(exhaustive_cells(16, 8)) == 5 * (9 + len(COPYING_PLANS))
+    assert set(capacity_cells(16, 2)) == {(1, "plain"), (16, "plain"), (16, "draft 1"), (16, "draft 2")}
 
 
-@pytest.mark.parametrize("content", ["", "{}", json.dumps({"format": "speclen-survey-1", "measured": []})])
+@pytest.mark.parametrize(
+    "content", ["", "{}", json.dumps({"format": "speclen-survey-2", "measured": []}), '{"format": "speclen-survey-1"}']
+)
 def test_a_file_that_is_no_survey_is_named(tmp_path, content):
     file = tmp_path / "survey.json"
     file.write_text(content)

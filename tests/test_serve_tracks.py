@@ -1,38 +1,43 @@
-"""A track is the same for everybody: drawn from its seed, at the rates and burstiness that it names."""
+"""A block is the same for everybody: drawn from its seed and number, at the rates and burstiness that its track names."""
 
-import dataclasses
+import itertools
 
 import numpy as np
 import pytest
+import tiny_models
 
-from speclen.bench.serving.track_file import load_track, save_track
-from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, SCENARIOS, arrival_times, make_track, scenario_of
+from speclen.bench.serving.prompts import HEAD_TOKENS, KINDS, PromptDrawer
+from speclen.bench.serving.recipes import MIXED, SCENARIOS, scenario_of
+from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, TURN_TOKENS, arrival_times, draw_requests, make_block
 
-CAPACITY = 700.0
+CAPACITY = 1400.0
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_named_tracks_are_deterministic_ordered_and_within_their_time(name):
-    track = make_track(name, CAPACITY, seed=3)
-    assert track == make_track(name, CAPACITY, seed=3)
-    assert track.arrivals != make_track(name, CAPACITY, seed=4).arrivals
-    times = [arrival.at_s for arrival in track.arrivals]
+@pytest.mark.parametrize("track", SCENARIOS)
+def test_blocks_are_deterministic_ordered_and_within_their_time(track):
+    block = make_block(track, CAPACITY, 5, seed=3)
+    assert block == make_block(track, CAPACITY, 5, seed=3)
+    assert block.arrivals != make_block(track, CAPACITY, 6, seed=3).arrivals
+    assert block.arrivals != make_block(track, CAPACITY, 5, seed=4).arrivals
+    times = [arrival.at_s for arrival in block.arrivals]
     assert times == sorted(times)
-    assert 0 <= times[0] <= times[-1] < track.duration_s
-    # Enough requests, after the warm-up, for the intervals of a comparison.
-    assert len(track.counted()) > 100
-    assert all(track.arrivals[index].at_s >= track.warm_up_s for index in track.counted())
-    assert sum(segment.share for segment in SCENARIOS[name].segments) == pytest.approx(1.0)
+    assert 0 <= times[0] <= times[-1] < block.duration_s
+    assert sum(segment.share for segment in SCENARIOS[track].segments) == pytest.approx(1.0)
+    for mix in SCENARIOS[track].mixes:
+        assert sum(share for _, share in mix.kinds) == pytest.approx(1.0)
+        assert {kind for kind, _ in mix.kinds} <= set(KINDS)
 
 
-def test_a_track_asks_for_the_share_of_capacity_that_it_names():
-    """Long enough that the relative deviation of the tokens asked for is about 1%."""
-    track = make_track("steady-low", CAPACITY, seed=0, duration_s=20_000)
-    asked = sum(arrival.output_tokens for arrival in track.arrivals) / track.duration_s
+def test_mixed_temperatures_are_the_mixed_track():
+    assert make_block("mixed-temperature", CAPACITY) == make_block("mixed", CAPACITY)
+
+
+def test_a_block_asks_for_the_share_of_capacity_that_it_names():
+    block = make_block("steady-low", CAPACITY, duration_s=5_000)
+    asked = sum(arrival.output_tokens for arrival in block.arrivals) / block.duration_s
     assert asked / CAPACITY == pytest.approx(0.15, rel=0.05)
-    assert make_track("steady-low", CAPACITY, scale=2.0, duration_s=20_000).arrivals[-1].at_s <= 20_000
-    twice = make_track("steady-low", CAPACITY, seed=0, duration_s=20_000, scale=2.0)
-    assert len(twice.arrivals) / len(track.arrivals) == pytest.approx(2.0, rel=0.05)
+    twice = make_block("steady-low", CAPACITY, duration_s=5_000, scale=2.0)
+    assert len(twice.arrivals) / len(block.arrivals) == pytest.approx(2.0, rel=0.05)
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
@@ -49,66 +54,85 @@ def test_a_ramp_brings_a_quarter_of_its_requests_in_its_first_half():
     assert np.mean(times < 2_000.0) == pytest.approx(0.25, abs=0.02)
 
 
-def test_events_and_kinds_fall_where_the_scenario_says():
-    shift = make_track("prompt-shift", CAPACITY)
+def test_what_is_asked_has_the_shares_of_its_mix():
+    """3,000 requests: shares deviate by less than 3 points with odds of a thousand to one."""
+    found = draw_requests(np.random.default_rng(0), np.linspace(0, 1, 3000), MIXED)
+    for kind, share in MIXED.kinds:
+        assert np.mean([arrival.kind == kind for arrival in found]) == pytest.approx(share, abs=0.03)
+    for temperature in MIXED.temperatures:
+        assert np.mean([arrival.temperature == temperature for arrival in found]) == pytest.approx(1 / 3, abs=0.03)
+    assert np.mean([arrival.output_tokens for arrival in found]) == pytest.approx(MEAN_OUTPUT_TOKENS, rel=0.05)
+    assert len({arrival.sampling_seed for arrival in found}) > 2990
+
+
+def test_turns_of_a_conversation_begin_with_what_was_said_before():
+    found = draw_requests(np.random.default_rng(0), np.linspace(0, 1, 300), MIXED)
+    by_seed = {}
+    for arrival in found:
+        if arrival.kind == "chat":
+            by_seed.setdefault(arrival.prompt_seed, []).append(arrival.prompt_tokens)
+    turns = [lengths for lengths in by_seed.values() if len(lengths) > 1]
+    assert turns
+    assert all(b - a == TURN_TOKENS for lengths in turns for a, b in itertools.pairwise(lengths))
+    drawer = PromptDrawer(tiny_models.tokenizer())
+    first, second = (drawer.draw("chat", tokens, 5) for tokens in (64, 128))
+    assert second[:64] == first
+
+
+def test_edits_begin_as_the_file_that_they_edit():
+    drawer = PromptDrawer(tiny_models.tokenizer())
+    for kind in KINDS:
+        prompt = drawer.draw(kind, 128, 7)
+        assert len(prompt) == 128
+        assert prompt == drawer.draw(kind, 128, 7) != drawer.draw(kind, 128, 8)
+    edit = drawer.draw("edit", 128, 7)
+    assert edit[-HEAD_TOKENS:] == edit[:HEAD_TOKENS]
+    with pytest.raises(ValueError, match="'poem'"):
+        drawer.draw("poem", 10, 0)
+    with pytest.raises(ValueError, match="edit needs at least"):
+        drawer.draw("edit", 10, 0)
+    with pytest.raises(ValueError, match="at most"):
+        drawer.draw("chat", 10_000, 0)
+
+
+def test_events_and_kinds_fall_where_the_track_says():
+    shift = make_block("prompt-shift", CAPACITY)
     half = shift.duration_s / 2
-    assert all((arrival.kind == "prose") == (arrival.at_s >= half) for arrival in shift.arrivals)
-    assert make_track("throttle", CAPACITY, duration_s=60).throttle_at_s == 30
-    assert make_track("cold", CAPACITY).settle_steps == 500
-    rates = np.histogram([a.at_s for a in make_track("burst", CAPACITY).arrivals], bins=40, range=(0, 150))[0]
-    assert rates.max() > 5 * np.median(rates)
+    assert all((a.kind == "prose", a.temperature > 0) == (a.at_s >= half,) * 2 for a in shift.arrivals)
+    assert make_block("throttle", CAPACITY, duration_s=60).throttle_at_s == 30
+    assert make_block("mixed", CAPACITY).throttle_at_s is None
+    sparse, dense = (make_block("mixed", CAPACITY, number, duration_s=400).arrivals for number in (0, 3))
+    spread = [np.diff([a.at_s for a in found]).std() * len(found) for found in (sparse, dense)]
+    assert spread[1] > 1.5 * spread[0], "the fourth block is burstier than the first"
+
+
+def test_a_block_that_burstiness_leaves_empty_is_drawn_again():
+    assert all(make_block("mixed", 60.0, number, duration_s=2.0).arrivals for number in range(20))
 
 
 def test_a_spelled_out_track_has_its_segments():
-    scenario = scenario_of("for=30 load=0.2; for=90 load=0.2..0.8 cv=2 kind=prose")
-    assert scenario.duration_s == 120
-    first, second = scenario.segments
-    assert (first.share, first.load, first.load_end, first.cv, first.kind) == (0.25, 0.2, 0.2, 1.0, "code")
-    assert (second.share, second.load, second.load_end, second.cv, second.kind) == (0.75, 0.2, 0.8, 2.0, "prose")
-
-
-def test_a_saved_track_is_replayed_exactly(tmp_path):
-    track = make_track("throttle", CAPACITY, seed=7, duration_s=40)
-    save_track(track, tmp_path / "track.json")
-    assert load_track(tmp_path / "track.json") == track
+    recipe = scenario_of("for=30 load=0.2; for=90 load=0.2..0.8 cv=2 mix=mixed")
+    assert recipe.block_s == 120
+    first, second = recipe.segments
+    assert (first.share, first.load, first.load_end, first.cv) == (0.25, 0.2, 0.2, 1.0)
+    assert (second.share, second.load, second.load_end, second.cv, second.mix) == (0.75, 0.2, 0.8, 2.0, MIXED)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "words"),
+    ("track", "changes", "words"),
     [
         ("rush-hour", {}, "'rush-hour'"),
         ("for=10", {}, "for=10"),
         ("for=10 load=0.5 speed=2", {}, "speed"),
         ("for=-1 load=0.5", {}, "for=-1"),
         ("for=10 load=fast", {}, "load=fast"),
-        ("cold", {"capacity_tokens_per_s": 0.0}, "capacity"),
-        ("cold", {"duration_s": float("nan")}, "duration"),
-        ("cold", {"scale": 1e9}, "--scale"),
+        ("for=10 load=0.5 mix=poems", {}, "mix is one of"),
+        ("mixed", {"capacity_tokens_per_s": 0.0}, "capacity"),
+        ("mixed", {"duration_s": float("nan")}, "duration"),
+        ("mixed", {"scale": 1e9}, "--scale"),
         ("for=10 load=0", {}, "no request"),
     ],
 )
-def test_what_is_no_track_is_named(name, changes, words):
+def test_what_is_no_track_is_named(track, changes, words):
     with pytest.raises(ValueError, match=words):
-        make_track(name, **{"capacity_tokens_per_s": CAPACITY, **changes})
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"format": "other"}', '{"format": "speclen-track-1", "arrivals": [[1]]}']
-)
-def test_a_file_that_is_no_track_is_named(tmp_path, content):
-    file = tmp_path / "track.json"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=r"track\.json"):
-        load_track(file)
-
-
-def test_arrivals_out_of_order_are_refused(tmp_path):
-    track = make_track("steady-low", CAPACITY, duration_s=60)
-    save_track(dataclasses.replace(track, arrivals=track.arrivals[::-1]), tmp_path / "track.json")
-    with pytest.raises(ValueError, match="order"):
-        load_track(tmp_path / "track.json")
-
-
-def test_outputs_have_the_mean_that_rates_are_computed_with():
-    track = make_track("steady-high", CAPACITY, duration_s=5_000)
-    assert np.mean([a.output_tokens for a in track.arrivals]) == pytest.approx(MEAN_OUTPUT_TOKENS, rel=0.05)
+        make_block(track, **{"capacity_tokens_per_s": CAPACITY, **changes})

@@ -1,31 +1,34 @@
-"""What a serving benchmark needs before its first run: settings that make sense, and a survey of the machine."""
+"""What a serving benchmark needs before its first round: settings that make sense, and a survey of the machine."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speclen.bench.comparison.report import provenance
-from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings, parse_contenders
-from speclen.bench.serving.load import Prompt
+import grpc
+import numpy as np
+
+from speclen.bench.comparison.document import provenance
+from speclen.bench.serving.deployment import WorkerSettings
+from speclen.bench.serving.load import Yield, closed_loop, explain, make_request
+from speclen.bench.serving.policies import Policy, parse_policies
 from speclen.bench.serving.prompts import PromptDrawer
+from speclen.bench.serving.recipes import ALIASES, SCENARIOS, TrackRecipe, scenario_of
 from speclen.bench.serving.survey import Survey, capacity_cells, exhaustive_cells, load_survey, measure
-from speclen.bench.serving.track_file import load_track
-from speclen.bench.serving.tracks import SCENARIOS, scenario_of
+from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, draw_requests
+from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError
 from speclen.transport.settings import check_bounds, setting
-from speclen.v1 import control_pb2 as pb
-from speclen.worker.profiling.file import foreign_parts
+from speclen.v1 import generation_pb2 as pb
+from speclen.worker.drafting.plan import Plan as DraftPlan
 
-# Nothing of a policy's is running while a survey measures: every request names its own length.
-SURVEYOR = Contender("survey", "none", local=True)
-SURVEY_PROMPT_TOKENS = 64
+SURVEY_WARM_UP_S = 1.5
+NUM_SURVEY_REQUESTS = 2000  # drawn beforehand, and taken in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,97 +36,100 @@ class Plan:
     """What was asked for, checked as far as possible before anything starts."""
 
     settings: WorkerSettings
-    track: str = setting("time-varying", f"{', '.join(SCENARIOS)}; a saved track's file; or segments.")
-    compare: str = setting("adaptive,none", "Policies, the one it is about first.")
-    repeats: int = setting(3, "Runs of every policy, interleaved.", least=1)
-    profile: Path | None = setting(None, "Offline profile for `profile`, and the seed of `adaptive`.")
+    track: str = setting("mixed", f"{', '.join([*SCENARIOS, *ALIASES])}; or segments.")
+    compare: str = setting("adaptive,none,fixed:3", "Policies, the one it is about first.")
+    minutes: float = setting(15.0, "Time for the rounds, after the survey.", least=0.05)
+    repeats: int = setting(
+        0, "Rounds at most, the first of which is not counted; 0: as many as there is time for.", least=0
+    )
+    resolution: float = setting(0.03, "Stop when every interval is so narrow: 0.03 is ±3%.", least=0.001, most=1)
+    profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and what tables and rules are made of.")
     survey: Path | None = setting(None, "Survey to use; measured and written there when it does not exist.")
     cell_s: float = setting(4.0, "Seconds per cell of a survey.", least=0.2)
-    duration_s: float | None = setting(None, "Seconds of the track; default: the track's own.")
+    block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
     scale: float = setting(1.0, "Multiplies every load of the track.", least=0.01)
-    seed: int = setting(0, "Draws arrivals, prompts and output lengths.", least=0)
+    seed: int = setting(0, "Draws arrivals, prompts, output lengths and the sampling seeds.", least=0)
     burners: int = setting(1, "Processes that take a core each, on a track that throttles.", least=1)
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
     @property
-    def wants_oracle(self) -> bool:
-        return any(name.strip().startswith("oracle") for name in self.compare.split(","))
+    def recipe(self) -> TrackRecipe:
+        """Raises ValueError for a track that cannot be read."""
+        return scenario_of(self.track)
 
     @property
-    def replays(self) -> bool:
-        return self.track not in SCENARIOS and Path(self.track).is_file()
+    def names(self) -> list[str]:
+        """Of the policies. Raises UserError naming one that is unknown, or that the track is not for."""
+        names = parse_policies(self.compare, self.settings.max_length)
+        if "cold" in names and not self.recipe.cold:
+            raise UserError(f"--compare cold is for the track cold, not {self.track}")
+        if self.recipe.wrong_profile and self.profile is None:
+            raise UserError(f"track {self.track} needs --profile FILE, measured on greedy text: `speclen profile run`")
+        return names
 
-    def contenders(self, oracle: Path | None) -> list[Contender]:
-        """Cold tracks take the profile away from whoever learns, not from the paper's table."""
-        found = parse_contenders(self.compare, self.settings.max_length, self.profile, oracle)
-        scenario = SCENARIOS.get(self.track)
-        if scenario is not None and scenario.cold:
-            return [replace(c, profile=None, seeded=False) if c.learns else c for c in found]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What the survey found, and which worker it was."""
-
-    survey: Survey
-    survey_file: Path
-    context: dict[str, str]
+    @property
+    def wants_oracle(self) -> bool:
+        return any(name.startswith("oracle") for name in self.names)
 
 
-def prepare(plan: Plan) -> Prepared:
-    """Check the plan, then measure what is not known yet. Raises ValueError or UserError with one sentence."""
-    plan.contenders(Path())
-    kind, scenario = first_kind(plan), None if plan.replays else scenario_of(plan.track)
-    if scenario is None or not scenario.foreign_profile:
-        return survey(plan, kind)
-    if plan.profile is None:
-        raise UserError(f"track {plan.track} needs --profile FILE, measured on another machine")
-    prepared = survey(plan, kind)
-    if not foreign_parts(plan.profile, pb.ContextKey(**prepared.context)):
-        raise UserError(
-            f"track {plan.track} needs another machine's profile, but {plan.profile} was measured on this one, with the "
-            "same models, dtype and threads"
-        )
-    return prepared
-
-
-def survey(plan: Plan, kind: str) -> Prepared:
-    """The survey that the plan names, or a new one with prompts of that kind. Raises UserError."""
+def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
+    """The survey that the plan names, or a new one with the track's requests. Raises UserError or ValueError."""
     settings = plan.settings
-    limits = (settings.max_batch_size, settings.max_length)
-    file = plan.survey or Path(f"speclen-survey-{settings.target.rpartition(':')[2].rpartition('/')[2]}.json")
-    if plan.survey is not None and file.exists():
-        known = load_survey(file)
+    if plan.survey is not None and plan.survey.exists():
+        known = load_survey(plan.survey)
         if plan.wants_oracle and not known.is_exhaustive(settings.max_length):
-            raise UserError(f"the survey {file} lacks lengths that oracle needs: name another file to measure them")
-        return Prepared(known, file, json.loads(file.read_text("utf-8"))["context"])
+            raise UserError(
+                f"the survey {plan.survey} lacks plans that oracle needs: name another file to measure them"
+            )
+        return known
+    limits = (settings.max_batch_size, settings.max_length)
     cells = exhaustive_cells(*limits) if plan.wants_oracle else capacity_cells(*limits)
-    with Deployment(SURVEYOR, settings) as deployment:
-        info = deployment.model_info()
-        context = {field.name: getattr(info.context, field.name) for field in info.context.DESCRIPTOR.fields}
-        prompt = prompt_maker(plan, kind)
-        say(f"survey of {len(cells)} cells, about {len(cells) * (plan.cell_s + 2) / 60:.0f} minutes")
-        found = asyncio.run(measure(deployment.worker.address, cells, prompt, plan.cell_s, on_cell=show_cells))
-    found.save(file, {"context": context, "cell_s": plan.cell_s, **provenance()})
-    say(f"survey written to {file}: --survey {file} uses it again")
-    return Prepared(found, file, context)
+    say(f"survey of {len(cells)} cells, about {len(cells) * (plan.cell_s + 2 * SURVEY_WARM_UP_S) / 60:.0f} minutes")
+    found = measure(cells, visitor(plan, worker), on_cell=show_cells)
+    if plan.survey is not None:
+        context = worker.context()
+        facts = {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields}
+        found.save(plan.survey, {"context": facts, "track": plan.track, "cell_s": plan.cell_s, **provenance()})
+        say(f"survey written to {plan.survey}: --survey {plan.survey} uses it again")
+    return found
 
 
-def first_kind(plan: Plan) -> str:
-    """The kind of prompts that the track begins with. Raises ValueError when the track cannot be read."""
-    if plan.replays:
-        return load_track(Path(plan.track)).arrivals[0].kind
-    return scenario_of(plan.track).segments[0].kind
+def visitor(plan: Plan, worker: WarmWorker, rounds: int = 2) -> Callable[[int, DraftPlan], Yield]:
+    """Serves so many requests at a time by a plan, half a cell's seconds long. Raises ValueError with a sentence."""
+    next_request = requests_of(plan)
+
+    def visit(concurrency: int, drafting: DraftPlan) -> Yield:
+        worker.open(Policy("survey", (drafting,) * plan.settings.max_batch_size))
+        worker.use("survey")
+        try:
+            return worker.runner.run(
+                closed_loop(
+                    *(worker.address, concurrency, next_request, MEAN_OUTPUT_TOKENS),
+                    *(SURVEY_WARM_UP_S, plan.cell_s / rounds),
+                )
+            )
+        except grpc.RpcError as error:
+            reason = explain(error, worker.address)
+            raise ValueError(f"the survey failed with {concurrency} requests at a time: {reason}") from error
+
+    return visit
 
 
-def prompt_maker(plan: Plan, kind: str) -> Callable[[], Prompt]:
-    """Prompts for a survey; the track's own are drawn from other seeds."""
+def requests_of(plan: Plan) -> Callable[[int], pb.GenerateRequest]:
+    """Makes requests of all kinds that the track has, each for a given number of tokens."""
     drawer = PromptDrawer(load_tokenizer(plan.settings.target))
-    seeds = itertools.count(1_000_000)
-    return lambda: drawer.draw(kind, SURVEY_PROMPT_TOKENS, next(seeds))
+    rng, mixes = np.random.default_rng([plan.seed, 1_000_000]), plan.recipe.mixes
+    drawn = [draw_requests(rng, np.zeros(NUM_SURVEY_REQUESTS // len(mixes)), mix) for mix in mixes]
+    turns = itertools.cycle([arrival for together in zip(*drawn, strict=True) for arrival in together])
+
+    def next_request(num_tokens: int) -> pb.GenerateRequest:
+        arrival = next(turns)
+        prompt = drawer.draw(arrival.kind, arrival.prompt_tokens, arrival.prompt_seed)
+        return make_request(prompt, num_tokens, arrival.temperature, arrival.sampling_seed)
+
+    return next_request
 
 
 def load_tokenizer(target: str) -> Any:
@@ -142,3 +148,11 @@ def show_cells(done: int, total: int) -> None:
 
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError naming the file."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error

@@ -1,9 +1,10 @@
-"""`speclen bench serve`: the same traffic for every policy, interleaved, and what that says."""
+"""`speclen bench serve`: the same traffic for every policy, in short blocks on one warm worker, and what that says."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,24 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from speclen.bench.comparison.compare import Comparison, compare_runs, run_all
-from speclen.bench.comparison.plan import Plan, Prepared, load_tokenizer, prepare, say
-from speclen.bench.comparison.report import print_comparison, provenance, to_json, write_requests
-from speclen.bench.serving import track_file
-from speclen.bench.serving.deployment import Contender, Deployment, WorkerSettings
+from speclen.bench.comparison.document import add_to, provenance, to_document, write_document
+from speclen.bench.comparison.outputs import OutputCheck, target_alone
+from speclen.bench.comparison.plan import Plan, capacity_and_oracle, load_tokenizer, say
+from speclen.bench.comparison.report import print_comparison
+from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
+from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
+from speclen.bench.serving.deployment import WorkerSettings
+from speclen.bench.serving.policies import Policy, make_policy
 from speclen.bench.serving.prompts import PromptDrawer
-from speclen.bench.serving.run_track import TrackRun, failed_run, run_track
-from speclen.bench.serving.tracks import Track, make_track
+from speclen.bench.serving.survey import Survey
+from speclen.bench.serving.tracks import Block, make_block
+from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
-GOOD_ENOUGH = 2.0  # goodput: latency per token at most so many times that of one request alone without speculation
-QUICK_DURATION_S, QUICK_CELL_S = 20.0, 1.5
-START_AND_STOP_S = 20.0  # of controller and worker, about, for the estimate of how long it will take
+QUICK_BLOCK_S, QUICK_CELL_S, QUICK_ROUNDS = 4.0, 4.0, 2
 
 
 @flags_from(Plan)
@@ -34,33 +37,36 @@ START_AND_STOP_S = 20.0  # of controller and worker, about, for the estimate of 
 def serve(
     target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
     max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),
-    target_ms_per_token: float = typer.Option(0.0, min=0, help="Goodput's latency per token; 0: from the survey."),
     quick: bool = typer.Option(False, help="Seconds instead of minutes, to see that all works; figures are marked."),
-    save_track: Path | None = typer.Option(None, help="Write the track, to be replayed."),
+    add: bool = typer.Option(False, help="Go on with the rounds of --out, if it is there and was measured alike."),
     out: Path | None = typer.Option(None, help="Write the comparison as JSON."),
-    requests: Path | None = typer.Option(None, help="Write every request of every run, one JSON line each."),
-    plot: Path | None = typer.Option(None, help="Draw latency, batch size and length over time (png, svg, pdf)."),
+    plot: Path | None = typer.Option(None, help="Draw latency, rows and tokens proposed over time (png, svg, pdf)."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON on stdout instead of tables."),
     **others: Any,
 ) -> None:
-    """Serve one track with every policy in turn and compare latencies.
+    """Serve blocks of one track by every policy in turn, on one worker that stays warm, and compare latencies.
 
-    Example: speclen bench serve --track time-varying --compare adaptive,none,fixed:2,fixed:4,oracle --repeats 3
+    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,copy,oracle --minutes 15
     """
+    if add and out is None:
+        raise UserError("--add needs --out FILE, whose rounds it goes on with")
     try:
         plan = plan_of(target, max_batch_size, quick, others)
-        session = Session(plan, prepare(plan))
-        if save_track is not None:
-            track_file.save_track(session.track, save_track)
-        comparison = session.run(target_ms_per_token / 1e3 or None)
+        document, comparison = run(plan, quick, out if add else None)
+        if out is not None:
+            write_document(document, out)
     except ValueError as error:
         raise UserError(str(error)) from error
-    document = to_json(comparison, {**provenance(), "quick": quick, **session.facts()})
-    write_all(comparison, document, out, requests, plot)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+    if plot is not None:
+        from speclen.bench.comparison.plot import plot as draw
+
+        draw(document, plot)
     if as_json:
-        print(json.dumps(document, indent=1))
+        print(json.dumps(document))
     else:
-        print_comparison(comparison, Console())
+        print_comparison(document, comparison, Console())
         if quick:
             print("--quick: these figures show that everything works, and nothing else")
 
@@ -68,90 +74,134 @@ def serve(
 def plan_of(target: str, max_batch_size: int, quick: bool, others: dict[str, Any]) -> Plan:
     """The plan that the flags describe. Raises ValueError for a setting outside its bounds."""
     of_plan = {name: others.pop(name) for name in settings_of(Plan)}
-    settings = WorkerSettings(target=target, max_batch_size=max_batch_size, **others)
-    plan = Plan(settings, **of_plan)
-    return replace(plan, cell_s=QUICK_CELL_S, duration_s=plan.duration_s or QUICK_DURATION_S) if quick else plan
+    plan = Plan(WorkerSettings(target=target, max_batch_size=max_batch_size, **others), **of_plan)
+    if not quick:
+        return plan
+    return replace(
+        plan, cell_s=QUICK_CELL_S, block_s=plan.block_s or QUICK_BLOCK_S, repeats=plan.repeats or QUICK_ROUNDS
+    )
+
+
+def run(plan: Plan, quick: bool, earlier: Path | None) -> tuple[dict[str, Any], Comparison]:
+    """Survey, rounds, and the check of outputs. Raises ValueError or UserError, the former also for wrong outputs."""
+    names = plan.names
+    plan.recipe  # noqa: B018 - raises for a track that is none, before anything starts
+    comparison = Comparison(tuple(names), plan.resolution)
+    with WarmWorker(plan.settings, plan.profile) as worker:
+        survey = capacity_and_oracle(plan, worker)
+        session = Session(plan, worker, survey)
+        facts = session.facts(quick)
+        if earlier is not None and earlier.exists():
+            before = add_to(earlier, comparison, facts)
+            facts["command"] = [*as_list(before["command"]), facts["command"]]
+            facts["outputs"] = as_list(before["outputs"])
+        if plan.wants_oracle:
+            say(survey.outlook())
+        session.open_policies(comparison.active)
+        say(f"warming up: one round of {session.block(0).duration_s:g} s a policy, which is not counted")
+        session.serve_round(0, comparison.active)
+        begun = time.monotonic()
+        run_rounds(
+            *(comparison, session.serve_round, time.monotonic, begun + 60 * plan.minutes),
+            *(plan.repeats or 10_000, say, plan.seed),
+        )
+        dtype = facts["context"]["dtype"]
+    checked = session.outputs.verdict(target_alone(plan.settings.target), dtype, plan.seed)
+    facts["outputs"] = [*as_list(facts.get("outputs", [])), checked]
+    return to_document(comparison, facts), comparison
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 class Session:
-    """One comparison: track, prompts, and fresh processes for every run."""
+    """Policies on one worker, and the blocks that they serve."""
 
-    def __init__(self, plan: Plan, prepared: Prepared) -> None:
+    def __init__(self, plan: Plan, worker: WarmWorker, survey: Survey) -> None:
         self.plan = plan
-        self.prepared = prepared
-        self.contenders = plan.contenders(prepared.survey_file)
-        self.track = self._track()
-        self.prompts = PromptDrawer(load_tokenizer(plan.settings.target)).for_track(self.track.arrivals)
+        self.worker = worker
+        self.survey = survey
+        settings = plan.settings
+        limits = (settings.max_batch_size, settings.max_length)
+        self.policies = {name: make_policy(name, *limits, plan.profile, survey) for name in plan.names}
+        self.drawer = PromptDrawer(load_tokenizer(settings.target))
+        self.outputs = OutputCheck()
 
-    def _track(self) -> Track:
+    def open_policies(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.worker.open(self.policies[name])
+
+    def block(self, number: int) -> Block:
         plan = self.plan
-        if plan.replays:
-            return track_file.load_track(Path(plan.track))
-        capacity = self.prepared.survey.capacity_tokens_per_s
-        return make_track(plan.track, capacity, plan.seed, plan.duration_s, plan.scale)
+        capacity = self.survey.capacity_tokens_per_s
+        return make_block(plan.track, capacity, number, plan.seed, plan.block_s, plan.scale)
 
-    @property
-    def is_exhaustive(self) -> bool:
-        """Whether the survey knows every length at every concurrency."""
-        return self.prepared.survey.is_exhaustive(self.plan.settings.max_length)
+    def serve_round(self, number: int, order: Sequence[str]) -> Round:
+        """One block by every policy, in this order."""
+        block = self.block(number)
+        prompts = self.drawer.for_arrivals(block.arrivals)
+        served = {}
+        for name in order:
+            self._begin(self.policies[name])
+            served[name] = self.worker.runner.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
+            say(line_of(number, name, served[name]))
+        self.outputs.add(block.arrivals, prompts, {name: one.outcomes for name, one in served.items()})
+        steps = self.plan.recipe.settle_steps
+        at_s = settled_at(served["cold"], steps) if steps and "cold" in served else None
+        blocks = {name: figures_of(one, block, at_s) for name, one in served.items()}
+        return Round(number, tuple(order), blocks)
 
-    def run(self, target_s_per_token: float | None) -> Comparison:
-        total = len(self.contenders) * self.plan.repeats
-        say(
-            f"{total} runs of {self.track.duration_s:.0f} s with {len(self.track.arrivals)} requests each, capacity "
-            f"{self.track.capacity_tokens_per_s:.0f} tokens/s; "
-            f"about {total * (self.track.duration_s + START_AND_STOP_S) / 60:.0f} minutes"
-        )
-        if self.is_exhaustive:
-            say(self.prepared.survey.outlook())
-        runs = run_all(self.contenders, self.plan.repeats, self.run_one)
-        target = target_s_per_token or GOOD_ENOUGH * self.prepared.survey.plain_s_per_token
-        return compare_runs(self.track, self.contenders, runs, target, self.plan.repeats)
+    def _begin(self, policy: Policy) -> None:
+        """Who starts from nothing does so in every block."""
+        if policy.name == "cold":
+            self.worker.close(policy.name)
+            self.worker.open(policy)
+        self.worker.use(policy.name)
 
-    def run_one(self, contender: Contender, repeat: int) -> TrackRun:
-        """A process that does not start is an error at first, and a run in which everything failed later on."""
-        try:
-            with Deployment(contender, self.plan.settings) as deployment:
-                return asyncio.run(run_track(deployment, self.track, self.prompts, repeat, self.plan.burners))
-        except UserError as error:
-            if repeat == 0:
-                raise
-            return failed_run(contender.name, repeat, self.track, str(error))
-
-    def facts(self) -> dict[str, Any]:
+    def facts(self, quick: bool) -> dict[str, Any]:
         """What the figures depend on."""
         import torch  # here, since it takes seconds
 
         from speclen.bench.machine import machine
 
-        settings, survey = self.plan.settings, self.prepared.survey
+        settings, survey, plan = self.plan.settings, self.survey, self.plan
+        context = self.worker.context()
+        device = torch.device("cuda" if "cuda" in context.device else "cpu")
+        block = self.block(0)
         return {
-            "machine": machine(torch.device("cuda" if "cuda" in self.prepared.context["device"] else "cpu")),
-            "context": self.prepared.context,
+            **provenance(),
+            "quick": quick,
+            "machine": machine(device),
+            "context": {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields},
             "worker": {name: getattr(settings, name) for name in settings.__slots__},
-            "seed": self.plan.seed,
-            "scale": self.plan.scale,
-            "burners": self.plan.burners if self.track.throttle_at_s is not None else 0,
-            "profile": None if self.plan.profile is None else self.plan.profile.name,
+            "track": block.track,
+            "summary": plan.recipe.summary,
+            "seed": plan.seed,
+            "scale": plan.scale,
+            "block_s": block.duration_s,
+            "burners": plan.burners if block.throttle_at_s is not None else 0,
+            "profile": None if plan.profile is None else plan.profile.name,
             "capacity_tokens_per_s": survey.capacity_tokens_per_s,
-            "best_length": {str(size): survey.best_length(size) for size in survey.concurrencies},
-            "best_single_length": survey.best_single_length if self.is_exhaustive else None,
-            "table_gain": survey.table_gain if self.is_exhaustive else None,
+            "oracle": oracle_facts(survey, settings.max_length),
         }
 
 
-def write_all(
-    comparison: Comparison, document: dict[str, Any], out: Path | None, requests: Path | None, plot: Path | None
-) -> None:
-    try:
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-        if requests is not None:
-            write_requests(comparison, requests)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
-    if plot is not None:
-        from speclen.bench.comparison.plot import plot as draw
+def oracle_facts(survey: Survey, max_length: int) -> dict[str, Any] | None:
+    """What the survey calls best; None where it is not exhaustive."""
+    if not survey.is_exhaustive(max_length):
+        return None
+    return {
+        "best_length": {str(size): str(survey.best_plan(size, drafts_only=True)) for size in survey.concurrencies},
+        "best_plan": {str(size): str(survey.best_plan(size)) for size in survey.concurrencies},
+        "best_single": survey.best_single,
+        "gain_of_lengths": survey.gain(drafts_only=True),
+        "gain_of_plans": survey.gain(drafts_only=False),
+    }
 
-        draw(comparison, plot)
+
+def line_of(number: int, name: str, served: ServedBlock) -> str:
+    done = [outcome.latency_s for outcome in served.outcomes if not outcome.error]
+    failed = len(served.outcomes) - len(done)
+    mean = f"mean latency {sum(done) / len(done):.3f} s" if done else "nothing finished"
+    return f"round {number:>3} {name:<16} {len(done)} requests, {mean}{f', {failed} FAILED' if failed else ''}"

@@ -1,8 +1,7 @@
-"""Percentiles and confidence intervals of latencies that share a machine, a track and a queue.
+"""Ratios of policies over paired blocks: an interval, and how many blocks a given resolution takes.
 
-Requests that arrive close together wait in the same queue, so they are no independent samples, and two runs of one
-policy differ by what else the machine did. The bootstrap here therefore resamples whole repeats, and within each of
-them whole stretches of time, the same ones for both sides of a ratio.
+Requests that arrive close together wait in the same queue, so single requests are no independent samples. Blocks are: each
+begins with an idle worker, and both policies of a ratio serve the same ones within the same minute or two.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_DRAWS = 2000
-NUM_STRETCHES = 20  # stretches of time per repeat: long against a queue, enough of them to resample
-LEAST_REQUESTS = 100
-LEAST_REPEATS = 3
 CONFIDENCE = 0.95
+NORMAL_QUANTILE = 1.959964
+LEAST_BLOCKS = 6  # below it an interval is shown and called too short
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,76 +26,56 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def half_width(self) -> float:
+        """Of the ratio, relative: 0.03 for 3%."""
+        return math.sqrt(self.high / self.low) - 1.0
+
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Mean and percentiles, all in the unit of the values."""
+def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Interval:
+    """sum(numerators) / sum(denominators) over paired blocks, with a bootstrap interval over blocks.
 
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-    count: int
-
-
-def distribution(values: Sequence[float]) -> Distribution | None:
-    """None when there are no values."""
-    if not len(values):
-        return None
-    p50, p95, p99 = np.percentile(values, [50, 95, 99])
-    return Distribution(float(np.mean(values)), float(p50), float(p95), float(p99), len(values))
-
-
-def ratio_of_means(
-    numerators: Sequence[np.ndarray],
-    denominators: Sequence[np.ndarray],
-    at_s: Sequence[np.ndarray],
-    seed: int = 0,
-) -> Interval:
-    """Geometric mean over repeats of mean(numerator) / mean(denominator), with a bootstrap interval.
-
-    numerators[r], denominators[r], at_s[r]: [requests] of repeat r, the same requests in the same order.
-    Two levels: repeats are drawn with replacement, and within each drawn repeat stretches of time. The spread between
-    few repeats underestimates by sqrt((n - 1) / n), which is made good. Raises ValueError when there is nothing.
+    Few blocks underestimate their own spread: the deviations of the draws are widened by sqrt(n / (n - 1)) and by what
+    Student's quantile has over the normal one. One block has no width. Raises ValueError when there is nothing.
     """
-    if not numerators or any(len(values) == 0 for values in numerators):
-        raise ValueError("no finished requests to compare")
-    rng = np.random.default_rng(seed)
-    logs = np.array([math.log(n.mean() / d.mean()) for n, d in zip(numerators, denominators, strict=True)])
-    within = np.stack(
-        [resampled_logs(rng, *values) for values in zip(numerators, denominators, at_s, strict=True)]
-    )  # [repeats, draws]
-    repeats = len(logs)
-    picks = rng.integers(repeats, size=(repeats, NUM_DRAWS))
-    inflate = math.sqrt(repeats / (repeats - 1)) if repeats > 1 else 0.0
-    between = inflate * (logs[picks] - logs.mean()).mean(axis=0)
-    noise = (within - logs[:, None])[picks, np.arange(NUM_DRAWS)].mean(axis=0)
-    draws = logs.mean() + between + noise
-    low, high = np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(*(float(math.exp(value)) for value in (logs.mean(), low, high)))
+    if not numerators or not sum(denominators):
+        raise ValueError("no blocks to compare")
+    above, below = np.array(numerators, float), np.array(denominators, float)
+    number = len(above)
+    value = math.log(above.sum() / below.sum())
+    if number == 1:
+        return Interval(*[math.exp(value)] * 3)
+    picks = np.random.default_rng(seed).integers(number, size=(NUM_DRAWS, number))
+    draws = np.log(above[picks].sum(axis=1) / below[picks].sum(axis=1)) - value
+    widening = math.sqrt(number / (number - 1)) * student_quantile(number - 1) / NORMAL_QUANTILE
+    low, high = value + widening * np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(math.exp(value), math.exp(low), math.exp(high))
 
 
-def resampled_logs(
-    rng: np.random.Generator, numerator: np.ndarray, denominator: np.ndarray, at_s: np.ndarray
-) -> np.ndarray:
-    """log of the ratio of means under NUM_DRAWS resamplings of stretches of time. Result: [draws]."""
-    edges = np.linspace(at_s.min(), at_s.max(), NUM_STRETCHES + 1)[1:-1]
-    stretch = np.searchsorted(edges, at_s, side="right")
-    sums = np.stack([np.bincount(stretch, values, NUM_STRETCHES) for values in (numerator, denominator)])
-    used = np.flatnonzero(np.bincount(stretch, minlength=NUM_STRETCHES))
-    picks = rng.choice(used, size=(NUM_DRAWS, len(used)))
-    totals = sums[:, picks].sum(axis=2)  # [2, draws]
-    return np.asarray(np.log(totals[0] / totals[1]))
+def student_quantile(freedom: int) -> float:
+    """The 97.5% quantile of Student's distribution; within 1% from 3 degrees of freedom on (Cornish and Fisher)."""
+    exact = {1: 12.706, 2: 4.303}
+    if freedom in exact:
+        return exact[freedom]
+    z, v = NORMAL_QUANTILE, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    )
 
 
-def too_short(num_requests: int, num_repeats: int) -> str:
-    """Why intervals from so little say less than they seem to; empty when there is enough."""
-    reasons = []
-    if num_requests < LEAST_REQUESTS:
-        reasons.append(f"{num_requests} counted requests a run, fewer than {LEAST_REQUESTS}")
-    if num_repeats < LEAST_REPEATS:
-        reasons.append(f"{num_repeats} repeat{'s' if num_repeats > 1 else ''}, fewer than {LEAST_REPEATS}")
-    return "too short for its intervals: " + " and ".join(reasons) if reasons else ""
+def blocks_needed(numerators: Sequence[float], denominators: Sequence[float], resolution: float) -> int | None:
+    """Blocks after which the interval's half-width is about `resolution`, by the spread of those seen.
+
+    Those seen are a pilot: with three of them the answer is right within a factor of two or so. None from fewer than two.
+    """
+    if len(numerators) < 2:
+        return None
+    logs = np.log(np.array(numerators, float) / np.array(denominators, float))
+    spread = float(logs.std(ddof=1))
+    return max(2, math.ceil((NORMAL_QUANTILE * spread / math.log1p(resolution)) ** 2))

@@ -1,6 +1,7 @@
 """`scripts/gpu_check`: on a machine with a GPU, is the engine right, and how near to the hardware's limit is it?
 
-Needs torch, transformers and numpy, and nothing of this project's environment but its source.
+Needs torch, transformers and numpy, and nothing of this project's environment but its source; for the serving tracks at the
+end, what `speclen` itself needs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from speclen.bench.engine.run import EngineBench
-from speclen.bench.gpu.checks import run_checks
+from speclen.bench.gpu.checks import Check, run_checks
 from speclen.bench.gpu.grid import Cell, prompt_source, run_baselines, run_grid, serve_and_learn
 from speclen.bench.gpu.passes import PassTime, copy_bandwidth, time_pass
 from speclen.bench.gpu.plots import draw
 from speclen.bench.gpu.sizes import DRY, FULL, Sizes
+from speclen.bench.gpu.tracks import run_tracks
 from speclen.bench.machine import machine
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.captured_model import RerunRecorder
@@ -40,7 +42,7 @@ def main() -> int:
     sizes = DRY if dry else FULL
     device = torch.device("cpu" if dry else "cuda:0")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    document = run(sizes, device)
+    document = run(sizes, device, arguments.out)
     path = arguments.out / "gpu_check.json"
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"wrote {path}")
@@ -59,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """All parts in order; each is printed when it is done."""
+def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
+    """All parts in order; each is printed when it is done. out: for the files of the tracks."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -86,6 +88,11 @@ def run(sizes: Sizes, device: torch.device) -> dict[str, Any]:
         say(f"transformers {row['what']}, batch size {row['batch_size']}: {row['tokens_per_s']:,.0f} tokens/s")
     learned = serve_and_learn(pair, source, sizes)
     say(f"served {learned['num_steps']} steps at {learned['tokens_per_s']:,.0f} tokens/s while learning")
+    del pair  # the tracks load it again, in a process of their own
+    tracks = run_tracks(sizes, device.type, out, say)
+    checks += [
+        Check(f"track {one['track']} is served", "failed" not in one, one.get("failed", "yes")) for one in tracks
+    ]
     document = {
         "machine": machine(device),
         "sizes": asdict(sizes),
@@ -96,6 +103,7 @@ def run(sizes: Sizes, device: torch.device) -> dict[str, Any]:
         "cells": [asdict(cell) for cell in cells],
         "baselines": baselines,
         "learned": learned,
+        "tracks": tracks,
         "aims": (found := aims(passes, cells, baselines)),
     }
     for aim in found:

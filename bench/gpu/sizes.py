@@ -20,6 +20,9 @@ class Sizes:
     serving_s: float
     num_checked: int  # requests of the correctness checks
     num_flat: int  # requests during which memory must not grow
+    tracks: tuple[str, ...]  # that are served
+    compare: str  # policies that serve them
+    serve_flags: tuple[str, ...]  # of `speclen bench serve`, how long
 
 
 FULL = Sizes(
@@ -34,6 +37,9 @@ FULL = Sizes(
     serving_s=40.0,
     num_checked=48,
     num_flat=400,
+    tracks=("mixed", "copying", "time-varying"),
+    compare="adaptive,fixed:0-8,copy",
+    serve_flags=("--minutes", "10"),
 )
 
 # Everything once and small, on any CPU.
@@ -49,4 +55,7 @@ DRY = Sizes(
     serving_s=2.0,
     num_checked=6,
     num_flat=12,
+    tracks=("mixed",),
+    compare="adaptive,none,fixed:2",
+    serve_flags=("--quick", "--repeats", "1", "--block-s", "2", "--scale", "0.3"),
 )

@@ -43,6 +43,7 @@ class RequestOutcome:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: str = ""
+    output_ids: tuple[int, ...] = ()
 
     @property
     def latency_s(self) -> float:
@@ -50,19 +51,17 @@ class RequestOutcome:
         return self.finished_s - self.at_s
 
 
-def make_request(prompt: Prompt, num_tokens: int, fixed_length: int | None = None) -> pb.GenerateRequest:
-    """Greedy, past end tokens: every policy then generates the same tokens, and equally many."""
-    request = pb.GenerateRequest(
+def make_request(
+    prompt: Prompt, num_tokens: int, temperature: float = 0.0, sampling_seed: int = 0
+) -> pb.GenerateRequest:
+    """With a seed, and past end tokens: every policy then generates the same tokens, and equally many."""
+    return pb.GenerateRequest(
         tokenized=pb.TokenizedInput(input_ids=prompt),
-        sampling_params=pb.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        sampling_params=pb.SamplingParams(
+            temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=sampling_seed
+        ),
         stream=True,
     )
-    if fixed_length == 0:
-        request.speculation.mode = pb.Speculation.MODE_OFF
-    elif fixed_length is not None:
-        request.speculation.mode = pb.Speculation.MODE_FIXED
-        request.speculation.length = fixed_length
-    return request
 
 
 async def follow(call: Any, outcome: RequestOutcome, clock: Callable[[], float], num_tokens: int) -> None:
@@ -84,6 +83,7 @@ async def follow(call: Any, outcome: RequestOutcome, clock: Callable[[], float],
 
 def note_completion(complete: pb.GenerateComplete, outcome: RequestOutcome, now: float, num_tokens: int) -> None:
     outcome.num_tokens = len(complete.output_ids)
+    outcome.output_ids = tuple(complete.output_ids)
     stats = complete.speculation
     outcome.num_steps = stats.num_steps
     outcome.num_draft_tokens = stats.num_draft_tokens
@@ -134,8 +134,9 @@ async def open_loop(
             return time.monotonic() - begin
 
         async def one(outcome: RequestOutcome) -> None:
-            num_tokens = arrivals[outcome.index].output_tokens
-            request = make_request(prompts[outcome.index], num_tokens)
+            arrival = arrivals[outcome.index]
+            num_tokens = arrival.output_tokens
+            request = make_request(prompts[outcome.index], num_tokens, arrival.temperature, arrival.sampling_seed)
             outcome.sent_s = clock()
             progress.num_sent += 1
             await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)
@@ -164,15 +165,15 @@ class Yield:
 async def closed_loop(
     address: str,
     concurrency: int,
-    fixed_length: int,
-    next_prompt: Callable[[], Prompt],
+    next_request: Callable[[int], pb.GenerateRequest],
     num_tokens: int,
     warm_up_s: float,
     measure_s: float,
 ) -> Yield:
-    """Keep `concurrency` requests running at one speculation length; count the tokens that come while measuring.
+    """Keep `concurrency` requests running; count the tokens that come while measuring.
 
-    Raises grpc.RpcError when a request fails: a survey with holes in it would be worth nothing.
+    next_request: makes a request for so many tokens. Raises grpc.RpcError when a request fails: a survey with
+    holes in it would be worth nothing.
     """
     counted = accepted = steps = 0
     begin = time.monotonic() + warm_up_s
@@ -183,7 +184,7 @@ async def closed_loop(
         # Rows start at different lengths, so that they neither begin nor end together.
         wanted = max(1, num_tokens * (offset + 1) // concurrency)
         while time.monotonic() < end:
-            call = stub.Generate(make_request(next_prompt(), wanted, fixed_length), timeout=REQUEST_TIMEOUT_S)
+            call = stub.Generate(next_request(wanted), timeout=REQUEST_TIMEOUT_S)
             wanted = num_tokens
             async for response in call:
                 now = time.monotonic()

@@ -1,8 +1,7 @@
-"""What a worker yields at every concurrency and length, measured by serving: capacity, and the best table there is.
+"""What a worker yields with so many requests at a time under every plan: capacity, and the best table there is.
 
 Unlike a profile, which times steps inside the engine, a survey counts tokens that reach a client, with prompts coming
-and going and gRPC in between. Its file is also a profile: `--policy profile` on it always uses the length that served
-fastest, which is the oracle of a comparison.
+and going and gRPC in between. The plan that served fastest at every number of requests is the oracle of a comparison.
 """
 
 from __future__ import annotations
@@ -15,21 +14,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
+from speclen.bench.serving.load import Yield
+from speclen.worker.drafting.plan import PLAIN, Plan, parse_plan
 
-from speclen.bench.serving.load import Prompt, Yield, closed_loop, explain
-from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS
-
-FORMAT = "speclen-survey-1"
-WARM_UP_S = 1.0
-Key = tuple[int, int]  # concurrency, speculation length
+FORMAT = "speclen-survey-2"
+Key = tuple[int, str]  # requests at a time, plan in words
 # Enough for a capacity: the length that serves a full worker fastest is short, and 0 beats the rest where none pays.
 CAPACITY_LENGTHS = (0, 1, 2, 3, 4)
+# Beside the draft model's lengths: copying from short and long matches, few and many tokens, with and without drafts.
+COPYING_PLANS = (
+    "copy>=2 up to 4",
+    "copy>=3 up to 8",
+    "copy>=3 up to 16",
+    "copy>=5 up to 8",
+    "copy>=3 up to 8, else draft 1",
+    "copy>=3 up to 8, else draft 3",
+    "copy>=5 up to 16, else draft 5",
+)
 
 
 @dataclass(slots=True)
 class Survey:
-    """Tokens, seconds and tokens per row and step at every (concurrency, length) that was visited."""
+    """Tokens, seconds and tokens per row and step of every (requests at a time, plan) that was visited."""
 
     tokens: dict[Key, int] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)
@@ -47,89 +53,63 @@ class Survey:
     def concurrencies(self) -> list[int]:
         return sorted({concurrency for concurrency, _ in self.tokens})
 
-    def best_length(self, concurrency: int) -> int:
-        lengths = [length for c, length in self.tokens if c == concurrency]
-        return max(lengths, key=lambda length: self.tokens_per_s((concurrency, length)))
+    def best_plan(self, concurrency: int, drafts_only: bool = False) -> Plan:
+        """The plan that served fastest; drafts_only: of the draft model's lengths."""
+        plans = [parse_plan(words) for size, words in self.tokens if size == concurrency]
+        candidates = [plan for plan in plans if not (drafts_only and plan.copies)]
+        return max(candidates, key=lambda plan: self.tokens_per_s((concurrency, str(plan))))
 
-    def behind(self, length: int) -> float:
-        """How many times the tokens of this length the best one makes: a geometric mean over concurrencies."""
+    def behind(self, plan: str, drafts_only: bool) -> float:
+        """How many times the tokens of this plan the best one makes: a geometric mean over concurrencies."""
         return statistics.geometric_mean(
-            self.tokens_per_s((size, self.best_length(size))) / self.tokens_per_s((size, length))
+            self.tokens_per_s((size, str(self.best_plan(size, drafts_only)))) / self.tokens_per_s((size, plan))
             for size in self.concurrencies
         )
 
     @property
-    def best_single_length(self) -> int:
-        """Of the lengths measured at every concurrency, the one least behind."""
-        lengths = {length for _, length in self.tokens}
-        everywhere = [n for n in sorted(lengths) if all((size, n) in self.tokens for size in self.concurrencies)]
-        return min(everywhere, key=self.behind)
+    def best_single(self) -> str:
+        """Of the draft model's lengths that were measured everywhere, the one least behind."""
+        plans = dict.fromkeys(words for _, words in self.tokens if not parse_plan(words).copies)
+        everywhere = [words for words in plans if all((size, words) in self.tokens for size in self.concurrencies)]
+        return min(everywhere, key=lambda words: self.behind(words, drafts_only=True))
 
-    @property
-    def table_gain(self) -> float:
-        """What the best length of each concurrency makes more than that single one, 0.05 for 5%: the most a table can win.
+    def gain(self, drafts_only: bool) -> float:
+        """What the best of every concurrency makes more than the best single length, 0.05 for 5%.
 
-        Less, if chance had a part in which length came out best.
+        Less, if chance had a part in which plan came out best.
         """
-        return self.behind(self.best_single_length) - 1.0
+        return self.behind(self.best_single, drafts_only) - 1.0
 
     def outlook(self) -> str:
         """One sentence: what a comparison with fixed lengths can be expected to show."""
-        single, gain = self.best_single_length, self.table_gain
-        if not gain:
-            return f"by the survey, length {single} is best at every batch size: a table can win nothing over it"
+        lengths, plans = 100 * self.gain(drafts_only=True), 100 * self.gain(drafts_only=False)
         return (
-            f"by the survey, the best length of every batch size makes {100 * gain:.1f}% more tokens per second than "
-            f"length {single} at all of them: about the most that a table can win"
+            f"by the survey, against {self.best_single!r} at every batch size, the best lengths make {lengths:.1f}% more "
+            f"tokens per second and the best plans {plans:.1f}%: about the most that a table can win"
         )
 
     @property
     def capacity_tokens_per_s(self) -> float:
         """Tokens per second with the most rows, at the length that serves them fastest."""
         most = self.concurrencies[-1]
-        return self.tokens_per_s((most, self.best_length(most)))
+        return self.tokens_per_s((most, str(self.best_plan(most, drafts_only=True))))
 
     @property
     def plain_s_per_token(self) -> float:
         """Seconds per token of one request alone, without speculation."""
-        return 1.0 / self.tokens_per_s((1, 0))
+        return 1.0 / self.tokens_per_s((1, str(PLAIN)))
 
     def is_exhaustive(self, max_length: int) -> bool:
-        cells = itertools.product(self.concurrencies, range(max_length + 1))
+        """Whether every length, and copying, was measured at every number of requests."""
+        cells = itertools.product(self.concurrencies, [*lengths_up_to(max_length), *COPYING_PLANS])
         return bool(self.tokens) and all(cell in self.tokens for cell in cells)
-
-    def survival(self) -> list[float]:
-        """survival[i] from the growth of tokens per step with the length, averaged over concurrencies, not increasing."""
-        lengths = sorted({length for _, length in self.tokens})
-        expected = [self._mean_yield(length) for length in lengths]
-        survival: list[float] = []
-        for (short, long), (low, high) in zip(itertools.pairwise(lengths), itertools.pairwise(expected), strict=True):
-            growth = (high - low) / (long - short)
-            survival.extend([min(max(growth, 0.0), survival[-1] if survival else 1.0)] * (long - short))
-        return survival
-
-    def _mean_yield(self, length: int) -> float:
-        found = [value for (_, s), values in self.steps_yield.items() if s == length for value in values]
-        return sum(found) / len(found)
-
-    def to_profile(self) -> dict[str, object]:
-        """Cells whose step time over expected tokens is exactly the time per token that was measured."""
-        survival = self.survival()
-        expected = list(itertools.accumulate(survival, initial=1.0))
-        cells = [
-            {
-                "batch_size": concurrency,
-                "speculation_length": length,
-                "step_s": concurrency / self.tokens_per_s((concurrency, length)) * expected[length],
-            }
-            for concurrency, length in sorted(self.tokens)
-        ]
-        return {"cells": cells, "survival": survival}
 
     def save(self, path: Path, facts: dict[str, object]) -> None:
         measured = [[*key, self.tokens[key], self.seconds[key], self.steps_yield[key]] for key in sorted(self.tokens)]
-        content = {"format": FORMAT, **facts, **self.to_profile(), "measured": measured}
-        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        lines = ",\n  ".join(json.dumps(row) for row in measured)
+        head = json.dumps({"format": FORMAT, **facts}, indent=1)[:-2]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{head},\n "measured": [\n  {lines}\n ]\n}}\n', "utf-8")
 
 
 def load_survey(path: Path) -> Survey:
@@ -139,16 +119,21 @@ def load_survey(path: Path) -> Survey:
         if content["format"] != FORMAT:
             raise ValueError("another format")
         survey = Survey()
-        for concurrency, length, tokens, seconds, yields in content["measured"]:
-            key = (int(concurrency), int(length))
+        for concurrency, words, tokens, seconds, yields in content["measured"]:
+            key = (int(concurrency), str(parse_plan(words)))
             survey.tokens[key], survey.seconds[key], survey.steps_yield[key] = tokens, seconds, yields
     except OSError as error:
         raise ValueError(f"cannot read the survey {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a survey: leave it out to measure one ({error})") from error
-    if (1, 0) not in survey.tokens:
-        raise ValueError(f"{path} lacks concurrency 1 without speculation: measure it again")
+    if (1, str(PLAIN)) not in survey.tokens:
+        raise ValueError(f"{path} lacks one request at a time without speculation: measure it again")
     return survey
+
+
+def lengths_up_to(max_length: int) -> list[str]:
+    """The plans of the draft model's lengths."""
+    return [str(Plan(length)) for length in range(max_length + 1)]
 
 
 def concurrencies_up_to(max_batch_size: int) -> list[int]:
@@ -158,45 +143,35 @@ def concurrencies_up_to(max_batch_size: int) -> list[int]:
 
 
 def exhaustive_cells(max_batch_size: int, max_length: int) -> list[Key]:
-    return list(itertools.product(concurrencies_up_to(max_batch_size), range(max_length + 1)))
+    return list(itertools.product(concurrencies_up_to(max_batch_size), [*lengths_up_to(max_length), *COPYING_PLANS]))
 
 
 def capacity_cells(max_batch_size: int, max_length: int) -> list[Key]:
     """Only what capacity and the plain speed of one request need."""
-    return [(1, 0), *((max_batch_size, length) for length in CAPACITY_LENGTHS if length <= max_length)]
+    lengths = [str(Plan(length)) for length in CAPACITY_LENGTHS if length <= max_length]
+    return list(dict.fromkeys([(1, str(PLAIN)), *((max_batch_size, words) for words in lengths)]))
 
 
-async def measure(
-    address: str,
+def measure(
     cells: Sequence[Key],
-    next_prompt: Callable[[], Prompt],
-    cell_s: float,
+    visit: Callable[[int, Plan], Yield],
     rounds: int = 2,
     seed: int = 0,
-    warm_up_s: float = WARM_UP_S,
     on_cell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Survey:
     """Visit every cell once a round, in random order, so that what slows the machine for a while hits all alike.
 
-    cell_s: measuring time per cell over all rounds; each visit warms up besides. Raises ValueError with a sentence when
-    the worker fails.
+    visit: serves so many requests at a time by a plan, for a moment. Raises ValueError when a cell yields no token.
     """
     survey, rng, done = Survey(), random.Random(seed), 0
     for _ in range(rounds):
-        for concurrency, length in shuffled(cells, rng):
-            try:
-                found = await closed_loop(
-                    address, concurrency, length, next_prompt, MEAN_OUTPUT_TOKENS, warm_up_s, cell_s / rounds
-                )
-            except grpc.RpcError as error:
-                raise ValueError(
-                    f"the survey failed at concurrency {concurrency}: {explain(error, address)}"
-                ) from error
+        for concurrency, words in shuffled(cells, rng):
+            found = visit(concurrency, parse_plan(words))
             if found.tokens == 0:
                 raise ValueError(
-                    f"no token came in {cell_s / rounds:g} s at concurrency {concurrency}: use a larger --cell-s"
+                    f"no token came in {found.seconds:g} s with {concurrency} requests at a time: use a larger --cell-s"
                 )
-            survey.add((concurrency, length), found)
+            survey.add((concurrency, words), found)
             done += 1
             on_cell(done, rounds * len(cells))
     return survey

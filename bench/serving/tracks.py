@@ -1,202 +1,116 @@
 """Traffic to serve: when requests arrive, what they ask, and what happens to the machine meanwhile.
 
-Rates are given as load, a share of the machine's capacity (generated tokens per second at the best fixed length with
-every row busy), so that a track means the same on a laptop and on a GPU. A track is drawn once from its seed, and every
-policy that is compared serves exactly the same one; it may be saved and replayed.
+A track is a recipe for blocks of some seconds. Every policy serves the same block before the next one is drawn, so that
+what the machine does in a minute falls on all of them; the next block follows the same recipe from another seed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-PROMPT_TOKENS = (24, 40, 64, 96)  # drawn uniformly
-# Output lengths are log-normal, as in traces of chat traffic, and cut so that no request outlasts a short track.
+from speclen.bench.serving.recipes import ALIASES, Mix, Segment, scenario_of
+
+# Output lengths are log-normal, as in traces of chat traffic, and cut so that no request outlasts a block by much.
 MEAN_OUTPUT_TOKENS = 64
 OUTPUT_SIGMA = 0.6
 OUTPUT_RANGE = (8, 192)
+PROMPT_TOKENS = {
+    "code": (24, 40, 64, 96),
+    "prose": (24, 40, 64, 96),
+    "noise": (24, 40, 64, 96),
+    "edit": (96, 128, 160),
+    "extract": (96, 128, 192),
+    "quote": (96, 128, 160),
+}
+# A conversation's next turn sends all of it again, and as many tokens more.
+FIRST_TURN_TOKENS, TURN_TOKENS, MAX_TURNS, CONTINUED_SHARE = 64, 64, 4, 0.6
 GRID_POINTS = 2001  # for turning a ramp into arrival times: finer than any gap that matters
-MAX_ARRIVALS = 200_000
+MAX_ARRIVALS = 100_000
+MAX_DRAWS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. prompt_seed draws its prompt: the same seed, kind and number of tokens give the same prompt."""
+    """One request. prompt_seed draws its prompt: the same seed, kind and number of tokens give the same prompt.
+
+    Turns of one conversation share the seed, and each prompt begins with the one before. sampling_seed: of its noise.
+    """
 
     at_s: float
     kind: str
     prompt_seed: int
     prompt_tokens: int
     output_tokens: int
+    temperature: float = 0.0
+    sampling_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A stretch of traffic. share: of the track's duration. load: share of capacity, from start to end (a ramp).
+class Block:
+    """Arrivals in order of time, all before duration_s. number: of the round that it is drawn for.
 
-    cv: coefficient of variation of the gaps between arrivals, gamma distributed; 1 is Poisson, more is burstier.
+    throttle_at_s: when another process takes a core.
     """
 
-    share: float
-    load: float
-    load_end: float
-    cv: float = 1.0
-    kind: str = "code"
-
-
-@dataclass(frozen=True, slots=True)
-class Track:
-    """Arrivals in order of time, all before duration_s.
-
-    Requests that arrive before warm_up_s are served but not counted. throttle_at_s: when another process takes a core.
-    settle_steps: counting starts only after the learning worker has done so many steps. capacity_tokens_per_s: what
-    the loads were shares of.
-    """
-
-    name: str
-    seed: int
+    track: str
+    number: int
     duration_s: float
-    warm_up_s: float
-    capacity_tokens_per_s: float
     arrivals: tuple[Arrival, ...]
     throttle_at_s: float | None = None
-    settle_steps: int = 0
-
-    def counted(self, from_s: float | None = None) -> list[int]:
-        """Positions of the arrivals that are counted; from_s replaces the warm-up when it is later."""
-        start = max(self.warm_up_s, from_s or 0.0)
-        return [index for index, arrival in enumerate(self.arrivals) if arrival.at_s >= start]
 
 
-@dataclass(frozen=True, slots=True)
-class TrackRecipe:
-    """What a named track is made of. cold: policies that learn start from nothing. others: needs a foreign profile."""
-
-    summary: str
-    segments: tuple[Segment, ...]
-    duration_s: float = 150.0
-    throttle_share: float | None = None
-    settle_steps: int = 0
-    cold: bool = False
-    foreign_profile: bool = False
-
-
-def steady(load: float, share: float = 1.0, cv: float = 1.0, kind: str = "code") -> Segment:
-    return Segment(share, load, load, cv, kind)
-
-
-# The paper's traffic: intense and sparse stretches take turns while the burstiness grows.
-ALTERNATING = tuple(steady(load, 1 / 8, cv) for cv in (1.0, 2.0, 3.0, 4.0) for load in (0.15, 0.75))
-BURSTS = tuple(segment for _ in range(4) for segment in (steady(0.15, 0.225), steady(4.0, 0.025)))
-SCENARIOS: dict[str, TrackRecipe] = {
-    "steady-low": TrackRecipe("few requests at a time", (steady(0.15),)),
-    "steady-high": TrackRecipe("close to capacity", (steady(0.9),)),
-    "time-varying": TrackRecipe("intense and sparse stretches take turns, burstiness grows (the paper's)", ALTERNATING),
-    "burst": TrackRecipe("few requests, and four bursts at four times capacity", BURSTS),
-    "prompt-shift": TrackRecipe(
-        "half-way from prompts that the draft knows to prompts that it does not",
-        (steady(0.4, 0.5), steady(0.4, 0.5, kind="prose")),
-    ),
-    "throttle": TrackRecipe("half-way another process takes a core", (steady(0.35),), throttle_share=0.5),
-    "wrong-profile": TrackRecipe("seeded from another machine's profile", ALTERNATING, foreign_profile=True),
-    "cold": TrackRecipe(
-        "nothing known at the start, counted after 500 steps",
-        tuple(Segment(1 / 4, *loads) for loads in ((0.1, 0.8), (0.8, 0.1)) * 2),
-        settle_steps=500,
-        cold=True,
-    ),
-}
-
-
-def scenario_of(text: str) -> TrackRecipe:
-    """A named scenario, or one spelled out: "for=30 load=0.2; for=60 load=0.2..0.8 cv=2 kind=prose".
-
-    Raises ValueError naming what cannot be read.
-    """
-    if text in SCENARIOS:
-        return SCENARIOS[text]
-    if "=" not in text:
-        raise ValueError(
-            f"track {text!r} is unknown: use {', '.join(SCENARIOS)}, a saved track's file, "
-            'or segments like "for=30 load=0.2; for=60 load=0.2..0.8 cv=2"'
-        )
-    seconds, segments = [], []
-    for part in text.split(";"):
-        length, segment = _parse_segment(part.strip())
-        seconds.append(length)
-        segments.append(segment)
-    total = sum(seconds)
-    shared = tuple(dataclasses.replace(s, share=t / total) for s, t in zip(segments, seconds, strict=True))
-    return TrackRecipe("spelled out", shared, duration_s=total)
-
-
-def _parse_segment(text: str) -> tuple[float, Segment]:
-    fields = dict(word.partition("=")[::2] for word in text.split())
-    unknown = set(fields) - {"for", "load", "cv", "kind"}
-    try:
-        if unknown:
-            raise ValueError(f"{sorted(unknown)[0]} is no field")
-        first, _, last = fields["load"].partition("..")
-        segment = Segment(
-            1.0, float(first), float(last or first), float(fields.get("cv", 1)), fields.get("kind", "code")
-        )
-        seconds = float(fields["for"])
-        if not (seconds > 0 and segment.cv > 0 and min(segment.load, segment.load_end) >= 0):
-            raise ValueError("for and cv must be positive and load not negative")
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"segment {text!r} cannot be read ({error}): write for=SECONDS load=SHARE or FROM..TO, cv=NUMBER, kind=NAME"
-        ) from error
-    return seconds, segment
-
-
-def make_track(
-    name: str,
+def make_block(
+    track: str,
     capacity_tokens_per_s: float,
+    number: int = 0,
     seed: int = 0,
     duration_s: float | None = None,
     scale: float = 1.0,
-    warm_up_share: float = 0.1,
-) -> Track:
-    """Draw a track. scale multiplies every load; duration_s stretches or shortens the segments alike.
+) -> Block:
+    """Draw a block. scale multiplies every load; duration_s stretches or shortens the segments alike.
 
-    Raises ValueError for an unknown name, a capacity or duration that is not positive, or a track without arrivals.
+    Raises ValueError for an unknown track, a capacity or duration that is not positive, or a block without arrivals.
     """
-    scenario = scenario_of(name)
-    seconds = scenario.duration_s if duration_s is None else duration_s
+    recipe = scenario_of(track)
+    seconds = recipe.block_s if duration_s is None else duration_s
     for what, value in (("capacity", capacity_tokens_per_s), ("duration", seconds), ("scale", scale)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"the {what} of a track must be positive, not {value:g}")
-    rng = np.random.default_rng(seed)
     rate = scale * capacity_tokens_per_s / MEAN_OUTPUT_TOKENS
-    expected = rate * seconds * sum(s.share * (s.load + s.load_end) / 2 for s in scenario.segments)
+    expected = rate * seconds * sum(s.share * (s.load + s.load_end) / 2 for s in recipe.segments)
     if expected > MAX_ARRIVALS:
-        raise ValueError(f"the track has about {expected:.3g} arrivals: use a smaller --scale or --duration-s")
+        raise ValueError(f"a block has about {expected:.3g} arrivals: use a smaller --scale or --block-s")
+    factor = recipe.burstiness[number % len(recipe.burstiness)]
+    # Bursty traffic may leave a short block empty, which would say nothing: then it is drawn again.
+    for attempt in range(MAX_DRAWS):
+        rng = np.random.default_rng([seed, number, attempt])
+        if arrivals := draw_arrivals(rng, recipe.segments, rate, seconds, factor):
+            break
+    else:
+        raise ValueError(
+            f"no request arrives in {seconds:g} s at this load: use a longer --block-s or a larger --scale"
+        )
+    throttle = None if recipe.throttle_share is None else recipe.throttle_share * seconds
+    return Block(ALIASES.get(track, track), number, seconds, tuple(arrivals), throttle)
+
+
+def draw_arrivals(
+    rng: np.random.Generator, segments: Sequence[Segment], rate: float, seconds: float, burstiness: float
+) -> list[Arrival]:
+    """rate: requests per second at a load of 1."""
     arrivals: list[Arrival] = []
     start = 0.0
-    for segment in scenario.segments:
+    for segment in segments:
         length = segment.share * seconds
-        times = start + arrival_times(rng, rate * segment.load, rate * segment.load_end, length, segment.cv)
-        arrivals.extend(draw_requests(rng, times, segment.kind))
+        cv = segment.cv * burstiness
+        times = start + arrival_times(rng, rate * segment.load, rate * segment.load_end, length, cv)
+        arrivals.extend(draw_requests(rng, times, segment.mix))
         start += length
-    if not arrivals:
-        raise ValueError(
-            f"no request arrives in {seconds:g} s at this load: use a longer --duration-s or a larger --scale"
-        )
-    throttle = scenario.throttle_share
-    return Track(
-        name=name if name in SCENARIOS else "custom",
-        seed=seed,
-        duration_s=seconds,
-        warm_up_s=warm_up_share * seconds,
-        capacity_tokens_per_s=capacity_tokens_per_s,
-        arrivals=tuple(arrivals),
-        throttle_at_s=None if throttle is None else throttle * seconds,
-        settle_steps=scenario.settle_steps,
-    )
+    return arrivals
 
 
 def arrival_times(rng: np.random.Generator, rate: float, rate_end: float, length_s: float, cv: float) -> np.ndarray:
@@ -220,12 +134,39 @@ def arrival_times(rng: np.random.Generator, rate: float, rate_end: float, length
     return np.interp(passed, integrated, grid)
 
 
-def draw_requests(rng: np.random.Generator, times: np.ndarray, kind: str) -> list[Arrival]:
-    prompts = rng.choice(PROMPT_TOKENS, size=len(times))
+def draw_requests(rng: np.random.Generator, times: np.ndarray, mix: Mix) -> list[Arrival]:
+    """What is asked at each of these times."""
+    names, shares = zip(*mix.kinds, strict=True)
+    kinds = rng.choice(names, size=len(times), p=shares)
+    temperatures = rng.choice(mix.temperatures, size=len(times))
     mean_log = math.log(MEAN_OUTPUT_TOKENS) - OUTPUT_SIGMA**2 / 2
     outputs = np.clip(rng.lognormal(mean_log, OUTPUT_SIGMA, size=len(times)), *OUTPUT_RANGE).astype(int)
-    seeds = rng.integers(2**31, size=len(times))
-    return [
-        Arrival(round(float(at), 6), kind, int(seed), int(prompt), int(output))
-        for at, seed, prompt, output in zip(times, seeds, prompts, outputs, strict=True)
-    ]
+    turns = Conversations(rng)
+    found = []
+    for at_s, kind, output, temperature in zip(times, kinds, outputs, temperatures, strict=True):
+        seed, tokens = turns.next() if kind == "chat" else (draw_seed(rng), int(rng.choice(PROMPT_TOKENS[kind])))
+        found.append(
+            Arrival(round(float(at_s), 6), str(kind), seed, tokens, int(output), float(temperature), draw_seed(rng))
+        )
+    return found
+
+
+def draw_seed(rng: np.random.Generator) -> int:
+    return int(rng.integers(2**31))
+
+
+class Conversations:
+    """Whose turn is next: a new conversation's first, or the next one of a conversation that is going on."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._open: list[tuple[int, int]] = []  # seed and turns so far
+
+    def next(self) -> tuple[int, int]:
+        """Seed of the conversation, and tokens of all that has been said."""
+        seed, turns = draw_seed(self._rng), 0
+        if self._open and self._rng.random() < CONTINUED_SHARE:
+            seed, turns = self._open.pop(int(self._rng.integers(len(self._open))))
+        if turns + 1 < MAX_TURNS:
+            self._open.append((seed, turns + 1))
+        return seed, FIRST_TURN_TOKENS + turns * TURN_TOKENS

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from speclen.bench.comparison.report import provenance
+from speclen.bench.comparison.document import provenance
 from speclen.bench.machine import machine
 
 PACKAGES = {

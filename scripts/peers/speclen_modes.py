@@ -49,7 +49,7 @@ def main(
         threads=threads,
         max_cached_tokens=0,
     )
-    contender = Contender(policy, policy, profile, seeded=policy == "adaptive" and profile is not None)
+    contender = Contender(policy, profile, seeded=policy == "adaptive" and profile is not None)
     with Deployment(contender, settings) as deployment, grpc.insecure_channel(deployment.worker.address) as channel:
         client = Client(channel)
         for number in concurrency:

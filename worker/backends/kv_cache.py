@@ -109,6 +109,9 @@ class KVPool:
     def remember(self, row: int, ids: Sequence[int]) -> None:
         """As RowStore."""
 
+    def forget(self) -> None:
+        """As RowStore."""
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row over another row, and release the source."""
         self.copy(source, target, length)

@@ -132,6 +132,9 @@ class RowStore(Protocol):
     def remember(self, row: int, ids: Sequence[int]) -> None:
         """The row holds the tokens `ids`: rows that begin alike may share them. A store need not remember anything."""
 
+    def forget(self) -> None:
+        """Remember nothing of what rows held before. For measurements in which prompts come again; while nothing runs."""
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Let a row begin with the first `length` tokens of another."""
 

@@ -134,6 +134,10 @@ class Engine:
         """Compute with that many CPU threads from the next step on."""
         self._wanted_threads = num_threads
 
+    def use_chooser(self, chooser: LengthChooser) -> None:
+        """Take lengths from another chooser from now on, and tell it of the steps. To be called while nothing runs."""
+        self._chooser = chooser
+
     def load(self) -> EngineLoad:
         """A snapshot; its numbers may be of neighbouring steps."""
         return EngineLoad(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+CACHED = 8192  # numbers that are worked on at a time on a CPU
 
 
 def make_key(seed: int, index: int) -> int:
@@ -20,11 +22,45 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     on a counter, 53 bits of which make a uniform variate u. Small values matter most in a race, so -log(1 - u) is taken,
     which is fine-grained there.
     """
+    if keys.device.type == "cpu":
+        return torch.from_numpy(_exponential_on_cpu(keys.numpy(), positions.numpy(), vocab_size))
     rows = _mix_tensor(keys[:, None] + positions * _signed(_GOLDEN))
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)
     bits = _mix_tensor(rows[:, :, None] + counters)
     uniform = (_shift(bits, 11).to(torch.float32) + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
+
+
+def _exponential_on_cpu(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The same by numpy, which has unsigned numbers, works in place, and does not wait for other threads.
+
+    A few distributions at a time, whose numbers then stay in the cache.
+    """
+    golden, found = np.uint64(_GOLDEN), np.empty((positions.size, vocab_size), np.float32)
+    rows = _mix_array(keys.astype(np.uint64)[:, None] + positions.astype(np.uint64) * golden).ravel()
+    counters = np.arange(1, vocab_size + 1, dtype=np.uint64) * golden
+    at_a_time = max(1, CACHED // vocab_size)
+    for start in range(0, len(rows), at_a_time):
+        bits = _mix_array(rows[start : start + at_a_time, None] + counters)
+        bits >>= np.uint64(11)
+        uniform = bits.astype(np.float32)
+        uniform += np.float32(0.5)
+        uniform *= np.float32(2.0**-53)
+        np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
+        np.negative(uniform, out=uniform)
+        np.log1p(uniform, out=uniform)
+        np.negative(uniform, out=found[start : start + at_a_time])
+    return found.reshape(*positions.shape, vocab_size)
+
+
+def _mix_array(value: np.ndarray) -> np.ndarray:
+    """In place."""
+    value ^= value >> np.uint64(30)
+    value *= np.uint64(0xBF58476D1CE4E5B9)
+    value ^= value >> np.uint64(27)
+    value *= np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    return value
 
 
 def _mix(value: int) -> int:

@@ -97,7 +97,7 @@ class BatchSampling:
         matching = [row.key is not None or row.temperature == 0 for row in rows]
         self.seeded = torch.tensor(seeded, device=device)
         self.matching = torch.tensor(matching, device=device)
-        self.any_seeded, self.any_matching, self.all_matching = any(seeded), any(matching), all(matching)
+        self.any_matching, self.all_matching = any(matching), all(matching)
         self.has_edits = any(row.edits is not None for row in rows)
         self.has_grammars = any(row.grammar is not None for row in rows)
 
@@ -180,12 +180,13 @@ class SamplingRule:
     def _noise(self, probs: torch.Tensor, first: int | torch.Tensor) -> torch.Tensor:
         """Exp(1) noise like probs, whose first column is `first` (or [rows, 1]) tokens after the row's output."""
         rows, columns, vocab_size = probs.shape
-        fresh = torch.empty_like(probs).exponential_(generator=self.generator)
-        if not self.batch.any_seeded:
-            return fresh
+        keys, seeded = self.batch.keys[:rows], self.batch.seeded[:rows]
+        if not self.batch.all_matching:
+            # Rows without a seed get a key for this call alone, which takes a fraction of torch's own exponential_.
+            fresh = torch.empty_like(keys).random_(generator=self.generator)
+            keys = torch.where(seeded, keys, fresh)
         positions = self.positions[:rows, None] + first + torch.arange(columns, device=probs.device)
-        keyed = noise.exponential(self.batch.keys[:rows], positions, vocab_size)
-        return torch.where(self.batch.seeded[:rows, None, None], keyed, fresh)
+        return noise.exponential(keys, positions, vocab_size)
 
     def _drafted(self, probs: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft distributions [rows, k, vocab] of all rows: 0 for rows that drafted nothing; copied tokens have all of 1.

@@ -142,6 +142,11 @@ class BlockPool:
         self._owners[new] += 1
         self._disown(np.array(given_up, np.int64))
 
+    def forget(self) -> None:
+        """As RowStore."""
+        self._reached_for = None
+        self._disown(np.array(self._prefixes.clear(), np.int64))
+
     def copy(self, source: int, target: int, length: int) -> None:
         """As RowStore: full blocks are shared, the last one is copied."""
         self.release(target)

@@ -53,6 +53,12 @@ class PrefixCache:
         given_up = [self._known.popitem(last=False)[1][1] for _ in range(len(self._known) - self._max_blocks)]
         return new, given_up
 
+    def clear(self) -> list[int]:
+        """Forget all texts; returns the blocks that were known."""
+        blocks = [block for _, block in self._known.values()]
+        self._known.clear()
+        return blocks
+
     def _use(self, keys: list[tuple[int, bytes]]) -> None:
         for key in reversed(keys):
             self._known.move_to_end(key)

@@ -1,0 +1,106 @@
+"""A comparison as a JSON file: every block, what follows from them, and what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from speclen.bench.comparison.rounds import Comparison, Ratio, from_rows, to_rows
+
+FORMAT = "speclen-serve-2"
+# What must be alike in two runs whose rounds are put together.
+ALIKE = ("track", "seed", "scale", "block_s", "capacity_tokens_per_s", "worker", "context", "profile", "policies")
+
+
+def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
+    """facts: what the figures depend on; everything but single requests is in the result."""
+    first, *others = comparison.policies
+    cold = "cold" in comparison.policies
+    return {
+        "format": FORMAT,
+        **facts,
+        "policies": list(comparison.policies),
+        "num_rounds": len(comparison.rounds),
+        "resolution": comparison.resolution,
+        "mean_latency_s": {name: comparison.mean_latency_s(name) for name in comparison.policies},
+        "best_fixed": comparison.best_fixed(),
+        "ratios": [as_json(comparison.ratio(first, name)) for name in others],
+        "settled_ratios": [
+            as_json(comparison.ratio("cold", n, settled=True)) for n in comparison.policies if n != "cold"
+        ]
+        if cold
+        else [],
+        "dropped": comparison.dropped,
+        "notes": comparison.notes(),
+        "errors": comparison.errors(),
+        "rounds": to_rows(comparison.rounds),
+    }
+
+
+def as_json(ratio: Ratio) -> dict[str, Any]:
+    return {**asdict(ratio), "interval": None if ratio.interval is None else asdict(ratio.interval)}
+
+
+def write_document(document: dict[str, Any], path: Path) -> None:
+    """Indented but for the rounds, of which each is a line."""
+    rounds = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document["rounds"])
+    head = json.dumps({key: value for key, value in document.items() if key != "rounds"}, indent=1)[:-2]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head},\n "rounds": [\n  {rounds}\n ]\n}}\n', "utf-8")
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Raises ValueError naming a file that is no comparison."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a result of `speclen bench serve --out` ({error})") from error
+    return dict(content)
+
+
+def comparison_of(document: dict[str, Any]) -> Comparison:
+    """The comparison that a document holds."""
+    return Comparison(
+        tuple(document["policies"]), document["resolution"], from_rows(document["rounds"]), dict(document["dropped"])
+    )
+
+
+def add_to(path: Path, comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
+    """Put the rounds of an earlier run before these. Returns that run's document.
+
+    Raises ValueError when it was measured otherwise: such rounds do not belong together.
+    """
+    before = read_document(path)
+    now = {**facts, "policies": list(comparison.policies)}
+    for name in ALIKE:
+        if before[name] != json.loads(json.dumps(now[name])):
+            raise ValueError(
+                f"{path} cannot be added to: its {name} is {before[name]!r}, not {now[name]!r}; name another --out"
+            )
+    comparison.rounds.extend(from_rows(before["rounds"]))
+    comparison.dropped.update(before["dropped"])
+    return before
+
+
+def provenance() -> dict[str, Any]:
+    """The command, the commit it ran at, and when it is not exactly that commit."""
+    return {
+        "command": "speclen " + " ".join(sys.argv[1:]),
+        "commit": git("rev-parse", "--short=12", "HEAD"),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def git(*arguments: str) -> str | None:
+    """None outside a repository, for example in an installed package."""
+    folder = Path(__file__).resolve().parent
+    answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else None

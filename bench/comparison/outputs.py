@@ -1,0 +1,127 @@
+"""Are outputs the same under every policy, as the engine promises?
+
+Each request has a seed, so every policy must put out the same tokens. Where two outputs part, the target alone, in float32
+and one token at a time, says how good each of the two tokens is at that place, noise included. Arithmetic in 16 bits
+depends in its last bits on who shares the batch, so two tokens that are as good as each other may change places; anything
+else is a wrong output, and ends the comparison with an error.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from speclen.bench.serving.load import Prompt, RequestOutcome
+from speclen.bench.serving.tracks import Arrival
+
+# How far below the best token, in logits, a token of a tie may lie, by dtype: logits of bfloat16 deviate by 0.03 (root
+# mean square) from float32's, and in the tail of some ten thousand comparisons by eight times that.
+TIES = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.35}
+MAX_EXAMINED = 120  # parted outputs that the target is asked about in one run; the choice among more is by seed
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two policies' outputs of one request part: both begin with `prefix` and go on with one of `tokens`."""
+
+    policies: tuple[str, str]
+    prompt: Prompt
+    prefix: tuple[int, ...]
+    tokens: tuple[int, int]
+    temperature: float
+    sampling_seed: int
+
+
+# The bundled targets with a size in their name are this one widened without changing its function (logits agree to 2e-5),
+# so it can speak for them, at a hundredth of the cost.
+SMALL_TWIN = "bundled:target"
+
+# Logits that each of a parting's two tokens lies below the best one at that place, noise included.
+Judge = Callable[[Parting], tuple[float, float]]
+
+
+@dataclass(slots=True)
+class OutputCheck:
+    """Compared outputs of a whole run. num_compared: pairs with the first policy's; num_same: equal in every token."""
+
+    num_compared: int = 0
+    num_same: int = 0
+    num_greedy_parted: int = 0
+    partings: list[Parting] = field(default_factory=list)
+
+    def add(
+        self, arrivals: Sequence[Arrival], prompts: Sequence[Prompt], outcomes: Mapping[str, Sequence[RequestOutcome]]
+    ) -> None:
+        """Compare one block's outputs of every policy with the first one's; failed requests have none."""
+        (first, reference), *others = outcomes.items()
+        for name, found in others:
+            for arrival, prompt, a, b in zip(arrivals, prompts, reference, found, strict=True):
+                if a.error or b.error:
+                    continue
+                self.num_compared += 1
+                if a.output_ids == b.output_ids:
+                    self.num_same += 1
+                    continue
+                self.num_greedy_parted += arrival.temperature == 0
+                self.partings.append(parting((first, name), arrival, prompt, a.output_ids, b.output_ids))
+
+    def verdict(self, judge: Judge, dtype: str, seed: int = 0) -> dict[str, Any]:
+        """What is written into results. Raises ValueError when an output is wrong."""
+        chosen = self.partings
+        if len(chosen) > MAX_EXAMINED:
+            chosen = random.Random(seed).sample(chosen, MAX_EXAMINED)
+        misses = [max(judge(one)) for one in chosen]
+        for one, miss in zip(chosen, misses, strict=True):
+            if miss > TIES[dtype]:
+                raise ValueError(
+                    f"policies {' and '.join(one.policies)} put out different tokens where there is no tie: after "
+                    f"{len(one.prefix)} tokens one lies {miss:.2g} logits below the target's choice, over {TIES[dtype]:g}"
+                )
+        return {
+            "num_compared": self.num_compared,
+            "num_same": self.num_same,
+            "num_greedy_parted": self.num_greedy_parted,
+            "num_parted": len(self.partings),
+            "num_examined": len(chosen),
+            "worst_miss_logits": max(misses, default=0.0),
+            "tie_logits": TIES[dtype],
+        }
+
+
+def parting(
+    policies: tuple[str, str], arrival: Arrival, prompt: Prompt, first: Sequence[int], second: Sequence[int]
+) -> Parting:
+    """first, second: unequal outputs of equal length. Raises ValueError when one is the other's beginning."""
+    place = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    if place is None:
+        raise ValueError(
+            f"policies {' and '.join(policies)} put out {len(first)} and {len(second)} tokens of one request"
+        )
+    tokens = (first[place], second[place])
+    return Parting(policies, prompt, tuple(first[:place]), tokens, arrival.temperature, arrival.sampling_seed)
+
+
+def target_alone(target: str) -> Judge:
+    """A judge: the target in float32 on the CPU, without engine, cache or batch."""
+    import torch  # here, since it takes seconds
+
+    from speclen.worker.models.loading import load_pair
+    from speclen.worker.sampling.noise import exponential, make_key
+
+    pair = load_pair(SMALL_TWIN if target.startswith(SMALL_TWIN) else target, None, "cpu", "float32")
+
+    @torch.inference_mode()
+    def judge(one: Parting) -> tuple[float, float]:
+        ids = torch.tensor([[*one.prompt, *one.prefix]])
+        logits = pair.target(input_ids=ids, use_cache=False).logits[0, -1].float()
+        if one.temperature:
+            key = torch.tensor([make_key(one.sampling_seed, 0)])
+            noise = exponential(key, torch.tensor([[len(one.prefix)]]), logits.shape[0])[0, 0]
+            # The race of `choose`: the largest of probability / noise. In units of logits, so times the temperature.
+            logits = logits - one.temperature * noise.log()
+        best = logits.max()
+        return float(best - logits[one.tokens[0]]), float(best - logits[one.tokens[1]])
+
+    return judge

@@ -1,0 +1,212 @@
+"""Rounds: every policy serves the same block, in random order; and what follows from many of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval, blocks_needed, ratio_of_sums
+from speclen.bench.serving.block import Bin, BlockFigures
+
+PILOT_ROUNDS = 3
+DROP_BEHIND = 1.05  # a length whose whole interval is over so many times the best one's latency is served no longer
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One block, served by every policy that still takes part. number: which block. order: of the policies."""
+
+    number: int
+    order: tuple[str, ...]
+    blocks: dict[str, BlockFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Mean latency of `policy` over that of `reference`; below 1: faster.
+
+    num_blocks: that both served without failure; interval: None for fewer than two of them.
+    """
+
+    policy: str
+    reference: str
+    interval: Interval | None
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All rounds of a track. policies: the one it is about first. resolution: relative half-width that is aimed at."""
+
+    policies: tuple[str, ...]
+    resolution: float
+    rounds: list[Round] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def active(self) -> list[str]:
+        return [name for name in self.policies if name not in self.dropped]
+
+    def pairs(self, policy: str, reference: str, settled: bool = False) -> tuple[list[float], list[float]]:
+        """Latency sums of the blocks that both served without failure; settled: of the requests that came late enough."""
+        above, below = [], []
+        for one in self.rounds:
+            a, b = one.blocks.get(policy), one.blocks.get(reference)
+            if a is None or b is None or a.num_failed or b.num_failed:
+                continue
+            first, second = (
+                (a.settled_latency_sum_s, b.settled_latency_sum_s) if settled else (a.latency_sum_s, b.latency_sum_s)
+            )
+            if first and second:
+                above.append(first)
+                below.append(second)
+        return above, below
+
+    def ratio(self, policy: str, reference: str, settled: bool = False) -> Ratio:
+        above, below = self.pairs(policy, reference, settled)
+        return Ratio(policy, reference, ratio_of_sums(above, below) if len(above) > 1 else None, len(above))
+
+    def mean_latency_s(self, policy: str) -> float | None:
+        """Over all requests of the blocks that it served; None when it served none without failure."""
+        blocks = [one.blocks[policy] for one in self.rounds if policy in one.blocks]
+        whole = [block for block in blocks if not block.num_failed]
+        if not whole:
+            return None
+        return sum(block.latency_sum_s for block in whole) / sum(block.num_requests for block in whole)
+
+    def best_fixed(self) -> str | None:
+        """The fixed length with the least latency against `none` or the shortest, over the blocks that both served."""
+        fixed = [name for name in self.policies if name == "none" or name.startswith("fixed:")]
+        against = {name: ratio.interval.value for name in fixed if (ratio := self.ratio(name, fixed[0])).interval}
+        return min(against, key=lambda name: against[name]) if against else None
+
+    def drop_the_hopeless(self) -> list[str]:
+        """Fixed lengths that are surely not the best one; served no longer. Returns the new ones."""
+        best = self.best_fixed()
+        if best is None or len(self.rounds) < LEAST_BLOCKS:
+            return []
+        found = []
+        for name in self.active:
+            if name == best or not (name.startswith("fixed:") or name == "none") or name == self.policies[0]:
+                continue
+            interval = self.ratio(name, best).interval
+            if interval is not None and interval.low > DROP_BEHIND:
+                self.dropped[name] = f"after {len(self.rounds)} rounds: {interval} times the latency of {best}"
+                found.append(name)
+        return found
+
+    def rounds_needed(self) -> int | None:
+        """Rounds until every interval about the first policy is as narrow as aimed at, by what was seen so far."""
+        first, *others = self.policies
+        needed = [blocks_needed(*self.pairs(first, name), self.resolution) for name in others if name in self.active]
+        return max((number for number in needed if number is not None), default=None)
+
+    def is_resolved(self) -> bool:
+        """Whether every interval about the first policy is narrow enough."""
+        first, *others = self.active
+        intervals = [self.ratio(first, name).interval for name in others]
+        enough = len(self.rounds) >= LEAST_BLOCKS
+        return enough and all(i is not None and i.half_width <= self.resolution for i in intervals)
+
+    def notes(self) -> list[str]:
+        """What takes away from the figures."""
+        found = [f"{name} was dropped {why}" for name, why in self.dropped.items()]
+        if len(self.rounds) < LEAST_BLOCKS:
+            found.append(f"too short for its intervals: {len(self.rounds)} rounds, fewer than {LEAST_BLOCKS}")
+        elif not self.is_resolved():
+            first = self.policies[0]
+            wide = {name: i.half_width for name in self.active[1:] if (i := self.ratio(first, name).interval)}
+            if wide:
+                worst = max(wide, key=lambda name: wide[name])
+                found.append(
+                    f"time was up at ±{100 * wide[worst]:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%"
+                )
+        late = max((block.late_s for one in self.rounds for block in one.blocks.values()), default=0.0)
+        if late > 0.1:
+            found.append(f"the load generator itself was late by {late:.2f} s (99th percentile of a block)")
+        return found
+
+    def errors(self) -> dict[str, int]:
+        """Failed requests by policy and reason."""
+        found: dict[str, int] = {}
+        for one in self.rounds:
+            for name, block in one.blocks.items():
+                for reason, count in block.errors.items():
+                    found[f"{name}: {reason}"] = found.get(f"{name}: {reason}", 0) + count
+        return found
+
+
+def run_rounds(
+    comparison: Comparison,
+    serve_round: Callable[[int, Sequence[str]], Round],
+    clock: Callable[[], float],
+    time_is_up: float,
+    max_rounds: int,
+    say: Callable[[str], None],
+    seed: int = 0,
+) -> None:
+    """Add rounds until the intervals are narrow enough or time is up; Ctrl-C keeps those that are complete.
+
+    A round is not begun that would, by the mean of those before, end after time_is_up (by clock). Block numbers go on
+    after those that the comparison has.
+    """
+    dice, begun, done = random.Random(seed), clock(), 0
+    while not comparison.is_resolved() and done < max_rounds:
+        if done and clock() + (clock() - begun) / done > time_is_up:
+            break
+        number = 1 + max((one.number for one in comparison.rounds), default=0)
+        order = comparison.active
+        dice.shuffle(order)
+        try:
+            comparison.rounds.append(serve_round(number, order))
+        except KeyboardInterrupt:
+            if not comparison.rounds:
+                raise
+            say("interrupted: the rounds that are complete are kept")
+            break
+        done += 1
+        for name in comparison.drop_the_hopeless():
+            say(f"{name} is served no longer, {comparison.dropped[name]}")
+        if done == PILOT_ROUNDS:
+            say(outlook(comparison, (clock() - begun) / done, time_is_up - clock()))
+
+
+def outlook(comparison: Comparison, round_s: float, left_s: float) -> str:
+    """How long the wanted resolution takes, from the pilot rounds."""
+    needed = comparison.rounds_needed()
+    if needed is None:
+        return "one policy: nothing to resolve"
+    more, possible = max(0, needed - len(comparison.rounds)), math.floor(max(0.0, left_s) / round_s)
+    fate = "there is time for that" if possible >= more else f"there is time for {possible}: intervals will be wider"
+    return (
+        f"power: by the first {len(comparison.rounds)} rounds, ±{100 * comparison.resolution:g}% against every policy takes "
+        f"about {needed} rounds, {more} more of {round_s:.0f} s each ({more * round_s / 60:.0f} minutes); {fate}"
+    )
+
+
+def to_rows(rounds: Iterable[Round]) -> list[dict[str, Any]]:
+    """Rounds as plain values. The course of a block, by seconds, is a list of numbers in the order of `Bin`'s fields."""
+    rows = []
+    for one in rounds:
+        blocks = {}
+        for name, block in one.blocks.items():
+            values = asdict(block)
+            values["bins"] = [[round(value, 4) for value in asdict(each).values()] for each in block.bins]
+            blocks[name] = {key: round(v, 5) if isinstance(v, float) else v for key, v in values.items()}
+        rows.append({"number": one.number, "order": list(one.order), "blocks": blocks})
+    return rows
+
+
+def from_rows(rows: Iterable[dict[str, Any]]) -> list[Round]:
+    """The inverse of `to_rows`. Raises TypeError or KeyError for something else."""
+    found = []
+    for row in rows:
+        blocks = {
+            name: BlockFigures(**{**values, "bins": tuple(Bin(*numbers) for numbers in values["bins"])})
+            for name, values in row["blocks"].items()
+        }
+        found.append(Round(row["number"], tuple(row["order"]), blocks))
+    return found

@@ -1,0 +1,219 @@
+"""Tables of docs/results/README.md, from the results that are committed. Nothing else is said on that page in numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from speclen.bench.comparison import paper_table, peers_table
+from speclen.bench.comparison.document import comparison_of, read_document
+from speclen.bench.comparison.rounds import Comparison
+from speclen.bench.comparison.stats import Interval
+from speclen.bench.serving.recipes import SCENARIOS
+from speclen.bench.serving.survey import load_survey
+
+# heading, policy that adaptive is put against; the best fixed length differs by track
+COLUMNS = (
+    ("no speculation", "none"),
+    ("best fixed length", None),
+    ("copying alone", "copy"),
+    ("frozen table", "profile"),
+    ("paper's model", "paper"),
+    ("throughput-aware", "throughput-aware"),
+    ("oracle of lengths", "oracle"),
+    ("oracle of plans", "oracle-plans"),
+)
+# track, reference (None: best fixed), aim for the ratio of mean latencies
+AIMS = (
+    ("mixed", None, 0.85),
+    ("mixed", "oracle", 0.95),
+    ("copying", None, 0.65),
+    ("steady-low", None, 1.03),
+    ("steady-high", None, 1.03),
+    ("wrong-profile", "profile", 0.80),
+)
+COLD_AIM = 1.05
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """By track, in the order of the tracks. Raises ValueError for a file that is no comparison, or of a --quick run."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name.startswith("survey"):
+            continue
+        document = read_document(path)
+        if document["quick"]:
+            raise ValueError(f"{path} comes from --quick: run it again without")
+        found[document["track"]] = document | {"file": path.name}
+    order = [*SCENARIOS, *found]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
+
+
+def ratio_table(results: dict[str, dict[str, Any]]) -> str:
+    """adaptive against the others, a row a track."""
+    lines = [
+        f"| mean latency of `adaptive` against | {' | '.join(heading for heading, _ in COLUMNS)} |",
+        "|---|" + "---|" * len(COLUMNS),
+    ]
+    for track, document in results.items():
+        comparison = comparison_of(document)
+        best = comparison.best_fixed()
+        cells = []
+        for heading, reference in COLUMNS:
+            name = reference or best
+            interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
+            text = "–" if interval is None else in_words(interval)
+            cells.append(f"{text} (`{best}`)" if heading == "best fixed length" and interval else text)
+        lines.append(f"| [`{track}`](serve/{document['file']}) | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *footnotes(results)])
+
+
+def in_words(interval: Interval) -> str:
+    """ "0.82 (0.80 to 0.84)"; bold where the interval shows a difference."""
+    text = f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+    return text if interval.low <= 1.0 <= interval.high else f"**{text}**"
+
+
+def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
+    """What the figures were measured on, and what takes away from them."""
+    if not results:
+        return ["Nothing has been measured yet."]
+    machines = sorted({f"{r['machine']['cores']} cores of {r['machine']['processor']}" for r in results.values()})
+    targets = sorted({f"{r['worker']['target']} ({r['context']['dtype']})" for r in results.values()})
+    commits = sorted({f"`{r['commit']}`" for r in results.values()})
+    rounds = [f"{track} {r['num_rounds']}" for track, r in results.items()]
+    outputs = [one for r in results.values() for one in r["outputs"]]
+    same, compared = sum(one["num_same"] for one in outputs), sum(one["num_compared"] for one in outputs)
+    worst = max(one["worst_miss_logits"] for one in outputs)
+    notes = [
+        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1. Rounds: "
+        f"{', '.join(rounds)}. Machine: {' and '.join(machines)}, {' and '.join(targets)}, commit {', '.join(commits)}.",
+        "",
+        f"Of {compared} outputs {same} were the same under both policies in every token. Where two parted, the target "
+        f"alone was asked in {sum(one['num_examined'] for one in outputs)} cases: all are ties, at most {worst:.2f} logits "
+        f"apart, where {outputs[0]['tie_logits']:g} is allowed in {next(iter(results.values()))['context']['dtype']}.",
+    ]
+    for track, r in results.items():
+        remarks = [note for note in r["notes"] if "dropped" not in note]
+        notes += ["", f"`{track}`: {'; '.join(remarks)}."] if remarks else []
+    return notes
+
+
+def aims_table(results: dict[str, dict[str, Any]]) -> str:
+    lines = ["| track | against | aim | measured | |", "|---|---|---|---|---|"]
+    for track, reference, aim in AIMS:
+        if track not in results:
+            lines.append(f"| `{track}` | {reference or 'best fixed length'} | {aim:.2f} | not measured | |")
+            continue
+        comparison = comparison_of(results[track])
+        name = reference or comparison.best_fixed()
+        interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
+        lines.append(aim_row(track, reference or f"best fixed length (`{name}`)", aim, interval))
+    if "cold" in results:
+        comparison = comparison_of(results["cold"])
+        interval = comparison.ratio("cold", "adaptive", settled=True).interval
+        lines.append(aim_row("cold", "the same, warm, after 1,000 steps", COLD_AIM, interval))
+    return "\n".join(lines)
+
+
+def aim_row(track: str, against: str, aim: float, interval: Interval | None) -> str:
+    if interval is None:
+        return f"| `{track}` | {against} | {aim:.2f} | not measured | |"
+    fate = "reached" if interval.value <= aim else "missed"
+    if interval.low <= aim <= interval.high:
+        fate += ", within the interval"
+    return f"| `{track}` | {against} | {aim:.2f} | {in_words(interval)} | {fate} |"
+
+
+def policies_table(results: dict[str, dict[str, Any]]) -> str:
+    """Every policy's latency over adaptive's, a column a track: over 1 is slower than adaptive."""
+    names = list(dict.fromkeys(name for r in results.values() for name in r["policies"] if name != "adaptive"))
+    comparisons = {track: comparison_of(r) for track, r in results.items()}
+    lines = [f"| latency over that of `adaptive` | {' | '.join(f'`{track}`' for track in results)} |"]
+    lines.append("|---|" + "---|" * len(results))
+    for name in names:
+        lines.append(f"| `{name}` | {' | '.join(cell_of(c, name) for c in comparisons.values())} |")
+    return "\n".join(lines)
+
+
+def cell_of(comparison: Comparison, name: str) -> str:
+    if name not in comparison.policies:
+        return "–"
+    interval = comparison.ratio(name, "adaptive").interval
+    if interval is None:
+        return "–"
+    text = f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
+    return f"{text}, dropped" if name in comparison.dropped else text
+
+
+def survey_table(path: Path) -> str:
+    """Tokens a second by requests at a time and plan."""
+    if not path.exists():
+        return "Nothing has been surveyed yet."
+    survey = load_survey(path)
+    sizes = survey.concurrencies
+    plans = list(dict.fromkeys(words for _, words in survey.tokens))
+    lines = [
+        f"| tokens/s at so many requests at a time | {' | '.join(map(str, sizes))} |",
+        "|---|" + "---|" * len(sizes),
+    ]
+    for words in sorted(plans, key=lambda w: ("copy" in w, w)):
+        cells = []
+        for size in sizes:
+            if (size, words) not in survey.tokens:
+                cells.append("–")
+                continue
+            text = f"{survey.tokens_per_s((size, words)):.0f}"
+            best = words in (str(survey.best_plan(size)), str(survey.best_plan(size, drafts_only=True)))
+            cells.append(f"**{text}**" if best else text)
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Bold: the best length, and the best plan. {survey.outlook().capitalize()}."])
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """Everything between markers, by name."""
+    results = read_results(folder / "serve")
+    return {
+        "figure": picture_of("mixed", results, "serve/"),
+        "figure_copying": picture_of("copying", results, "serve/"),
+        "headline": ratio_table(results),
+        "aims": aims_table(results),
+        "policies": policies_table(results),
+        "survey": survey_table(folder / "serve" / "survey.json"),
+        "paper": paper_table.table(folder / "lengths.json"),
+        "peers": peers_table.table(folder / "peers.json"),
+        "readme": in_a_sentence(results.get("mixed")),
+        "readme_figure": picture_of("mixed", results, "docs/results/serve/"),
+    }
+
+
+def picture_of(track: str, results: dict[str, dict[str, Any]], place: str) -> str:
+    """A link to the track's picture, once there is one. place: of the pictures, from the page."""
+    return (
+        f"![Latency, rows in a step and tokens proposed, by second of a block]({place}{track}.svg)"
+        if track in results
+        else ""
+    )
+
+
+def in_a_sentence(document: dict[str, Any] | None) -> str:
+    """What README says about latency, from the track `mixed`."""
+    if document is None:
+        return "What that is worth has not been measured in this state."
+    comparison = comparison_of(document)
+    best = comparison.best_fixed()
+    named = {
+        "none": "plain decoding's",
+        best: f"that of the best fixed length (`{best}`)",
+        "profile": "that of a frozen table",
+    }
+    found = []
+    for name, words in named.items():
+        if name in comparison.policies and (interval := comparison.ratio("adaptive", name).interval):
+            found.append(f"{interval.value:.2f} times {words} ({interval.low:.2f} to {interval.high:.2f})")
+    cores, target = document["machine"]["cores"], document["worker"]["target"]
+    return (
+        f"On {cores} CPU cores with `{target}`, mixed requests and a load that varies, learning included, mean latency is\n"
+        + ",\n".join(found)
+        + "."
+    )

@@ -1,0 +1,127 @@
+"""What takes part in a comparison: policies by name, and what each tells a worker to do at every batch size."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speclen.bench.profile.document import read_document
+from speclen.bench.serving.survey import Survey
+from speclen.console.errors import UserError
+from speclen.controller.analysis.paper_model import fit
+from speclen.worker.drafting.plan import COPYING, PLAIN, Plan
+from speclen.worker.profiling.file import table_from_file
+
+Table = tuple[Plan, ...]  # the plan of every batch size, that of 1 first
+LEARNING = ("adaptive", "cold")
+TABLES = ("none", "copy", "profile", "paper", "oracle", "oracle-plans")
+RULES = ("throughput-aware",)
+FROM_PROFILE = ("profile", "paper", *RULES)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One policy: `adaptive`, `cold` (which begins every block with an empty database), somebody else's rule, or a table.
+
+    table: of those that never change; None for the others.
+    """
+
+    name: str
+    table: Table | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has a controller."""
+        return self.name in LEARNING
+
+
+def parse_policies(text: str, max_length: int) -> list[str]:
+    """The names of "adaptive,none,fixed:1-8,copy,oracle". Raises UserError naming a wrong one."""
+    names = [expanded for name in text.split(",") if name.strip() for expanded in expand(name.strip())]
+    if not names:
+        raise UserError("--compare names no policy: use for example adaptive,none,fixed:3")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"--compare names {repeated} twice")
+    for name in names:
+        _check(name, max_length)
+    return names
+
+
+def expand(name: str) -> list[str]:
+    """ "fixed:0-3" is none, fixed:1, fixed:2 and fixed:3; everything else is itself."""
+    match = re.fullmatch(r"fixed:(\d{1,2})(?:-(\d{1,2}))?", name)
+    if not match:
+        return [name]
+    return [f"fixed:{n}" if n else "none" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+
+
+def _check(name: str, max_length: int) -> None:
+    kind, _, number = name.partition(":")
+    known = (*LEARNING, *TABLES, *RULES)
+    if name not in known and not (kind == "fixed" and number.isdecimal() and int(number) <= max_length):
+        raise UserError(f"--compare {name!r} is unknown: use {', '.join(known)} or fixed:0 to fixed:{max_length}")
+
+
+def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path | None, survey: Survey | None) -> Policy:
+    """The policy of that name. Raises UserError when it lacks the profile that it needs."""
+    if name in FROM_PROFILE and profile is None:
+        raise UserError(f"--compare {name} needs --profile FILE: make one with `speclen profile run`")
+    makers: dict[str, Callable[[], Table]] = {
+        "none": lambda: (PLAIN,) * max_batch_size,
+        "copy": lambda: (COPYING,) * max_batch_size,
+        "profile": lambda: frozen_table(profile, max_batch_size, max_length),
+        "paper": lambda: fitted_table(profile, max_batch_size, max_length),
+        "oracle": lambda: surveyed_table(survey, max_batch_size, drafts_only=True),
+        "oracle-plans": lambda: surveyed_table(survey, max_batch_size, drafts_only=False),
+    }
+    if name in makers:
+        return Policy(name, makers[name]())
+    kind, _, number = name.partition(":")
+    return Policy(name, (Plan(int(number)),) * max_batch_size if kind == "fixed" else None)
+
+
+def frozen_table(profile: Path | None, max_batch_size: int, max_length: int) -> Table:
+    """The paper's: per profiled batch size the length that was fastest there, for ever."""
+    assert profile is not None
+    return table_from_file(profile, max_batch_size, max_length).plans[1:]
+
+
+def fitted_table(profile: Path | None, max_batch_size: int, max_length: int) -> Table:
+    """The lengths that the paper's fitted model calls best. Raises UserError when it cannot be fitted to the profile."""
+    assert profile is not None
+    document = read_document(profile)
+    try:
+        model = fit(document.profile.cells, document.profile.survival)
+    except ValueError as error:
+        raise UserError(f"--compare paper: the paper's model cannot be fitted to {profile} ({error})") from error
+    sizes = sorted(model.slope_s)
+    return stretched(sizes, [Plan(model.best_length(size, max_length)) for size in sizes], max_batch_size)
+
+
+def surveyed_table(survey: Survey | None, max_batch_size: int, drafts_only: bool) -> Table:
+    """What served fastest in the survey at every number of requests."""
+    assert survey is not None
+    sizes = survey.concurrencies
+    plans = [survey.best_plan(size, drafts_only) for size in sizes]
+    return stretched(sizes, plans, max_batch_size)
+
+
+def stretched(sizes: Sequence[int], plans: Sequence[Plan], max_batch_size: int) -> Table:
+    """A plan for every batch size: that of the next larger measured one, as in the paper's look-up."""
+    found = []
+    for batch_size in range(1, max_batch_size + 1):
+        place = next((place for place, size in enumerate(sizes) if size >= batch_size), len(sizes) - 1)
+        found.append(plans[place])
+    return tuple(found)
+
+
+def in_words(table: Table) -> list[tuple[int, int, str]]:
+    """Ranges of batch sizes that have one plan: first, last, the plan."""
+    ranges = []
+    for plan, sizes in itertools.groupby(enumerate(table, 1), key=lambda pair: str(pair[1])):
+        numbers = [size for size, _ in sizes]
+        ranges.append((numbers[0], numbers[-1], plan))
+    return ranges

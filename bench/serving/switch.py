@@ -1,0 +1,191 @@
+"""A worker whose policy is exchanged while it runs, so that policies are compared on one warm process.
+
+    python -m speclen.bench.serving.switch '{"listen": "127.0.0.1:7090", "target": "bundled:target-60m"}'
+
+It is an ordinary worker; what is special is a desk at which its parent, on stdin, opens policies and says which one the
+engine follows from now on. A policy that learns has a control client of its own, which hears of the steps that it chose
+and of no others. Between policies nothing runs, and what was remembered of earlier prompts is forgotten, so that who
+comes second is not served faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speclen.bench.serving.rules import ThroughputAware
+from speclen.worker.config import WorkerConfig
+from speclen.worker.drafting.plan import PlannedBucket, parse_plan
+from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
+
+if TYPE_CHECKING:  # they import torch, which must see its settings first
+    from prometheus_client import CollectorRegistry
+
+    from speclen.worker.service.async_engine import AsyncEngine
+
+MAX_COPIED = 16  # tokens that a plan of a comparison may copy
+JOIN_TIMEOUT_S = 20.0
+IDLE_TIMEOUT_S = 120.0
+POLL_S = 0.01
+SETTLE_S = 0.05  # for the engine's thread to end the step in which the last row was answered
+Command = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedTable:
+    """The same plans for ever, one per batch size, that of 1 first."""
+
+    choices: tuple[LengthChoice, ...]
+
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
+        """As LengthChooser."""
+        return self.choices[min(batch_size, len(self.choices)) - 1]
+
+    def report(self, choice: LengthChoice, result: StepResult) -> None:
+        """Forget it."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """Where policies are opened, used and closed, one command a line. Every answer is one line, too."""
+
+    config: WorkerConfig
+    front: AsyncEngine
+    choosers: dict[str, LengthChooser] = field(default_factory=dict)
+    clients: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def run(self, commands: asyncio.StreamReader) -> None:
+        """Answer until the parent closes the pipe or ends; then the worker ends as by SIGTERM."""
+        while line := await commands.readline():
+            try:
+                await self.obey(json.loads(line))
+                answer: dict[str, Any] = {"ok": True}
+            except (ValueError, KeyError, TypeError, TimeoutError) as error:
+                answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def obey(self, command: Command) -> None:
+        """Raises ValueError, KeyError or TypeError for what is no command, TimeoutError when it cannot be done."""
+        verbs: dict[str, Callable[[Command], Any]] = {
+            "table": self.open_table,
+            "rule": self.open_rule,
+            "learning": self.open_learning,
+            "use": self.use,
+            "close": self.close,
+        }
+        await verbs[command["do"]](command)
+
+    async def open_table(self, command: Command) -> None:
+        """ranges: first and last batch size, and the plan in words."""
+        buckets = [PlannedBucket(low, high, parse_plan(words)) for low, high, words in command["ranges"]]
+        choices = [LengthChoice.of(b.plan) for b in buckets for _ in range(b.batch_min, b.batch_max + 1)]
+        self.choosers[command["name"]] = FixedTable(tuple(choices))
+
+    async def open_rule(self, command: Command) -> None:
+        costs = {(size, length): seconds for size, length, seconds in command["costs"]}
+        self.choosers[command["name"]] = ThroughputAware(costs, command["survival"], self.config.max_length)
+
+    async def open_learning(self, command: Command) -> None:
+        """A control client, joined to the controller at that address; profile: what the worker begins with, or none."""
+        from speclen.worker.service.assembly import make_control  # here: it imports torch
+
+        name, profile = command["name"], command["profile"]
+        config = replace(
+            self.config,
+            plan="",
+            policy="adaptive",
+            controller=command["controller"],
+            profile=Path(profile) if profile else None,
+            worker_id=name,
+        )
+        engine = self.front.engine
+        client = make_control(config, engine.pair, engine.backend)
+        client.card = replace(client.card, max_batch_size=engine.max_batch_size)
+        self.clients[name] = asyncio.create_task(client.run(command["controller"]))
+        await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {command['controller']}")
+        self.choosers[name] = client
+
+    async def use(self, command: Command) -> None:
+        """Let the engine follow a policy from now on, once nothing runs any more."""
+        chooser, engine = self.choosers[command["name"]], self.front.engine
+        await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
+        await asyncio.sleep(SETTLE_S)
+        engine.use_chooser(chooser)
+        for model in (engine.target, engine.draft):
+            if model is not None:
+                model.pool.forget()
+
+    async def close(self, command: Command) -> None:
+        """Forget a policy, and end its control client."""
+        del self.choosers[command["name"]]
+        task = self.clients.pop(command["name"], None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def close_all(self) -> None:
+        for name in list(self.choosers):
+            await self.close({"name": name})
+
+    def _is_idle(self) -> bool:
+        load = self.front.engine.load()
+        return not (self.front.num_open or load.num_running or load.num_waiting)
+
+
+async def until(holds: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+    """Raises TimeoutError with a sentence."""
+    for _ in range(int(timeout_s / POLL_S)):
+        if holds():
+            return
+        await asyncio.sleep(POLL_S)
+    raise TimeoutError(f"{otherwise} after {timeout_s:g} s")
+
+
+@contextlib.asynccontextmanager
+async def desk_front(
+    config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry, fail: Callable[[BaseException], None]
+) -> AsyncIterator[str]:
+    """The desk, open for the length of the block."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    desk = Desk(config, engine)
+    running = asyncio.create_task(desk.run(reader))
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            fail(error)
+
+    running.add_done_callback(ended)
+    try:
+        yield ""
+    finally:
+        running.cancel()
+        await desk.close_all()
+
+
+def main() -> None:
+    """Serve until SIGTERM, or until the parent is gone."""
+    from speclen.worker.backends.spinning import set_spins
+
+    config = WorkerConfig(**json.loads(sys.argv[1]), controller="", plan=f"copy>=3 up to {MAX_COPIED}")
+    set_spins()  # before torch is imported
+    from speclen.transport.logs import set_up_logs
+    from speclen.worker.service.server import serve
+
+    set_up_logs("info")
+    asyncio.run(serve(config, lambda message: print(message, file=sys.stderr, flush=True), desk_front))
+
+
+if __name__ == "__main__":
+    main()
