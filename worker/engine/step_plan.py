@@ -149,7 +149,8 @@ def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
     """Tensors of the plan's rows. width: how many of the last tokens of each row the draft is fed."""
     return StepBatch(
         num_tokens=np.array([len(row.tokens) for row in plan.rows]),
-        recent_ids=torch.tensor([row.tokens[-width:] for row in plan.rows], device=device),
+        # Through numpy, which takes lists apart faster.
+        recent_ids=torch.from_numpy(np.array([row.tokens[-width:] for row in plan.rows])).to(device),
         num_drafting=plan.num_drafting,
         caps=torch.tensor(plan.draft_lengths, device=device) if plan.is_mixed else None,
     )

@@ -110,9 +110,7 @@ class StepRunner:
         )
         take = self._ragged_step if self._is_ragged(plan) else self._even_step
         num_accepted, ids, (logits, *prompt_logits) = take(plan, prompts, tokens.flags)
-        # The step's one synchronisation with the device.
-        table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
-        tokens.ids += [row[1 : row[0] + 2] for row in table]
+        tokens.ids += new_tokens(num_accepted, ids)
         tokens.logprobs += self._logprobs(plan.rows, logits, ids)
         shape = (len(plan.rows), ids.shape[1])
         if shape not in self._seen_shapes:
@@ -235,5 +233,15 @@ class StepRunner:
         rows: Sequence[SequenceState], logits: torch.Tensor, ids: torch.Tensor
     ) -> list[list[TokenLogprobs] | None]:
         wanted = [(at, row.request.sampling.logprobs) for at, row in enumerate(rows)]
+        if all(k is None for _, k in wanted):
+            return [None] * len(rows)
         found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
         return [found.get(at) for at in range(len(rows))]
+
+
+def new_tokens(num_accepted: torch.Tensor, ids: torch.Tensor) -> list[list[int]]:
+    """Each row's first num_accepted + 1 tokens. On a GPU the step's one synchronisation with it."""
+    if ids.device.type == "cpu":
+        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
+    table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
+    return [row[1 : row[0] + 2] for row in table]

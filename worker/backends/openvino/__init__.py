@@ -4,6 +4,7 @@
     convert.py  what OpenVINO makes of that
     blocks.py   keys and values in blocks, and rows as lists of them
     model.py    the compiled model, and its passes
+    huge_pages.py  larger pages for its weights
 
 Nothing outside this folder imports `openvino`, and this module does only when it is asked to load a model.
 """

@@ -14,6 +14,7 @@ import torch
 from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
+from speclen.worker.backends.openvino.huge_pages import NewMemory
 from speclen.worker.backends.passes import PassPart, RaggedPart
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class OpenVinoModel:
         self._inputs = {name: _Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
         self._inputs |= {name: _Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
         self._inputs[BLOCK_INPUTS[-1]] = _Input(ov.Type.i32, 0)
+        self._new_memory: dict[int, NewMemory] = {}  # of compiled models that have not run yet, by threads
         self._requests = {num_threads: self._make_request(num_threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
@@ -59,6 +61,7 @@ class OpenVinoModel:
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,  # a thread that shares its core with another process must be able to leave
         }
+        self._new_memory[num_threads] = NewMemory()
         request = ov.Core().compile_model(self._model, "CPU", options).create_infer_request()
         for name, cache in zip(cache_names(len(self.pool.shapes)), self.pool.caches, strict=True):
             request.set_tensor(name, ov.Tensor(cache, list(cache.shape), CACHE_TYPES[self.pool.dtype]))
@@ -152,6 +155,8 @@ class OpenVinoModel:
         if shape not in self._seen:
             self._seen.add(shape)
             self.num_first_uses += 1
+            if (memory := self._new_memory.pop(self._threads, None)) is not None:
+                memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
         return torch.from_numpy(logits)
 
 

@@ -1,0 +1,82 @@
+"""Lets the kernel back the weights of a compiled model by pages of 2 MiB. Knows nothing of models.
+
+A pass reads every weight once. In pages of 4 KiB each of them is looked up in page tables first, twice in a virtual machine,
+and what prefetches ends with the page. The library that allocates the weights does not ask for more, so what has become
+memory of the process meanwhile is collapsed afterwards (madvise(2), MADV_COLLAPSE, Linux 6.1).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+HUGE = 2 * 2**20
+MADV_COLLAPSE = 25
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+Range = tuple[int, int]  # addresses: the first byte, and the one after the last
+
+
+class NewMemory:
+    """What the process allocates from now on."""
+
+    def __init__(self) -> None:
+        self._before = _present() if _allowed() else None
+
+    def use_huge_pages(self) -> None:
+        """Back what is in use of it by huge pages, where the system has them and does not forbid them."""
+        if self._before is None:
+            return
+        pages = whole_pages(without(_present(), self._before))
+        failed = [error for page in pages if (error := _collapse(page))]
+        if failed:  # parts that nobody has written yet, or no room: they stay as they are
+            log.debug("%d of %d times 2 MiB stay in small pages: %s", len(failed), len(pages), failed[-1])
+
+
+def _present() -> list[Range]:
+    return anonymous(Path("/proc/self/maps").read_text("ascii"))
+
+
+def _allowed() -> bool:
+    try:
+        return "[never]" not in SETTING.read_text("ascii")
+    except OSError:
+        return False
+
+
+def anonymous(maps: str) -> list[Range]:
+    """Private writable memory that is no file's, ascending. maps: as /proc/PID/maps has it."""
+    lines = [line.split() for line in maps.splitlines()]
+    found = [fields[0].split("-") for fields in lines if fields[1] == "rw-p" and fields[4] == "0"]
+    return [(int(begin, 16), int(end, 16)) for begin, end in found]
+
+
+def without(ranges: list[Range], others: list[Range]) -> list[Range]:
+    """What of the ranges is in none of the others; all ascending, and apart among themselves."""
+    left = []
+    for begin, end in ranges:
+        for other_begin, other_end in others:
+            if other_end > begin and other_begin < end:
+                if other_begin > begin:
+                    left.append((begin, other_begin))
+                begin = max(begin, other_end)
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def whole_pages(ranges: list[Range]) -> list[int]:
+    """Addresses of the huge pages that lie in the ranges."""
+    return [page for begin, end in ranges for page in range(-(-begin // HUGE) * HUGE, end - HUGE + 1, HUGE)]
+
+
+def _collapse(page: int) -> str | None:
+    """What the system has against it, None for nothing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), MADV_COLLAPSE) == 0:
+        return None
+    return os.strerror(ctypes.get_errno())
