@@ -253,9 +253,10 @@ def load(threads: int, target: str, draft: str, device: str, dtype: str, weights
     """The pair, with torch set to the threads that a worker would take. Raises UserError."""
     from speclen.worker.backends.threads import set_threads
     from speclen.worker.models.loading import load_pair
+    from speclen.worker.models.naming import draft_of
 
     try:
-        pair = load_pair(target, draft or None, device, dtype, weights)
+        pair = load_pair(target, draft_of(target, draft) or None, device, dtype, weights)
     except ValueError as error:
         raise UserError(str(error)) from error
     set_threads(threads, pair)

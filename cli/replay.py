@@ -80,11 +80,20 @@ def compare(result: Replay, stored_decisions: Sequence[dict[str, Any]], stored: 
         (
             *(each.after_group_id, ids[each.decision.context], each.decision.bucket.batch_min),
             *(each.decision.version, each.decision.speculation_length, each.decision.ms_per_token),
+            None if each.decision.plan is None else str(each.decision.plan),
         )
         for each in result.decisions
     ]
-    columns = ("after_group_id", "context_id", "batch_min", "decision_version", "speculation_length", "ms_per_token")
-    before = [tuple(row[column] for column in columns) for row in stored_decisions]
+    columns = (
+        "after_group_id",
+        "context_id",
+        "batch_min",
+        "decision_version",
+        "speculation_length",
+        "ms_per_token",
+        "plan",
+    )
+    before = [tuple(row.get(column) for column in columns) for row in stored_decisions]
     again.sort(key=lambda values: values[:4])
     before.sort(key=lambda values: values[:4])
     equal = len(set(again) & set(before))

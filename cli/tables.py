@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from speclen.console.database import DB_OPTION
 from speclen.console.errors import UserError
-from speclen.console.learned_table import Row, learned_rows, matrices
+from speclen.console.learned_table import Row, learned_rows, matrices, plan_lines
 
 
 def tables(
@@ -33,7 +33,7 @@ def tables(
     if sum((watch, as_json, as_csv)) > 1:
         raise UserError("--watch, --json and --csv exclude each other: give one of them")
     if watch:
-        keep_showing(lambda: matrices(learned_rows(db, context)), interval_s)
+        keep_showing(lambda: Group(matrices(learned_rows(db, context)), *plan_lines(db, context)), interval_s)
         return
     rows = learned_rows(db, context)
     if as_json:
@@ -41,7 +41,7 @@ def tables(
     elif as_csv:
         print_csv(rows)
     else:
-        Console().print(matrices(rows))
+        Console().print(Group(matrices(rows), *plan_lines(db, context)))
 
 
 def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:

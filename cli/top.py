@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import grpc
@@ -15,7 +17,9 @@ from rich.table import Table
 
 from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.flags import flags_from
+from speclen.controller.estimator.plans.plan import Plan
 from speclen.transport.settings import settings_of
+from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -113,7 +117,20 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
 
 def table_cells(info: pb.GetServerInfoResponse) -> list[str]:
     lengths = [
-        f"{c.batch_min if c.batch_min == c.batch_max else f'{c.batch_min}-{c.batch_max}'}:{c.speculation_length}"
-        for c in info.table.choices
+        f"{low if low == high else f'{low}-{high}'}:{played}" for low, high, played in together(info.table.choices)
     ]
     return [info.table_source, " ".join(lengths)]
+
+
+def together(choices: Iterable[control_pb2.BucketChoice]) -> Iterator[tuple[int, int, str]]:
+    """Batch sizes, those next to each other that play alike as one range; lengths are numbers, plans that copy words."""
+    for played, members in groupby(choices, key=in_words):
+        ranges = list(members)
+        yield ranges[0].batch_min, ranges[-1].batch_max, played
+
+
+def in_words(choice: control_pb2.BucketChoice) -> str:
+    if not choice.plan.copy_min_match:
+        return str(choice.speculation_length)
+    plan = choice.plan
+    return f"({Plan(plan.draft_length, plan.copy_min_match, plan.copy_max_tokens, plan.draft_after_copy)})"

@@ -21,7 +21,7 @@ from speclen.console.whose import check_available
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
-from speclen.worker.models.naming import check_names
+from speclen.worker.models.naming import check_names, draft_of
 
 STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
@@ -122,6 +122,8 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
         WorkerConfig(**{**options, "policy": "adaptive" if options["policy"] == "profile" else options["policy"]})
     except ValueError as error:
         raise UserError(str(error)) from error
+    if draft_of(options["target"], options["draft"]) in ("", "none"):
+        say(f"{options['target']} serves without a draft model: rows only copy from their own text (--draft names one)")
     return options
 
 

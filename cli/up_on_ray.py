@@ -9,6 +9,7 @@ from typing import Any
 
 from speclen.console.errors import UserError, wrapped
 from speclen.console.processes import end_as_by_ctrl_c
+from speclen.integrations.ray.room import check_reachable
 from speclen.integrations.ray.settings import FleetConfig
 
 # Of `up`'s own defaults: a setting that is nothing special is left to each node's environment.
@@ -20,7 +21,9 @@ def up_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], liste
     end_as_by_ctrl_c()
     try:
         config = FleetConfig(**fleet, worker={name: value for name, value in worker.items() if value not in UNTOLD})
-        from speclen.integrations.ray.cluster import fleet as running
+        if address != "auto":
+            check_reachable(address)
+        from speclen.integrations.ray.cluster import fleet as running  # here: Ray takes seconds to import
         from speclen.integrations.ray.cluster import join
 
         say(f"joining the Ray cluster {'of this machine' if address == 'auto' else f'at {address}'}")

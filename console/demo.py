@@ -69,9 +69,9 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
         for channel in channels:
             channel.close()
     time.sleep(1.0)  # the last reports are written in groups of 250 ms
-    from speclen.console.learned_table import learned_rows, matrices
+    from speclen.console.learned_table import learned_rows, matrices, plan_lines
 
-    Console().print(matrices(learned_rows(database, context="")))
+    Console().print(matrices(learned_rows(database, context="")), *plan_lines(database, context=""), sep="\n")
     explain_choices(database)
 
 
@@ -147,9 +147,9 @@ def explain_choices(database: Path) -> None:
     from speclen.store.queries import view_rows
 
     with reading(database) as connection:
-        lengths = {row["speculation_length"] for row in view_rows(connection, "current_choice")}
-    if len(lengths) == 1:
+        played = {row["plan"] for row in view_rows(connection, "current_choice")}
+    if len(played) == 1:
         print(
-            f"\nEvery batch size settled on length {lengths.pop()}: on this machine the time of a step grows so little, "
-            "or so much, with batch size and length that one length is best throughout. `speclen explain` has the numbers."
+            f"\nEvery batch size settled on '{played.pop()}': on this machine the time of a step grows so little, "
+            "or so much, with batch size and length that one plan is best throughout. `speclen explain` has the numbers."
         )

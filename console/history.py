@@ -89,7 +89,8 @@ def last_change(connection: Connection, context_id: int, batch_min: int) -> Chan
     for row in reversed(view_rows(connection, "decisions")):
         if (row["context_id"], row["batch_min"]) == (context_id, batch_min):
             when = datetime.fromtimestamp(row["decided_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            return Change(row["previous_length"], row["speculation_length"], row["reason"], when)
+            plans = row.get("previous_plan"), row.get("plan")  # a file of an older version lacks them
+            return Change(row["previous_length"], row["speculation_length"], row["reason"], when, *plans)
     return None
 
 

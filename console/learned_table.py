@@ -37,6 +37,22 @@ def matrices(rows: list[Row]) -> RenderableType:
     return Group(*(line for part in parts for line in part))
 
 
+def plan_lines(db: Path, context: str) -> list[Text]:
+    """A line per range of batch sizes in which rows copy; none where lengths are all."""
+    with reading(db) as connection:
+        known = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'plan_table'").fetchone()
+        rows = view_rows(connection, "plan_table") if known else []
+    used = [row for row in rows if row["is_best"] and context in row["context"]]
+    found = []
+    for (name, plan), group in groupby(used, key=lambda row: (row["context"], row["plan"])):
+        members = list(group)
+        low, high = members[0]["batch_min"], members[-1]["batch_max"]
+        sizes = str(low) if low == high else f"{low}-{high}"
+        ms = " to ".join(sorted({short(row["ms_per_token"]) for row in (members[0], members[-1])}))
+        found.append(Text(f"batch {sizes} plays {plan!r} instead: {ms} ms per token ({name})"))
+    return found
+
+
 def titled(context: str, rows: list[Row]) -> list[RenderableType]:
     """A matrix between lines of its own, which wrap at the terminal's width and not at the table's."""
     return [

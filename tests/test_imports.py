@@ -21,7 +21,7 @@ ALLOWED = {
     "worker.requests": {"worker.drafting", "worker.sampling"},
     "worker.structured": {"worker.requests"},
     "worker.engine": {"worker.drafting", "worker.models", "worker.backends", "worker.sampling", "worker.requests"},
-    "worker.config": {"transport", "worker.drafting"},
+    "worker.config": {"worker.models.naming", "transport", "worker.drafting"},
     "worker.reporting": {"v1", "transport", "worker.drafting", "worker.models", "worker.engine"},
     "worker.profiling": {
         "v1",

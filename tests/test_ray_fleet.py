@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from speclen.cli.app import with_ray_address
 from speclen.cli.up import refuse_without_ray
 from speclen.console.errors import UserError
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
-from speclen.integrations.ray.room import check_room
+from speclen.integrations.ray.room import check_reachable, check_room
 from speclen.integrations.ray.serving import ServedWorker
 from speclen.integrations.ray.settings import FleetConfig, fleet_from
 from speclen.store.backup_place import BackupPlace
@@ -123,6 +124,16 @@ def test_fewer_resources_than_asked_for_are_told_before_anything_starts():
     check_room(FleetConfig(workers=4, cpus_per_worker=0.1), [node(0.3), node(0.1)])
 
 
+def test_no_cluster_at_the_address_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        check_reachable(address)
+    with pytest.raises(ValueError, match=f"no Ray cluster at {address}"):
+        check_reachable(address)
+    with pytest.raises(ValueError, match="--ray 'nonsense' is not HOST:PORT"):
+        check_reachable("nonsense")
+
+
 # Calls.
 
 
@@ -189,12 +200,12 @@ def test_a_caller_who_goes_away_ends_the_work():
 
 def test_a_wrong_token_is_refused_before_anything_is_done():
     keyring = Keyring(["0123456789abcdef"])
-    check_token(None, FakeContext())
-    check_token(keyring, FakeContext(("authorization", "Bearer 0123456789abcdef")))
-    for metadata in ((), (("authorization", "Bearer wrong"),)):
+    check_token(None, FakeContext(), insecure=True)
+    check_token(keyring, FakeContext(("authorization", "Bearer 0123456789abcdef")), insecure=False)
+    for known, metadata in ((keyring, ()), (keyring, (("authorization", "Bearer wrong"),)), (None, ())):
         outer = FakeContext(*metadata)
         with pytest.raises(CallEndedError):
-            check_token(keyring, outer)
+            check_token(known, outer, insecure=False)
         assert outer.code is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -327,7 +338,9 @@ def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path
         return str(where.address)
 
     async def scenario() -> None:
-        config = WorkerConfig(threads=1, backend="torch", max_batch_size=4, worker_id="ray:test", drain_timeout_s=5.0)
+        config = WorkerConfig(
+            threads=1, backend="torch", max_batch_size=4, worker_id="ray:test", drain_timeout_s=5.0, insecure=True
+        )
         worker = await ServedWorker.start(config, config.worker_id, find)
         try:
             request = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8), stream=True)

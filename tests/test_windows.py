@@ -6,7 +6,7 @@ import random
 
 import pytest
 from control_fakes import CONTEXT, LIMITS, identity, registration, report, run, served, until_durable
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps_of import KEY, Steps, controller_for
 
@@ -65,6 +65,7 @@ def checked(window: pb.ReportWindow, group: Group) -> None:
     read_window(window, WIDE, ORIGIN, group)
 
 
+@settings(deadline=None)  # machines under load
 @given(st.integers(0, 10_000), st.integers(1, 120))
 def test_a_window_holds_every_step_once(seed, num):
     sent = records(random.Random(seed), num)
@@ -87,6 +88,7 @@ def test_a_window_holds_every_step_once(seed, num):
     assert {each.probe_id for each in window.reports} - {0} == {choice.probe_id for _, choice, _ in sent} - {0}
 
 
+@settings(deadline=None)  # machines under load
 @given(st.integers(0, 10_000), st.integers(1, 60))
 def test_what_is_kept_of_a_window_is_read_back_as_it_was_learned_from(seed, num):
     group = read(to_window(records(random.Random(seed), num)))
@@ -135,6 +137,7 @@ def test_an_implausible_window_teaches_nothing(change, words):
     assert not group.observations
 
 
+@settings(deadline=None)  # machines under load
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=30))
 def test_every_number_of_a_window_counts_once_or_all_are_refused(spans):
     window, seen = SeqWindow(), set()

@@ -9,6 +9,7 @@ from pathlib import Path
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from speclen.transport.settings import check_bounds, setting
 from speclen.worker.drafting.plan import COPYING, PlannedBucket, parse_plans
+from speclen.worker.models.naming import AUTO, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
 POLICY = re.compile(r"adaptive|profile|none|copy|fixed:(\d{1,2})")
@@ -21,7 +22,10 @@ class WorkerConfig:
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
     controller: str = setting("127.0.0.1:7070", "Address of the controller; empty for none.")
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
-    draft: str = setting("bundled:draft", "Draft model, likewise; empty: rows only copy from their own text.")
+    draft: str = setting(
+        AUTO,
+        "Draft model, likewise; auto: the bundled one with a bundled target; none: rows only copy from their own text.",
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
     weights: str = setting(
@@ -93,6 +97,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        object.__setattr__(self, "draft", draft_of(self.target, self.draft))
         kind, length = parse_policy(self.policy)
         if length is not None and length > self.max_length:
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")

@@ -30,6 +30,7 @@ from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
 from speclen.worker.drafting.plan import Plan, parse_plan
 from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.models.naming import draft_of
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts, texts_from_file
 
 ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
@@ -83,7 +84,7 @@ def step(
         seed,
     )
     try:
-        pair = load_pair(**models)
+        pair = load_pair(**(models | {"draft": draft_of(models["target"], models["draft"])}))
         set_threads(threads, pair)
         check(settings, pair)
         source = PromptSource(pair.tokenizer, texts_from_file(prompts) if prompts else held_out_texts(), seed)

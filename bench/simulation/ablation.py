@@ -11,7 +11,12 @@ from speclen.controller.estimator import acceptance, change, choice, step_time, 
 
 NEVER = 1e12  # of a threshold, and a prior that nothing moves
 SWITCHED_OFF: dict[str, tuple[tuple[ModuleType, str, float], ...]] = {
-    "cells on top of the surface": ((step_time, "CELL_SD", 1e-4),),
+    "cells on top of the surface": tuple((step_time, f"{name}CELL_SD", 1e-4) for name in ("", "LEAST_", "MOST_")),
+    "how far cells are from the surface": ((step_time, "LEAST_CELL_SD", 0.04), (step_time, "MOST_CELL_SD", 0.04)),
+    "new cells say little of the speed": ((step_time, "UNSEEN_SDS", 0.0), (step_time, "UNSEEN_SD", 0.0)),
+    "quick steps of new cells unclipped": ((step_time, "FEW_REPORTS", 0.0),),
+    "first reports that count for half": ((step_time, "FIRST_OFF", 0.0),),
+    "evidence of other contexts as a prior": ((step_time, "CONTEXT_LEFT", NEVER),),
     "cells that outlive a change": ((step_time, "KEPT_LEFT_OVER", 0.0),),
     "ageing of cells": ((step_time, "WALK", 0.0),),
     "slopes that resemble their neighbours": ((surface, "SLOPE_RESEMBLANCE", 0.0),),

@@ -24,10 +24,15 @@ BEFORE = "before"  # the estimator before this one, which cannot be played any m
 
 
 def merge(old: dict[str, Any], new: dict[str, Any], commit: str) -> dict[str, Any]:
-    """Raises ValueError when the two are of different seeds or lengths of runs."""
-    for name in ("seeds", "steps"):
-        if old[name] != new[name]:
-            raise ValueError(f"{name} is {new[name]} in the new runs, but {old[name]} in those that are there")
+    """Raises ValueError when the new runs are of other seeds than those that are there, or of another length.
+
+    They may be of fewer: every row says of how many (`num_seeds`).
+    """
+    (first, last), (low, high) = new["seeds"], old["seeds"]
+    if not low <= first <= last <= high:
+        raise ValueError(f"seeds is {new['seeds']} in the new runs, but {old['seeds']} in those that are there")
+    if old["steps"] != new["steps"]:
+        raise ValueError(f"steps is {new['steps']} in the new runs, but {old['steps']} in those that are there")
     replaced = {(row["scenario"], row["policy"]) for row in new["summary"]}
     for kind in ("summary", "runs"):
         kept = [row for row in old[kind] if (row["scenario"], row["policy"]) not in replaced]

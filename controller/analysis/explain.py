@@ -8,6 +8,7 @@ from statistics import fmean
 
 from speclen.controller.estimator.core import Bucket, ContextKey, LearnedRow
 from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.choice import PlanEstimate, ShownPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Change:
     speculation_length: int
     reason: str
     when: str = ""
+    previous_plan: str | None = None  # in words, where rows copied; the lengths are the draft model's then
+    plan: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,14 @@ class Explanation:
     resume_s: float  # what the first step after length 0 costs extra
     num_reports: int
     last_change: Change | None
+    plans: tuple[ShownPlan, ...] = ()  # that copy: the one in use, if one is, then the best others
+    copying_rows: float | None = None  # share of rows that copy under the plan in use
+    copied_right: tuple[float, ...] = ()  # share of copied tokens accepted at position 1, 2, ... under it
+
+    @property
+    def plan(self) -> PlanEstimate | None:
+        """The plan in use, where rows copy."""
+        return next((shown.estimate for shown in self.plans if shown.is_best), None)
 
     @property
     def chosen(self) -> LearnedRow:
@@ -73,9 +84,15 @@ def explain(
     others = [row for row in rows if row.estimate.speculation_length != length]
     rival = min(others, key=lambda row: row.estimate.ms_per_token, default=None)
     chosen_ms = rows[length].estimate.ms_per_token
+    group = context.group_of(worker_id)
+    plans = tuple(estimator.plan_estimates(key, worker_id, index).get(context.buckets[index], ()))
+    in_use = next((shown.estimate for shown in plans if shown.is_best), None)
     decision = estimator.last_decision(key, index, worker_id)
     if last_change is None and decision is not None:
-        last_change = Change(decision.previous_length, decision.speculation_length, decision.reason)
+        last_change = Change(
+            *(decision.previous_length, decision.speculation_length, decision.reason, ""),
+            *(None if plan is None else str(plan) for plan in (decision.previous_plan, decision.plan)),
+        )
     speeds = [times.watch.speed_of(worker_id)] if worker_id else list(times.watch.speeds.values())
     return Explanation(
         context=key,
@@ -92,24 +109,18 @@ def explain(
         resume_s=context.resume_s,
         num_reports=int(times.num_seen.sum()),
         last_change=last_change,
+        plans=plans,
+        copying_rows=None if group.plans is None or in_use is None else group.plans.share_of(in_use.plan),
+        copied_right=() if group.plans is None or in_use is None else group.plans.right_behind(in_use.plan),
     )
 
 
 def in_words(explanation: Explanation) -> list[str]:
     """The explanation as sentences, one per entry."""
-    chosen, bucket = explanation.chosen.estimate, explanation.bucket
-    sizes = (
-        str(bucket.batch_min) if bucket.batch_min == bucket.batch_max else f"{bucket.batch_min} to {bucket.batch_max}"
+    sentences = (
+        _about_plan(explanation, explanation.plan) if explanation.plan is not None else _about_length(explanation)
     )
-    length = explanation.speculation_length
-    drafting = "does not draft (plain decoding)" if length == 0 else f"drafts {length} token{'s' if length > 1 else ''}"
-    sentences = [
-        f"A batch of {explanation.batch_size} (bucket {sizes}) {drafting}.",
-        f"A step at that length gives {chosen.expected_tokens:.2f} tokens per row in {1e3 * chosen.step_s:.3g} ms: "
-        f"{chosen.ms_per_token:.4g} ms per token (95%: {chosen.ms_per_token_low:.4g} to {chosen.ms_per_token_high:.4g}), "
-        f"known from {explanation.chosen.num_steps} steps here and {explanation.num_reports} in all.",
-    ]
-    sentences += _about_rival(explanation) + _about_survival(explanation)
+    sentences += _about_survival(explanation)
     if explanation.speed_sd > 0.03:
         sentences.append(
             f"The device's speed wanders by {100 * explanation.speed_sd:.0f}%: the newest steps took "
@@ -119,12 +130,77 @@ def in_words(explanation: Explanation) -> list[str]:
         sentences.append(f"Drafting again after length 0 costs {1e3 * explanation.resume_s:.3g} ms once.")
     change = explanation.last_change
     if change is not None:
-        before = "nothing" if change.previous_length is None else f"length {change.previous_length}"
-        when = f" ({change.when})" if change.when else ""
-        sentences.append(
-            f"The choice last changed{when} from {before} to length {change.speculation_length}: {change.reason}."
+        before = change.previous_plan or (
+            "nothing" if change.previous_length is None else f"length {change.previous_length}"
         )
+        after = change.plan or f"length {change.speculation_length}"
+        when = f" ({change.when})" if change.when else ""
+        sentences.append(f"The choice last changed{when} from {before} to {after}: {change.reason}.")
     return sentences
+
+
+def _of_batch(explanation: Explanation) -> str:
+    bucket = explanation.bucket
+    sizes = (
+        str(bucket.batch_min) if bucket.batch_min == bucket.batch_max else f"{bucket.batch_min} to {bucket.batch_max}"
+    )
+    return f"A batch of {explanation.batch_size} (bucket {sizes})"
+
+
+def _about_length(explanation: Explanation) -> list[str]:
+    chosen, length = explanation.chosen.estimate, explanation.speculation_length
+    drafting = "does not draft (plain decoding)" if length == 0 else f"drafts {length} token{'s' if length > 1 else ''}"
+    return [
+        f"{_of_batch(explanation)} {drafting}.",
+        f"A step at that length gives {chosen.expected_tokens:.2f} tokens per row in {1e3 * chosen.step_s:.3g} ms: "
+        f"{chosen.ms_per_token:.4g} ms per token (95%: {chosen.ms_per_token_low:.4g} to {chosen.ms_per_token_high:.4g}), "
+        f"known from {explanation.chosen.num_steps} steps here and {explanation.num_reports} in all.",
+        *_about_rival(explanation),
+        *_about_idle_plan(explanation),
+    ]
+
+
+def _about_plan(explanation: Explanation, used: PlanEstimate) -> list[str]:
+    """Why rows copy, and what the best other plan and the best length would cost."""
+    right = ", ".join(f"{100 * share:.0f}%" for share in explanation.copied_right[:4])
+    sentences = [
+        f"{_of_batch(explanation)} plays '{used.plan}'.",
+        f"A step of it gives {used.expected_tokens:.2f} tokens per row in {1e3 * used.step_s:.3g} ms: "
+        f"{used.ms_per_token:.4g} ms per token (95%: {used.ms_per_token_low:.4g} to {used.ms_per_token_high:.4g}).",
+        f"{100 * (explanation.copying_rows or 0.0):.0f}% of the rows find their last tokens in their own text and copy; the "
+        f"first copied tokens are accepted in {right} of the cases, each if those before were, and cost no draft pass.",
+    ]
+    length = explanation.chosen.estimate
+    rivals = [
+        (shown.estimate.ms_per_token, f"'{shown.estimate.plan}'") for shown in explanation.plans if not shown.is_best
+    ]
+    rivals.append((length.ms_per_token, f"length {length.speculation_length} without copies"))
+    for ms, name in sorted(rivals):
+        percent = 100.0 * (ms / used.ms_per_token - 1.0)
+        worse = (
+            f"{percent:.1f}% worse"
+            if percent >= 0.0
+            else f"{-percent:.1f}% better, too little or too unsure to change for"
+        )
+        sentences.append(f"{name[0].upper()}{name[1:]} would need {ms:.4g} ms per token: {worse}.")
+    return sentences
+
+
+def _about_idle_plan(explanation: Explanation) -> list[str]:
+    """What copying would cost where it is not done."""
+    if not explanation.plans:
+        return []
+    best, now = explanation.plans[0].estimate, explanation.chosen.estimate.ms_per_token
+    percent = 100.0 * (best.ms_per_token / now - 1.0)
+    worse = (
+        f"{percent:.1f}% worse"
+        if percent >= 0.0
+        else f"{-percent:.1f}% better by its best guess, too unsure to change for"
+    )
+    return [
+        f"Rows do not copy: the best plan that does, '{best.plan}', would need {best.ms_per_token:.4g} ms per token: "
+        f"{worse}."
+    ]
 
 
 def _about_rival(explanation: Explanation) -> list[str]:

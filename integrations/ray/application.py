@@ -45,7 +45,10 @@ class Worker:
         set_up_logs()
         context, host = serve.get_replica_context(), ray.util.get_node_ip_address()
         told = replace(
-            config.worker_config(os.environ), listen=f"{host}:0", worker_id=f"ray:{host}:{context.replica_id.unique_id}"
+            config.worker_config(os.environ),
+            listen=f"{host}:0",
+            worker_id=f"ray:{host}:{context.replica_id.unique_id}",
+            insecure=config.insecure,
         )
         self._worker = await ServedWorker.start(told, told.worker_id, lambda: find_controller(config))
         SERVED[told.worker_id] = self._worker

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +16,6 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
 from speclen.integrations.ray.actor import LOOPBACK, controller_of, end_controller, host_of_cluster
-from speclen.integrations.ray.application import application
 from speclen.integrations.ray.room import check_room
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.address import check_free, split_address
@@ -38,8 +36,6 @@ def join(address: str) -> None:
     Raises ValueError with one sentence where there is none at the address.
     """
     quiet = {"namespace": "speclen", "log_to_driver": False, "logging_level": "error"}
-    if address != "auto":
-        check_reachable(address)
     try:
         ray.init(address=address, **quiet)
     except ConnectionError as error:
@@ -48,18 +44,6 @@ def join(address: str) -> None:
                 f"there is no Ray cluster at {address}: give the address that `ray start` printed"
             ) from error
         ray.init(address="local", include_dashboard=False, **quiet)
-
-
-def check_reachable(address: str) -> None:
-    """Raises ValueError where nothing listens: Ray itself would try for a minute."""
-    host, port = split_address("--ray", address.removeprefix("ray://"))
-    try:
-        socket.create_connection((host, port), timeout=3.0).close()
-    except OSError as error:
-        raise ValueError(
-            f"there is no Ray cluster at {address} ({error.strerror or error}): start one with `ray start --head`, or "
-            "leave the address away"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -141,6 +125,8 @@ def start_controller(config: FleetConfig) -> str:
 
 def deploy(config: FleetConfig, say: Say) -> None:
     """Run the application and wait until all workers serve. Raises ValueError when Serve gives up."""
+    from speclen.integrations.ray.application import application  # here: it brings torch, which takes seconds
+
     serve.run_many(
         [serve.RunTarget(target=application(config), name=APPLICATION, route_prefix="/")],
         wait_for_applications_running=False,

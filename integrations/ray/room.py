@@ -1,11 +1,13 @@
-"""Whether a cluster has room for the workers, before any is started. Knows nothing of Ray but the shape of its nodes."""
+"""Whether there is a cluster, and room in it, before anything is started. Knows of Ray only the shape of its nodes."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speclen.integrations.ray.settings import FleetConfig
+from speclen.transport.address import split_address
 
 
 def check_room(config: FleetConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -29,3 +31,15 @@ def workers_on(resources: Mapping[str, float], config: FleetConfig) -> int:
     wanted = {"CPU": config.cpus_per_worker, "GPU": config.gpus_per_worker}
     fits = [int(resources.get(name, 0.0) / amount + 1e-9) for name, amount in wanted.items() if amount]
     return min(fits, default=config.most_workers)
+
+
+def check_reachable(address: str) -> None:
+    """Raises ValueError where nothing listens: Ray itself would try for a minute."""
+    host, port = split_address("--ray", address.removeprefix("ray://"))
+    try:
+        socket.create_connection((host, port), timeout=3.0).close()
+    except OSError as error:
+        raise ValueError(
+            f"there is no Ray cluster at {address} ({error.strerror or error}): start one with `ray start --head`, or "
+            "leave the address away"
+        ) from error

@@ -91,14 +91,14 @@ class ServedWorker:
 
     async def generate(self, request: pb.GenerateRequest, outer: Any) -> AsyncIterator[pb.GenerateResponse]:
         """One call of Generate. outer: Serve's gRPC context. Raises CallEndedError after its status was set."""
-        check_token(self._keyring, outer)
+        check_token(self._keyring, outer, self.config.insecure)
         call: Any = ServeCall(outer)
         async for message in call.messages(self.servicer.Generate(request, call)):
             yield message
 
     async def ask(self, method: str, request: Any, outer: Any) -> Any:
         """A call with one answer. Raises CallEndedError without one of the tokens."""
-        check_token(self._keyring, outer)
+        check_token(self._keyring, outer, self.config.insecure)
         return await getattr(self.servicer, method)(request, ServeCall(outer))
 
     def check(self) -> None:

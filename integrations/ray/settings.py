@@ -42,7 +42,7 @@ class FleetConfig:
     backup_every_s: float = setting(60.0, "Seconds between backups: what can be lost with a machine.", least=1)
     controller_tls_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
     controller_tls_key: Path | None = setting(None, "Key of that certificate, PEM.")
-    insecure: bool = setting(False, "Let other machines reach the controller without TLS and token.")
+    insecure: bool = setting(False, "Let other machines in without a token, and reach the controller without TLS.")
     worker: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

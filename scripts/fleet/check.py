@@ -19,7 +19,7 @@ import grpc
 import ray
 import typer
 from load import Clients, Request, gap_ms, statuses
-from nodes import Up, end_process, make_nodes
+from nodes import Up, add_node, end_process, make_nodes, node_of
 from report import Report
 
 from speclen.console.database import reading
@@ -51,9 +51,9 @@ def main(
     try:
         began = time.monotonic()
         up = Up.start(cluster.address, folder, workers=2)
-        report.say(
-            "", f"`speclen up --ray {cluster.address} --workers 2` served after {time.monotonic() - began:.0f} s."
-        )
+        report.say("", f"`speclen up --ray ADDRESS --workers 2` served after {time.monotonic() - began:.0f} s.")
+        # Only now, so that each kind of node has got a worker.
+        nodes.append(add_node(cluster, "torch"))
         run(report, up, cluster, nodes, learn_s, settle_s)
         report.check(up.stop() == 0 and not left_over(up), "Ctrl-C ends everything: nothing answers any more")
         up = None
@@ -190,23 +190,24 @@ def kill_controller(report: Report, up: Up, clients: Clients, settle_s: float) -
 
 
 def kill_node(report: Report, up: Up, clients: Clients, cluster: Any, nodes: list[Any], settle_s: float) -> None:
-    """The node of the OpenVINO worker: its worker comes back on the spare node, which is of the other kind."""
-    before = wait_for(lambda: distinct(up, 2) if len(distinct(up, 2)) == 2 else None)
+    """A node goes, as if its plug were pulled: its worker is placed on the node that is free."""
+    before = wait_for(lambda: two_of(distinct(up, 2)))
+    victim = next(iter(before.values()))
+    node = node_of(victim.server.process_id, nodes)
     report.say("", "## A node is lost, with its worker", "")
 
     def recovered() -> bool:
         now = distinct(up, 2, looks=4)
-        return len(now) == 2 and set(now) != set(before)
+        return len(now) == 2 and victim.worker.worker_id not in now
 
-    died(
-        report,
-        clients,
-        lambda: cluster.remove_node(nodes[0], allow_graceful=False),
-        recovered,
-        settle_s,
-        WORKER_AIM_S,
-        "a new worker serves on another node",
-    )
+    def kill() -> None:
+        cluster.remove_node(node, allow_graceful=False)
+
+    died(report, clients, kill, recovered, settle_s, WORKER_AIM_S, "a new worker serves on another node")
+
+
+def two_of(found: dict[str, pb.GetServerInfoResponse]) -> dict[str, pb.GetServerInfoResponse] | None:
+    return found if len(found) == 2 else None
 
 
 def died(

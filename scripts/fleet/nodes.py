@@ -25,10 +25,13 @@ START_S = 240.0
 
 
 def make_nodes() -> tuple[Cluster, list[Any]]:
-    """A head without workers, a node of each kind with room for one worker, and a spare one of the second kind."""
+    """A head without workers, and a node of each kind with room for one worker."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    kinds = [KINDS["openvino"], KINDS["torch"], KINDS["torch"]]
-    return cluster, [cluster.add_node(num_cpus=1, env_vars={**OF_ALL, **kind}) for kind in kinds]
+    return cluster, [add_node(cluster, kind) for kind in KINDS]
+
+
+def add_node(cluster: Cluster, kind: str) -> Any:
+    return cluster.add_node(num_cpus=1, env_vars={**OF_ALL, **KINDS[kind]})
 
 
 def free_port() -> int:
@@ -88,6 +91,13 @@ class Up:
                 pb.GetServerInfoRequest(), timeout=5
             )
             return answer
+
+
+def node_of(process_id: int, nodes: list[Any]) -> Any:
+    """The simulated node that a worker runs on: its raylet started the worker's process."""
+    parent = int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+    (found,) = (node for node in nodes if parent in [each.process.pid for each in node.all_processes.get("raylet", [])])
+    return found
 
 
 def end_process(process_id: int) -> None:

@@ -51,9 +51,20 @@ BUNDLED: dict[str, tuple[str, Shape | None]] = {
 }
 
 
+AUTO = "auto"
+
+
+def draft_of(target: str, draft: str) -> str:
+    """The draft model: what AUTO means with this target, the bundled one with a bundled target, none ("") with others."""
+    if draft != AUTO:
+        return draft
+    return "bundled:draft" if target.startswith("bundled:") else ""
+
+
 def check_names(target: str, draft: str) -> None:
-    """Raises ModelError for a target or a draft whose name can lead nowhere; a draft may be "" or "none"."""
+    """Raises ModelError for a target or a draft whose name can lead nowhere; a draft may be "", "none" or AUTO."""
     find_place(target)
+    draft = draft_of(target, draft)
     if draft not in ("", "none"):
         find_place(draft)
 

@@ -96,8 +96,13 @@ def num_parameters(model: torch.nn.Module) -> int:
 def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPair, Engine, ControlClient]:
     """Models, engine and control client, ready to run. Raises ValueError with one sentence for bad settings."""
     parse_policy(config.policy)
-    progress(f"loading {config.target} and {config.draft or 'no draft'}")
-    pair = load_pair(config.target, config.draft or None, config.device, config.dtype, config.weights)
+    drafting = (
+        config.draft if config.has_draft else "no draft model: rows only copy from their own text (--draft names one)"
+    )
+    progress(f"loading {config.target} and {drafting}")
+    pair = load_pair(
+        config.target, config.draft if config.has_draft else None, config.device, config.dtype, config.weights
+    )
     set_threads(config.threads, pair)
     engine_config = EngineConfig(
         max_batch_size=config.max_batch_size,

@@ -21,6 +21,7 @@ from speclen.worker.models.loading import ModelPair
 from speclen.worker.observing.tracing import Origin
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
+from speclen.worker.reporting.messages import to_plan
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -166,12 +167,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         batch_min=bucket.batch_min,
                         batch_max=bucket.batch_max,
                         speculation_length=bucket.speculation_length,
+                        plan=None if bucket.plan is None else to_plan(bucket.plan),
                     )
                     for bucket in table.buckets
                 ],
             ),
             limits=control_pb2.WorkerLimits(
-                max_batch_size=card.max_batch_size, max_speculation_length=card.max_speculation_length
+                max_batch_size=card.max_batch_size,
+                max_speculation_length=card.max_speculation_length,
+                max_copied_tokens=card.max_copied_tokens,
             ),
             num_requests_running=load.num_running,
             num_requests_waiting=load.num_waiting + self._async_engine.entrance.num_waiting,

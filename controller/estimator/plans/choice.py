@@ -357,6 +357,16 @@ class PlanChoice:
         spread = float(np.exp(min(1.96 * float(np.sqrt(known.unsure[at, place])), 6.0)))
         return PlanEstimate(self.grid[place], tokens, seconds, ms, ms / spread, ms * spread)
 
+    def share_of(self, plan: Plan) -> float:
+        """Of rows that copy under a plan of the grid."""
+        return float(self.now().share[self.place[plan]]) if self.usual.any() else 0.0
+
+    def right_behind(self, plan: Plan) -> tuple[float, ...]:
+        """Share of copied tokens accepted at position 1, 2, ..., behind matches that the plan copies from, as seen."""
+        counts = self.copying.runs[:, plan.copy_min_match :, : plan.copy_max_tokens].sum(axis=1)
+        shares: list[float] = (counts[1] / np.maximum(counts[0], 1e-9)).tolist()
+        return tuple(shares)
+
     def restore(self, chosen: list[list[int] | None], news: bool) -> None:
         """Go on with these plans, which may be of a larger grid. news: whether anything came since the last choice."""
         plans = [None if each is None else Plan(each[0], each[1], each[2], bool(each[3])) for each in chosen]
