@@ -9,6 +9,7 @@ its place where it promises more after doubt, and pays for its probes from the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +28,8 @@ MATCHES, MOSTS, NUM_LENGTHS = (2, 3, 5, 8), (4, 8, 16), 9
 MARGIN = 0.005
 # Buckets of a group that are chosen in anew; groups after which one is although there is no news of plans.
 MOST_BUCKETS, IDLE_GROUPS = 6, 8
-# Reports that copied after which the walk is followed anew.
-WALK_REPORTS = 32
+# Reports that copied after which the walk is followed anew; tokens by which the usual ones may be off until then.
+WALK_REPORTS, USUAL_MOVED = 32, 0.2
 # Drafts of rows without a match: acceptance of a position over everybody's, before anything was seen, and the rows that
 # counts for. Reports after which counts have faded to 1/e.
 COLD_RATIO, PRIOR_ROWS, MEMORY_REPORTS = 0.95, 20.0, 100.0
@@ -36,6 +37,7 @@ LEAST_RATIO, MOST_RATIO = 0.1, 1.3
 # Columns that a rectangle grows by with each further token of its longest proposal: widths 1, 2, 3, 4, 6, 8, 12, 16.
 COLUMNS = np.array([1, 1, 1, 1, 2, 0, 2, 0, 4, 0, 0, 0, 4, 0, 0, 0], dtype=float)
 REACHED, PASSED, EXPECTED = range(3)
+RUNS = range(65)
 # What the walk has wrong about tokens, learned from steps that follow one of the same plan: weight that an older step keeps,
 # tokens that no error counts for, and the bounds.
 BIAS_MEMORY, BIAS_TOKENS, LEAST_BIAS, MOST_BIAS = 0.99, 50.0, 0.6, 1.4
@@ -160,16 +162,20 @@ class PlanChoice:
         """Compare what rows put out under a plan in its second step and later with what the walk says."""
         if not self.usual.any():
             return
-        walk, drafted = self.now(), self.usual
+        tokens, rows = 0, dict[Plan, int]()
         for step in steps:
-            place = None if step.copying is None else self.place.get(step.copying.plan)
-            if place is None or step.copying is None:
+            if step.copying is None or step.copying.plan not in self.place:
                 continue
-            copied = sum(run.num_accepted * run.num_rows for run in step.copying.runs)
-            tokens = copied + sum(run * rows for run, rows in enumerate(step.accepted_histogram))
-            expected = walk.copied[place] + (1.0 - walk.share[place]) * drafted[self.length_at[place]] - 1.0
-            self.bias *= BIAS_MEMORY
-            self.bias += tokens, expected * step.batch_size
+            rows[step.copying.plan] = rows.get(step.copying.plan, 0) + step.batch_size
+            tokens += sum([run[2] * run[3] for run in step.copying.runs])
+            tokens += sum(map(mul, step.accepted_histogram, RUNS))
+        walk, expected = self.now(), 0.0
+        for plan, count in rows.items():
+            place = self.place[plan]
+            alone = (1.0 - walk.share[place]) * self.usual[self.length_at[place]]
+            expected += count * float(walk.copied[place] + alone - 1.0)
+        self.bias *= BIAS_MEMORY ** len(steps)
+        self.bias += tokens, expected
 
     def draft_tokens(self, tokens: FloatArray) -> FloatArray:
         """Expected tokens of rows without a match at the grid's lengths, [buckets, lengths]. tokens: everybody's."""
@@ -209,9 +215,9 @@ class PlanChoice:
         return self.walked
 
     def _follow_usual(self, drafted: FloatArray) -> None:
-        """Rounded, since the walk hangs little on it and is dear."""
-        usual = np.round(drafted.mean(axis=0), 1)
-        if (usual != self.usual).any():
+        """Where they have moved far: the walk hangs little on it and is dear."""
+        usual = drafted.mean(axis=0)
+        if np.abs(usual - self.usual).max() > USUAL_MOVED:
             self.usual, self.since_walked = usual, WALK_REPORTS
 
     def assess(self, buckets: np.ndarray, tokens: FloatArray) -> Assessed:
@@ -251,7 +257,8 @@ class PlanChoice:
     def due(self, recent: list[int]) -> np.ndarray:
         """Buckets to choose in anew: the newest reports', and one more in turn; none while there is little news of plans."""
         self.turn += 1
-        self.times.follow_surface()
+        if self.turn % IDLE_GROUPS == 0:
+            self.times.follow_surface()
         if self.turn % IDLE_GROUPS and not self.news:
             return np.zeros(0, dtype=int)
         self.decided_with = self.version

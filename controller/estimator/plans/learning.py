@@ -47,16 +47,19 @@ def _learn_drafts(
     plans: PlanChoice, steps: Sequence[StepObservation], weight: FloatArray, accepted: FloatArray
 ) -> None:
     """Rows that drafted beside rows that copied. Where a request's own length is longer, these runs are not told apart."""
-    runs = np.zeros((plans.step_times.num_lengths, plans.step_times.num_lengths))
-    count = 0
+    size = plans.step_times.num_lengths
+    sums, count = [[0.0] * size for _ in range(size)], 0
     for step, counts in zip(steps, weight.tolist(), strict=True):
-        told = step.copying
-        if told is None or told.plan.draft_after_copy or not 0 < step.speculation_length <= told.plan.draft_length:
+        told, length = step.copying, step.speculation_length
+        if told is None or told.plan.draft_after_copy or not 0 < length <= told.plan.draft_length:
             continue
-        histogram = np.array(step.accepted_histogram, dtype=float)
-        histogram[0] = max(histogram[0] - (step.batch_size - told.num_drafting_rows), 0.0)
-        runs[step.speculation_length, : len(histogram)] += counts * histogram
+        mine = sums[length]
+        for run, rows in enumerate(step.accepted_histogram):
+            mine[run] += counts * rows
+        # Rows that drafted nothing are counted at 0.
+        mine[0] -= counts * min(step.batch_size - told.num_drafting_rows, step.accepted_histogram[0])
         count += 1
+    runs = np.array(sums)
     if count:
         plans.learn_drafts(runs, accepted, count)
 

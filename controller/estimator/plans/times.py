@@ -77,7 +77,8 @@ class CopyTimes:
         """Learn from steps, once plain ones have given a time scale."""
         kept = 1.0 - min(1.0, len(steps.batch) / PADDED_REPORTS / 5.0)
         self.padding = kept * self.padding + np.array([(steps.verified - steps.asked).sum(), steps.asked.sum()])
-        self.follow_surface()
+        if self.fitted_with < 0:
+            self.follow_surface()
         times, bucket = self.times, self.times.bucket_of[steps.batch]
         rows = self.surface.features(steps.batch, steps.passes, steps.drafted, steps.verified, steps.context)
         kind = (steps.passes > 0).astype(int)
@@ -118,7 +119,7 @@ class CopyTimes:
         """Renew the surface where evidence here or that of plain lengths has grown."""
         self.since_fit += num_new
         due = min(RENEWED_SHARE * float(self.evidence[..., COUNT].sum()), RENEWED_REPORTS)
-        if self.fitted_with == self.times.fitted_at and self.since_fit <= due:
+        if (num_new or self.fitted_with == self.times.fitted_at) and self.since_fit <= due:
             return
         self.fitted_with, self.since_fit = self.times.fitted_at, 0
         theirs, mine = self.times.surface, self.surface
