@@ -24,6 +24,9 @@ from speclen.store.schema.steps import STEPS
 
 # Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
 LOW_SPACE_BYTES = 1 << 30
+# Workers that turned out to be unlike others are told of for so long, and so many of them.
+UNLIKE_WITHIN_S, MOST_UNLIKE = 7 * 86_400.0, 20
+UNLIKE_ADVICE = "look at its machine: throttled, shared, or not the device it says? The others' lengths are not touched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def examine(db: Path, quick: bool = False) -> list[Finding]:
     """Every finding about the database. Raises UserError if there is no file; what is wrong with one is a finding."""
     if not db.is_file():
         raise UserError(f"there is no database at {db}: name one with --db, or start a controller first")
-    checks: list[Check] = [library, writer, version, space, workers, given_up]
+    checks: list[Check] = [library, writer, version, space, workers, unlike, given_up]
     if not quick:
         checks.insert(3, integrity)
     findings: list[Finding] = []
@@ -144,6 +147,18 @@ def workers(db: Path, connection: Connection) -> Iterator[Finding]:
         if row["num_refused"] > max(10, row["num_reports"] // 100):
             found = f"{row['num_refused']} of its reports were refused"
             yield Finding(f"worker {row['worker_id']}", "warning", found, "see the controller's log for the reason")
+
+
+def unlike(db: Path, connection: Connection) -> Iterator[Finding]:
+    """Workers that are not what they say: found by what they report, or by two of them having one name."""
+    query = """SELECT detail, count(*) AS times, strftime('%Y-%m-%d %H:%M', max(detected_at), 'unixepoch') AS last
+      FROM drift_events WHERE factor = 'worker' AND detected_at > (SELECT max(last_seen_at) FROM workers) - ?
+      GROUP BY detail ORDER BY max(detected_at) DESC LIMIT ?"""
+    for row in connection.execute(query, (UNLIKE_WITHIN_S, MOST_UNLIKE)).fetchall():
+        often = f", {row['times']} times" if row["times"] > 1 else ""
+        shared = "call themselves" in row["detail"]
+        advice = "give each a --worker-id of its own" if shared else UNLIKE_ADVICE
+        yield Finding("unlike workers", "warning", f"{row['detail']} ({row['last']} UTC{often})", advice)
 
 
 def given_up(db: Path, connection: Connection) -> Iterator[Finding]:

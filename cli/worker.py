@@ -18,6 +18,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
 from speclen.worker.models.naming import check_names
 from speclen.worker.observing.tracing import check_tracing
+from speclen.worker.reporting.partition import controllers
 
 
 @flags_from(WorkerConfig)
@@ -61,8 +62,8 @@ def check_surroundings(config: WorkerConfig) -> None:
     check_http(config)
     if config.traces:
         check_tracing()
-    if config.controller:
-        check_controller(config.controller_security(), config.controller, config.run_id)
+    for address in controllers(config.controller):
+        check_controller(config.controller_security(), address, config.run_id)
 
 
 def progress(message: str) -> None:

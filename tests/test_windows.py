@@ -28,6 +28,7 @@ from speclen.worker.reporting.buffer import ReportBuffer
 from speclen.worker.reporting.control_client import ControlClient, ControlSettings, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.reporting.outgoing import Outgoing
+from speclen.worker.reporting.partition import controller_of
 from speclen.worker.reporting.window import to_window
 
 ORIGIN = Origin(1, 1, 7, 11.0)
@@ -348,3 +349,21 @@ def test_a_typical_step_keeps_the_shares_of_a_sum():
     one = typical(total)
     assert (one.num_steps, sum(one.accepted_histogram)) == (1, 8)
     assert one.accepted_histogram == pytest.approx([n / 10 for n in total.accepted_histogram], abs=1.0)
+
+
+def test_workers_of_a_pair_and_device_report_to_one_of_several_controllers():
+    """Everybody finds the same one by itself, and one more controller moves only what goes to it."""
+    few = [f"controller-{at}:7070" for at in range(4)]
+    contexts = [pb.ContextKey(target="t", draft="d", device=f"device {at}") for at in range(200)]
+
+    def places(addresses: list[str], by: str = "context", worker: str = "w") -> list[str]:
+        return [controller_of(",".join(addresses), by, context, worker) for context in contexts]
+
+    assert places(few) == places(few[::-1]) == places(few, worker="another")
+    assert set(places(few)) == set(few)
+    more = places([*few, "controller-4:7070"])
+    moved = [new for old, new in zip(places(few), more, strict=True) if new != old]
+    assert set(moved) == {"controller-4:7070"}
+    by_name = {controller_of(",".join(few), "worker", contexts[0], f"worker-{at}") for at in range(100)}
+    assert by_name == set(few)
+    assert controller_of("", "context", contexts[0], "w") == ""

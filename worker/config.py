@@ -20,7 +20,13 @@ class WorkerConfig:
     """Everything that `speclen worker` can be told. Raises ValueError with one sentence that names the flag."""
 
     listen: str = setting("127.0.0.1:7080", "Address of the Generate service, HOST:PORT.")
-    controller: str = setting("127.0.0.1:7070", "Address of the controller; empty for none.")
+    controller: str = setting(
+        "127.0.0.1:7070", "Address of the controller; several with commas, one of which is taken; empty for none."
+    )
+    controller_by: str = setting(
+        "context",
+        "Of several controllers: one for all workers of a pair and device (context), or shared out by name (worker).",
+    )
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
     draft: str = setting(
         AUTO,
@@ -97,6 +103,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.controller_by not in ("context", "worker"):
+            raise ValueError(f"--controller-by {self.controller_by!r} is unknown: use context or worker")
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
         kind, length = parse_policy(self.policy)
         if length is not None and length > self.max_length:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import grpc
 import numpy as np
 import typer
 
@@ -20,7 +21,7 @@ from speclen.bench.service.controller import brackets, controller_process, machi
 from speclen.bench.spread import spread
 from speclen.controller.service.thinning import MESSAGES_PER_S, SHORTEST_S
 
-SENDERS, MESSAGES_EACH, REPEATS = 512, 24, 3  # of a measurement of a real controller
+SENDERS, MESSAGES_EACH, REPEATS, TRIES = 512, 24, 3, 3  # of a measurement of a real controller
 STEPS_PER_S = 40.0
 PROBED_S = 3.0  # simulated, to learn what a round of learning takes
 
@@ -40,12 +41,22 @@ async def measured(window_s: float) -> Ingest:
     for repeat in range(REPEATS):
         for added_up, done in loads.items():
             tell(f"a real controller, repeat {repeat + 1} of {REPEATS}, {'windows' if added_up else 'single steps'}")
-            with controller_process("sqlite", True) as process:
-                steps_each = round(STEPS_PER_S * window_s)
-                done.append(await load_of(process, SENDERS, MESSAGES_EACH, steps_each, added_up))
+            done.append(await one_load(round(STEPS_PER_S * window_s), added_up))
     await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
     message_s = float(np.median([load.message_s for load in loads[True]]))
     return Ingest(message_s, tuple(loads[True]), tuple(loads[False]))
+
+
+async def one_load(steps_each: int, added_up: bool) -> Load:
+    """A measurement; again where a call is lost, as happens on a machine with much else to do."""
+    for _ in range(TRIES - 1):
+        with controller_process("sqlite", True) as process:
+            try:
+                return await load_of(process, SENDERS, MESSAGES_EACH, steps_each, added_up)
+            except* grpc.RpcError as errors:
+                tell(f"again, since a call was lost: {errors.exceptions[0]!r}"[:200])
+    with controller_process("sqlite", True) as process:
+        return await load_of(process, SENDERS, MESSAGES_EACH, steps_each, added_up)
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,6 +269,10 @@ class Estimator:
         context.recent = list(dict.fromkeys(buckets.tolist()))
         return events
 
+    def num_apart(self, key: ContextKey) -> int:
+        """Workers of a context that share neither step times nor acceptance, or not both, with the others."""
+        return sum(any(peer.models) for peer in self._contexts[key].workers.peers.values())
+
     def tells_apart(self, key: ContextKey, worker_id: str) -> bool:
         """Whether a worker is known by itself; there are too many for it otherwise. KeyError for an unknown context."""
         return self._contexts[key].workers.tells_apart(worker_id)

@@ -19,6 +19,7 @@ import structlog
 
 from speclen.controller.estimator.core import (
     ContextKey,
+    DriftEvent,
     LearnedRow,
     Limits,
     Mix,
@@ -61,6 +62,8 @@ NUM_STEPS = ReportRow._fields.index("num_steps") - 1
 MIX_INTERVAL_S = 5.0
 # Bounds of the histogram of how long reports wait to be learned from, in seconds.
 WAITS_S = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
+# A worker that was heard so lately is alive: another one of its name, elsewhere, is no restart of it.
+RIVAL_HEARD_S = 5.0
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -123,10 +126,32 @@ class LearningService:
         known = self.registry.workers.get(registration.worker_id)
         if known is not None:
             self.learn(known)
+        rival = self._rival_of(registration)
         worker = self.registry.register(registration)
         self._prepare(worker.context)
+        if rival:
+            self._note(worker.context, ObserveOutcome([], [DriftEvent(worker.context.key, "worker", 1.0, rival)]))
         self.journal.note_worker(worker)
         return worker
+
+    def _rival_of(self, registration: Registration) -> str:
+        """What is to be said where a worker comes under a name whose owner, elsewhere, has just been heard; else ""."""
+        known = self.registry.workers.get(registration.worker_id)
+        if known is None or registration.epoch <= known.epoch or registration.address == known.address:
+            return ""
+        if not known.address or self.clock() - known.last_seen_at > RIVAL_HEARD_S:
+            return ""  # a worker that moved
+        words = f"two workers call themselves {known.worker_id}"
+        where = ((known.context.key.device, known.address), (registration.key.device, registration.address))
+        sentence = (
+            f"{words}: {' and '.join(f'{device} at {address}' for device, address in where)}; the newer one counts"
+        )
+        log.error("two workers have one name", worker=known.worker_id, detail=sentence)
+        return sentence
+
+    def apart(self, key: ContextKey) -> int:
+        """Workers of a context that turned out to be unlike the others, and are learned from for themselves."""
+        return self.estimator.num_apart(key)
 
     def _prepare(self, context: RegisteredContext) -> None:
         key = context.key

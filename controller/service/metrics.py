@@ -98,6 +98,12 @@ class ControllerCollector:
         for factor in ("latency", "acceptance", "reset", "worker"):
             drift.add_metric([factor], service.totals.drift[factor])
         yield drift
+        apart = GaugeMetricFamily(
+            f"{PREFIX}_workers_apart", "Workers unlike the others of their context", labels=["context"]
+        )
+        for key in service.contexts:
+            apart.add_metric([context_label(key)], service.apart(key))
+        yield apart
 
     def _disk(self) -> Iterator[Metric]:
         journal = self.journal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -35,6 +36,7 @@ from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.observing.tracing import open_tracing
 from speclen.worker.profiling.seeding import seed_controller
 from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import AsyncEngine
@@ -107,6 +109,9 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     torch_thread = EngineThread(functools.partial(supervisor.fail, ENGINE))
     torch_thread.start()
     pair, engine, control = await asyncio.wrap_future(torch_thread.call(load, config, progress))
+    card = control.card
+    mine = controller_of(config.controller, config.controller_by, card.context, card.worker_id)
+    config = dataclasses.replace(config, controller=mine)
     if config.controller and control.follow and config.quick_profile_s:
         # Only then has the controller a say in when to serve: whoever measures nothing asks it while serving.
         await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
