@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from speclen.worker.models.quantize import int8_of
+
 NUM_BYTES = 256 * 2**20  # far more than caches hold
 NUM_READS = 7
 
@@ -26,4 +28,10 @@ def bytes_per_pass(model: Any) -> int:
     """Of the weights that a pass reads in full: all but a table of embeddings that makes no logits as well."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     looked_up = 0 if embedding is head else embedding.nbytes
-    return sum(parameter.nbytes for parameter in model.parameters()) - looked_up
+    return sum(num_bytes(parameter) for parameter in model.parameters()) - looked_up
+
+
+def num_bytes(parameter: torch.Tensor) -> int:
+    """That a product with it reads."""
+    rounded = int8_of(parameter)
+    return parameter.nbytes if rounded is None else rounded.values.nbytes + rounded.scales.nbytes
