@@ -16,11 +16,11 @@ from pathlib import Path
 import typer
 
 from speclen.bench.comparison.document import read_document
-from speclen.bench.comparison.tables import tables
+from speclen.bench.comparison.tables import SHOWN, tables
 from speclen.bench.marked import begin_of, insert
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = ("mixed", "copying")  # tracks that are drawn
+FIGURES = (SHOWN, "mixed", "copying")  # tracks that are drawn
 
 
 def pages_of(folder: Path) -> list[Path]:

@@ -71,6 +71,7 @@ def never_reading(place: Place) -> str:
                     stub = rpc.GenerationServiceStub(channel)
                     unread = [stub.Generate(request(0, 900, logprobs=20), timeout=300) for _ in range(4)]
                     connections = [never_read(front) for _ in range(20)]
+                    until(lambda: num_busy(worker) > 10, "that unread requests are in")
                     before = load.num_answered
                     ended_s.append(until(lambda: num_busy(worker) <= 2, "the end of unread requests", 240.0))
                     require(load.num_answered > before, "nobody else got an answer beside clients that never read")
