@@ -210,8 +210,8 @@ class Crowd:
 
 
 @fault(
-    "With --max-queue-s an accepted request takes at p99 at most twice what it takes on a worker that is just full; the "
-    "others are refused at once, with how long they would have waited.",
+    "With --max-queue-s at a quarter of what an answer takes, an accepted request takes at p99 at most twice what it takes "
+    "on a worker that is just full; the others are refused at once, with how long they would have waited.",
     weight=2,
 )
 def overload(place: Place) -> str:
@@ -225,7 +225,7 @@ def overload(place: Place) -> str:
         patient = Crowd(worker.address, 80, max(6.0, place.seconds / 4))
         worker.stop()
         usual_s = statistics.median(full.waits_s)
-        worker.arguments += ["--max-queue-s", f"{0.5 * usual_s:.2f}"]
+        worker.arguments += ["--max-queue-s", f"{0.25 * usual_s:.2f}"]
         worker.start()
         worker.wait_until_serving()
         Crowd(worker.address, 8, 4.0)
