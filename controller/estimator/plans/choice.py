@@ -119,6 +119,7 @@ class PlanChoice:
         self.grid = [Plan(drafted, match, most) for match in MATCHES for most in self.mosts for drafted in lengths]
         self.place = {plan: at for at, plan in enumerate(self.grid)}
         self.length_at = np.array([lengths.index(plan.draft_length) for plan in self.grid])
+        self.bounds = np.array([plan.copy_min_match for plan in self.grid])
         self.usual = np.zeros(len(lengths))  # tokens of rows that draft, by length of the grid
         self.walked: Walk | None = None
         self.chosen = [plan if plan in self.place else None for plan in self.chosen]
@@ -188,7 +189,7 @@ class PlanChoice:
 
     def walk(self, drafted: FloatArray) -> Walk:
         """What rows do under every plan of the grid. drafted: usual tokens of rows that draft, by length of the grid."""
-        copying, bounds = self.copying, np.array([plan.copy_min_match for plan in self.grid])
+        copying = self.copying
         powers = [copying.walk]
         while len(powers) < self.lengths[-1] + 1:
             powers.append(powers[-1] @ copying.walk)
@@ -196,7 +197,7 @@ class PlanChoice:
         ends = np.append(survival, 0.0)
         free = [np.tensordot(np.append(-np.diff(ends[: d + 1]), ends[d]), powers[: d + 1], 1) for d in self.lengths]
         strides = {most: copying.strides(most) for most in self.mosts}
-        copies = np.arange(MAX_MATCH + 1) >= bounds[:, None]
+        copies = np.arange(MAX_MATCH + 1) >= self.bounds[:, None]
         by_length = {int(length): kernel for length, kernel in zip(self.lengths, free, strict=True)}
         after = np.stack([strides[plan.copy_max_tokens][2] for plan in self.grid])
         alone = np.stack([by_length[plan.draft_length] for plan in self.grid])
@@ -226,7 +227,7 @@ class PlanChoice:
         if not self.usual.any():
             self._follow_usual(drafted)
         share, copied, proposes = self.now()
-        drafts = np.array([plan.draft_length for plan in self.grid])
+        drafts = self.lengths[self.length_at]
         rows = self.times.rows[buckets][:, None]
         alone = drafted[:, self.length_at]  # tokens of rows that do not copy, [buckets, plans]
         per_row = 1.0 + self.factor * (copied + (1.0 - share) * alone - 1.0)
@@ -244,9 +245,8 @@ class PlanChoice:
             in_passes = rows * (1.0 - share) * drafts
         flat = [each.reshape(-1) for each in (some * drafts, in_passes, rows * (1.0 + fed))]
         seconds, gradients, own = self.times.predict(np.repeat(buckets, len(self.grid)), *flat)
-        bounds = np.array([plan.copy_min_match for plan in self.grid])
         gain = (copied / np.maximum(share, 1e-9) - alone) / per_row
-        of_tokens = self.copying.log_tokens_variance(bounds, share, gain)
+        of_tokens = self.copying.log_tokens_variance(self.bounds, share, gain)
         of_time = (self.times.surface.variance(gradients) + own).reshape(per_row.shape)
         shape = per_row.shape
         return Assessed(
@@ -289,7 +289,8 @@ class PlanChoice:
         """
         if not choice.decided or choice.credit[bucket] < LEAST_CHARGE:
             return None
-        known, usual = self.assess(np.array([bucket]), tokens), self._usual(bucket, tokens, choice)
+        known = self.assess(np.array([bucket]), tokens)
+        usual = self._usual(bucket, known, choice)
         credit = float(choice.credit[bucket])
         tries = [self._best_plan(known, usual, limits, credit)]
         if self.chosen[bucket] is not None:
@@ -302,15 +303,15 @@ class PlanChoice:
         choice.probe_s += charge * usual.seconds
         return best.plan
 
-    def _usual(self, bucket: int, tokens: FloatArray, choice: LengthChoice) -> Try:
-        """What is played. hope: the part of its variance that is no other plan's."""
+    def _usual(self, bucket: int, known: Assessed, choice: LengthChoice) -> Try:
+        """What is played. known: of this bucket. hope: the part of its variance that is no other plan's."""
         plan = self.chosen[bucket]
         if plan is None:
             length = int(choice.lengths[bucket])
             doubt = float(choice.doubt[bucket, length]) / RISK
             seconds = float(choice.seconds[bucket, length])
             return Try(Plan(length), doubt, seconds, float(choice.goodput[bucket, length]))
-        known, place = self.assess(np.array([bucket]), tokens), self.place[plan]
+        place = self.place[plan]
         seconds, goodput = float(known.seconds[0, place]), float(known.tokens[0, place] / known.seconds[0, place])
         return Try(plan, float(known.own[0, place]), seconds, goodput)
 
