@@ -63,6 +63,7 @@ ALLOWED = {
     "controller.service": {"v1", "transport", "store", "controller.config", "controller.estimator", "controller.wire"},
     "console": {"v1", "transport", "store", "controller"},
     "bench.machine": {"worker"},
+    "bench.findings": set(),
     "bench.marked": set(),
     "bench.spread": set(),
     "bench.clients": {"console"},

@@ -20,8 +20,8 @@ import ray
 import typer
 from load import Clients, Request, gap_ms, statuses
 from nodes import Up, add_node, end_process, make_nodes, node_of
-from report import Report
 
+from speclen.bench.findings import Report
 from speclen.console.database import reading
 from speclen.store.queries import view_rows
 from speclen.v1 import generation_pb2 as pb
@@ -100,7 +100,7 @@ def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, 
         [kind, *(f"{before.get(kind, {}).get(size, '–')} → {after[kind].get(size, '–')}" for size in SIZES)]
         for kind in after
     ]
-    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows)
+    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows, apart=True)
     starts(report, cluster)
     bad = [each for each in clients.requests if each.status not in ("OK", *TYPED)]
     report.check(
@@ -127,7 +127,7 @@ def cold(report: Report, up: Up, learn_s: float) -> dict[str, dict[int, int]]:
         rows.append(
             [kind, *(f"{by_size[size]} after {settled[size]:.1f} s" if size in by_size else "–" for size in SIZES)]
         )
-    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows)
+    report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows, apart=True)
     report.check(len(last) == 2, f"both kinds of worker have a table of their own: {len(last)} contexts")
     return last
 
@@ -251,6 +251,7 @@ def tell_what_was_seen(report: Report, requests: list[Request], spans: list[tupl
             ["ms a token, p50", *(f"{gap_ms(requests, *span, 0.5):.1f}" for span in spans)],
             ["ms a token, p99", *(f"{gap_ms(requests, *span):.1f}" for span in spans)],
         ],
+        apart=True,
     )
 
 
@@ -304,7 +305,7 @@ def starts(report: Report, cluster: Any) -> None:
             if "lengths are the fleet's" in line and line.startswith("{"):
                 told = json.loads(line)
                 rows.append([told["timestamp"][11:19], told["worker"].rpartition(":")[2], f"{told['after_s']:.1f} s"])
-    report.table(["at", "worker", "first table, since the models began to load"], sorted(rows))
+    report.table(["at", "worker", "first table, since the models began to load"], sorted(rows), apart=True)
 
 
 def left_over(up: Up) -> bool:

@@ -13,10 +13,10 @@ import typer
 from compare import measure
 from learning import learn
 from load import texts
-from report import Report
 from servers import MAX_BATCH, Server, controller, free_port, vllm
 from tables import exported
 
+from speclen.bench.findings import Report
 from speclen.worker.models.devices import processor_name
 
 LONGEST = 5

@@ -12,8 +12,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from load import Block, closed_load
-from report import Report
 from servers import Server, controller
+
+from speclen.bench.findings import Report
 
 LEVELS = (1, 4, 16)
 ADAPTIVE, FIXED, OWN = "adaptive", ("fixed:1", "fixed:3", "fixed:5"), "vLLM's own table"

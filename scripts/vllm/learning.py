@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from load import closed_load
-from report import Report
 from servers import Server
 
+from speclen.bench.findings import Report
 from speclen.console.database import reading
 from speclen.store.queries import view_rows
 

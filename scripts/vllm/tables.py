@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from report import Report
 from servers import MAX_BATCH
+
+from speclen.bench.findings import Report
 
 VALIDATE = """
 import json, sys

@@ -1,4 +1,4 @@
-"""The page that scripts/vllm_check writes."""
+"""The page that a check of the whole system writes: what was found, and what failed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Report:
         if not true:
             self.failures.append(what)
 
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self.say(f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
-        self.say(*(f"| {' | '.join(row)} |" for row in rows))
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], apart: bool = False) -> None:
+        """apart: with an empty line before and after."""
+        edge = [""] if apart else []
+        self.say(*edge, f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
+        self.say(*(f"| {' | '.join(row)} |" for row in rows), *edge)
