@@ -102,3 +102,18 @@ def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch
         draft_ids[: drafting.num_rows, drafted] = rule.propose(logits, draft_ids[: drafting.num_rows, :drafted])
         column += ids.shape[1]
         ids = draft_ids[: drafting.num_rows, drafted : drafted + 1]
+
+
+def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, HostModel | None] | None:
+    """The same two, where both have their logits on the host."""
+    if isinstance(target, HostModel) and (draft is None or isinstance(draft, HostModel)):
+        return target, draft
+    return None
+
+
+def new_tokens(num_accepted: torch.Tensor, ids: torch.Tensor) -> list[list[int]]:
+    """Each row's first num_accepted + 1 tokens. On a GPU the step's one synchronisation with it."""
+    if ids.is_cpu:
+        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
+    table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
+    return [row[1 : row[0] + 2] for row in table]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from speclen.worker.backends.passes import HostModel, PassModel, PassPart, prompt_part
+from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.engine.logprobs import token_logprobs
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
-from speclen.worker.engine.speculative import StepOutcome, greedy_step, speculative_step
+from speclen.worker.engine.speculative import StepOutcome, greedy_step, host_models, new_tokens, speculative_step
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan, make_batch
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
@@ -112,14 +112,16 @@ class StepRunner:
         )
         prompt_logits: list[torch.Tensor] = []
         if not prompts and self._is_simple(plan):
-            num_accepted, ids = self._host_step(plan, tokens.flags)
+            new = self._host_step(plan, tokens.flags)
             tokens.logprobs += [None] * len(plan.rows)
+            num_columns = plan.speculation_length + 1
         else:
             take = self._ragged_step if self._is_ragged(plan) else self._even_step
             num_accepted, ids, (logits, *prompt_logits) = take(plan, prompts, tokens.flags)
             tokens.logprobs += self._logprobs(plan.rows, logits, ids)
-        tokens.ids += new_tokens(num_accepted, ids)
-        shape = (len(plan.rows), ids.shape[1])
+            new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
+        tokens.ids += new
+        shape = (len(plan.rows), num_columns)
         if shape not in self._seen_shapes:
             tokens.flags.add(StepFlag.FIRST_USE)
         self._seen_shapes.add(shape)
@@ -139,13 +141,14 @@ class StepRunner:
         plain = self._batch_rule(plan.rows) is self._greedy
         return plain and all(row.request.sampling.logprobs is None for row in plan.rows)
 
-    def _host_step(self, plan: StepPlan, flags: set[StepFlag]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens accepted of each row, and its tokens, as arrays."""
+    def _host_step(self, plan: StepPlan, flags: set[StepFlag]) -> list[list[int]]:
+        """Each row's new tokens."""
         assert self._hosts is not None
         width = self._catch_up(plan, flags) if plan.speculation_length else 1
         num_tokens = np.array([len(row.tokens) for row in plan.rows])
         recent_ids = np.array([row.tokens[-width:] for row in plan.rows])
-        return greedy_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length)
+        num_accepted, ids = greedy_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length)
+        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
 
     def _even_step(self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag]) -> StepOutcome:
         """A step whose rows all propose the same number of tokens, or are treated as if."""
@@ -259,18 +262,3 @@ class StepRunner:
             return [None] * len(rows)
         found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
         return [found.get(at) for at in range(len(rows))]
-
-
-def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, HostModel | None] | None:
-    """The same two, where both have their logits on the host."""
-    if isinstance(target, HostModel) and (draft is None or isinstance(draft, HostModel)):
-        return target, draft
-    return None
-
-
-def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.ndarray) -> list[list[int]]:
-    """Each row's first num_accepted + 1 tokens. On a GPU the step's one synchronisation with it."""
-    if isinstance(num_accepted, np.ndarray) or isinstance(ids, np.ndarray) or ids.is_cpu:
-        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
-    table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
-    return [row[1 : row[0] + 2] for row in table]
