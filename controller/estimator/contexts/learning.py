@@ -23,13 +23,15 @@ def learn(
 ) -> list[DriftEvent]:
     """Update the models of every worker that sent one of these steps; returns what drifted."""
     steps, workers = _told_apart(context, observations, senders, spans)
+    spans = spans if steps is observations else spans_of(workers)
     events: list[DriftEvent] = []
     touched = list(dict.fromkeys(map(context.group_of, dict.fromkeys(workers))))
     for group in touched:
-        mine = steps, workers
+        mine = steps, workers, spans
         if len(touched) > 1:
             belongs = [context.group_of(sender) is group for sender in workers]
-            mine = list(compress(steps, belongs)), list(compress(workers, belongs))
+            of_group = list(compress(workers, belongs))
+            mine = list(compress(steps, belongs)), of_group, spans_of(of_group)
         events += _learn_soundly(context, group, Reports(*mine, context.limits))
     return events
 
