@@ -12,21 +12,23 @@ from typer.testing import CliRunner
 from speclen.bench.fleet.load import load_of, messages_of
 from speclen.bench.fleet.quality import Setting, play
 from speclen.bench.fleet.run import fleet
-from speclen.bench.fleet.staleness import Costs, staleness
+from speclen.bench.fleet.staleness import Costs, Workload, staleness
 from speclen.bench.fleet.world import MAX_BATCH, Fleet
 from speclen.v1 import control_pb2 as pb
 
 
 def test_a_decision_is_no_younger_than_its_parts():
     """An idle core: half a window, half a pause between rounds of learning, and the time until the worker hears of it."""
-    idle = staleness(500, 0.5, Costs(1e-5, 1e-4, 1e-4))
+    idle = staleness(Workload(500, 500, 0.5), Costs(1e-5, 1e-4, 1e-4))
     assert 0.3 < idle.p50_s < 0.7
     assert idle.p50_s < idle.p99_s < 1.05
     assert idle.busy < 0.05
-    slower = staleness(500, 0.5, Costs(5e-4, 0.05, 0.01))
+    slower = staleness(Workload(500, 500, 0.5), Costs(5e-4, 0.05, 0.01))
     assert slower.p99_s > idle.p99_s
     assert slower.busy == pytest.approx(500 / 0.5 * 5e-4 + 0.05 / 0.3, abs=0.15)
-    assert staleness(500, 0.5, Costs(2e-3, 0.05, 0.01)).p99_s > 3.0, "twice what a core can do: the queue grows"
+    assert staleness(Workload(500, 500, 0.5), Costs(2e-3, 0.05, 0.01)).p99_s > 3.0, (
+        "twice what a core can do: the queue grows"
+    )
 
 
 def test_what_is_sent_is_taken_whole_by_a_real_controller(tmp_path):

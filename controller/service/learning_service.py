@@ -19,6 +19,7 @@ import structlog
 
 from speclen.controller.estimator.core import (
     ContextKey,
+    Decision,
     DriftEvent,
     LearnedRow,
     Limits,
@@ -64,6 +65,9 @@ MIX_INTERVAL_S = 5.0
 WAITS_S = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 # A worker that was heard so lately is alive: another one of its name, elsewhere, is no restart of it.
 RIVAL_HEARD_S = 5.0
+# Relative gain of a decision that is told at once to workers who add their steps up. A large fleet's lengths move several
+# times a second by what is worth less, and telling thousands each time would take more than a core.
+URGENT_GAIN = 0.03
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -73,6 +77,7 @@ class Totals:
     """Counts since the start of the process, for the metrics. Refused, drift: by reason, by factor."""
 
     num_reports: int = 0
+    num_kept: int = 0  # not learned from, since others' were fresher
     num_rows: int = 0  # what they came as: a sum of several is one
     num_repeated: int = 0
     num_missing: int = 0
@@ -221,7 +226,10 @@ class LearningService:
             if new is None:
                 raise overlapping(window, seqs.applied_seq)
             if new:
-                refusals += read_window(window, worker.limits, origin, worker.group)
+                refusals += read_window(window, worker.limits, origin, worker.group, worker.teaches)
+                worker.teaches = self.learns_from(
+                    worker
+                )  # what began before it was told is as old as its window was long
         except InvalidMessageError as error:
             refusals.append(error)
             worker.num_refused += num_steps - 1  # one is counted with the refusal
@@ -229,6 +237,14 @@ class LearningService:
         self.totals.num_missing += seqs.num_missing - missing
         self.totals.num_repeated += seqs.num_repeated - repeated
         return num_steps
+
+    def learns_from(self, worker: Worker) -> bool:
+        """Whether a worker is one of those that are learned from: all, except in a fleet that is too large for that."""
+        return self.thinning.windows.learns_from(worker.worker_id, self._is_told_apart(worker), self.clock())
+
+    def judge_load(self, now: float, workers: Sequence[Worker]) -> None:
+        """Choose anew what workers add up. workers: that have a stream; now: by time.monotonic, about a second later."""
+        self.thinning.judge(now, len(workers), sum(map(self._is_told_apart, workers)))
 
     def learn(self, *workers: Worker) -> None:
         """Learn from the reports that wait of some workers of one context, in one call of the estimator."""
@@ -253,8 +269,10 @@ class LearningService:
         now = self.clock()
         for worker in workers:
             self.totals.add_wait(now - worker.waiting_since)
-            rows, worker.group = worker.group.rows, Group()
-            worker.num_reports += num_steps_of(rows)
+            group, worker.group = worker.group, Group()
+            rows, num_steps = group.rows, num_steps_of(group.rows)
+            worker.num_reports += num_steps
+            self.totals.num_kept += 0 if group.observations else num_steps
             self.journal.note_reports(worker, [(self.last_group_id, *row) for row in rows])
         self._no_probe.pop(context.key, None)
         self._note(context, outcome)
@@ -297,7 +315,7 @@ class LearningService:
     @property
     def most_workers(self) -> int:
         """In one call of the estimator, of those told apart."""
-        return MANY_WORKERS if not self.thinning.window_s else MANY_THINNED
+        return MANY_THINNED if self.thinning.windows.window_s else MANY_WORKERS
 
     def _is_told_apart(self, worker: Worker) -> bool:
         return self.estimator.tells_apart(worker.context.key, worker.worker_id)
@@ -319,7 +337,8 @@ class LearningService:
         if prediction is None:
             prediction = self.prediction[key] = PredictionError()
         for worker in workers:
-            prediction.add(self.table(worker), worker.group.observations)
+            if worker.group.observations:
+                prediction.add(self.table(worker), worker.group.observations)
 
     def _note(self, context: RegisteredContext, outcome: ObserveOutcome) -> None:
         if outcome.decisions or outcome.drift_events:
@@ -332,6 +351,8 @@ class LearningService:
             self._tables.pop(context.key, None)
             if outcome.decisions:
                 self.news.note(context.workers)
+                if any(map(is_urgent, outcome.decisions)):
+                    context.urgent_at = time.monotonic()
 
     def kind_of(self, worker: Worker) -> tuple[int, int]:
         """Workers of one context and kind have one table; (0, 0) is everybody who is not unlike the others."""
@@ -378,6 +399,8 @@ class LearningService:
         """An exploratory length or plan for one step of this worker, mostly none. lengths_alone: no plan that copies."""
         key = worker.context.key
         if worker.policy not in FOLLOWS_TABLE or not 0 < batch_size <= worker.limits.max_batch_size:
+            return None
+        if not worker.teaches:
             return None
         asked = self._no_probe.setdefault(key, set())
         place = self.kind_of(worker), self.estimator.bucket_index(key, batch_size)
@@ -439,6 +462,12 @@ def batches(
                 batch, num_rows = [], 0
         if batch:
             yield batch
+
+
+def is_urgent(decision: Decision) -> bool:
+    """Whether workers that add their steps up should hear of it before they ask: of the first one, and of a large gain."""
+    before, now = decision.previous_ms_per_token, decision.ms_per_token
+    return before is None or now is None or before > (1.0 + URGENT_GAIN) * now
 
 
 def num_steps_of(rows: Iterable[tuple[object, ...]]) -> int:

@@ -257,11 +257,16 @@ class ControlClient:
         outgoing, quiet_since = Outgoing(self.buffer, durable_seq, self.settings.group_size, self.clock), self.clock()
         while True:
             request = outgoing.next(self.window_s)
-            if request is not None or self.clock() - quiet_since >= self.settings.heartbeat_s:
+            if request is not None or self.clock() - quiet_since >= self.pause_s:
                 yield request or pb.StreamReportsRequest()
                 quiet_since = self.clock()
             if not outgoing.more:
                 await asyncio.sleep(outgoing.pause_s(self.window_s, self.settings.flush_interval_s))
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds after which a message goes out that says nothing: it would cost the controller as much as a window."""
+        return max(self.settings.heartbeat_s, min(self.window_s, self.settings.silence_s / 2))
 
     async def _receive(self, call: aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]) -> None:
         async for response in call:
