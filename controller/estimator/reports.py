@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import numpy as np
 
 from speclen.controller.estimator.acceptance import Parts
+from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.estimator.step_time import spans_of
+from speclen.controller.estimator.times.steps import spans_of
 
 # Under which name merged reports are learned from: that of workers who are not known one by one.
 OTHERS = ""
@@ -48,8 +50,8 @@ class Reports:
 
     def parts(self, positions: int, bands: np.ndarray) -> Parts:
         """Rows of one class in one report: how many reached and passed each position. bands: by batch size."""
-        histograms, where = self.histograms, np.arange(len(self.batch))
-        kinds = np.zeros(len(where), dtype=np.int64)
+        histograms, where, workers = self.histograms, np.arange(len(self.batch)), self.workers
+        kinds, batch, judged, count = np.zeros(len(where), dtype=np.int64), self.batch, self.judged, self.count
         if any(self.by_class):
             split = [
                 (at, kind, histogram)
@@ -57,17 +59,25 @@ class Reports:
                 for kind, histogram in classes or ((0, whole),)
             ]
             places, of_class, histograms = zip(*split, strict=True)
-            where, kinds = np.array(places), np.array(of_class)
-        batch = self.batch[where]
-        padding = [(0,) * (positions + 1 - size) for size in range(positions + 2)]
+            where, kinds, workers = np.array(places), np.array(of_class), [workers[at] for at in places]
+            batch, judged, count = batch[where], judged[where], count[where]
+        padding, sums, masks = _shapes(positions)
         table = np.array([each + padding[len(each)] for each in histograms], dtype=float)
-        # at_least[:, i]: rows with i or more accepted. Position i is judged in rows with i or more, below the length.
-        at_least = table[:, ::-1].cumsum(axis=1)[:, ::-1]
-        rows = np.empty((len(where), 2, positions))
-        rows[:, 0], rows[:, 1] = at_least[:, :-1], at_least[:, 1:]
-        rows *= np.arange(positions) < self.judged[where][:, None, None]
-        workers = [self.workers[at] for at in where.tolist()]
-        return Parts(rows, kinds, bands[batch], where, at_least[:, 0] / batch, workers, self.count[where])
+        rows = (table @ sums).reshape(len(where), 2, positions) * masks[judged]
+        return Parts(rows, kinds, bands[batch], where, np.add.reduce(table, 1) / batch, workers, count)
+
+
+@cache
+def _shapes(positions: int) -> tuple[list[tuple[int, ...]], FloatArray, FloatArray]:
+    """What turns histograms into rows that reached and that passed each position.
+
+    By length of a histogram the zeros that it lacks; the matrix [runs, 2 x positions] that adds up runs of i or more and of
+    more than i; by length of the step the positions that it says something of, [lengths, 1, positions].
+    """
+    padding = [(0,) * (positions + 1 - size) for size in range(positions + 2)]
+    runs, at = np.arange(positions + 1)[:, None], np.arange(positions)
+    sums = np.hstack([runs >= at, runs > at]).astype(float)
+    return padding, sums, (at < runs).astype(float)[:, None]
 
 
 def merged(observations: Iterable[StepObservation]) -> list[StepObservation]:
