@@ -15,9 +15,9 @@ from operator import itemgetter
 import numpy as np
 
 from speclen.bench.fleet.world import LIMITS, MAX_BATCH, TICK_S, Fleet, drawn, key_of
+from speclen.controller.estimator.contexts.workers import MOST_WORKERS
 from speclen.controller.estimator.core import Decision, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.workers import MOST_WORKERS
 from speclen.controller.service.learning_service import is_urgent
 
 # As in the controller's learning service: workers in one call, of those told apart and of the others; seconds between

@@ -19,7 +19,7 @@ from speclen.bench.fleet.staleness import Costs, Staleness, Workload, staleness
 from speclen.bench.fleet.world import Fleet
 from speclen.bench.service.controller import brackets, controller_process, machine_facts
 from speclen.bench.spread import spread
-from speclen.controller.estimator.workers import MOST_WORKERS
+from speclen.controller.estimator.contexts.workers import MOST_WORKERS
 from speclen.controller.service.thinning import Windows
 
 REPEATS, TRIES = 3, 3  # of a measurement of a real controller
