@@ -18,12 +18,13 @@ from speclen.bench.fleet.world import LIMITS, MAX_BATCH, TICK_S, Fleet, drawn, k
 from speclen.controller.estimator.contexts.workers import MOST_WORKERS
 from speclen.controller.estimator.core import Decision, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.service.learning_service import is_urgent
+from speclen.controller.service.learning_service import URGENT_PAUSE_S, is_urgent
 
 # As in the controller's learning service: workers in one call, of those told apart and of the others; seconds between
 # rounds of learning.
 TOGETHER, OTHERS_TOGETHER, LEARN_TICKS = 32, 1024, 2
 PROBES_A_ROUND = 16
+PAUSE_TICKS = round(URGENT_PAUSE_S / TICK_S)
 
 Report = tuple[int, StepObservation]  # worker
 
@@ -53,8 +54,9 @@ class Part:
     arrived: list[Report] = field(default_factory=list)
     rounds_s: list[float] = field(default_factory=list)
     calls_s: list[float] = field(default_factory=list)  # the longest of each round
-    num_urgent: int = 0  # rounds with a decision that everybody is told of at once
-    urgent: bool = False  # whether the last one had any
+    num_urgent: int = 0  # times that everybody was told at once
+    urgent: bool = False  # whether everybody is to be told of something
+    told_at: int = -PAUSE_TICKS  # tick at which everybody was
 
     def learn(self, fleet: Fleet) -> None:
         """A round of learning: all that has arrived, in calls as the service makes them."""
@@ -70,8 +72,15 @@ class Part:
                 longest_s = max(longest_s, time.process_time() - started)
         self.calls_s.append(longest_s)
         self.rounds_s.append(time.process_time() - began)
-        self.urgent = any(map(is_urgent, decisions))
-        self.num_urgent += self.urgent
+        self.urgent |= any(map(is_urgent, decisions))
+
+    def tells_all(self, tick: int) -> bool:
+        """Whether everybody is told after this round: no sooner than the pause after the last time allows."""
+        if not self.urgent or tick < self.told_at + PAUSE_TICKS:
+            return False
+        self.urgent, self.told_at = False, tick
+        self.num_urgent += 1
+        return True
 
     def _calls(self, kind: int, reports: list[Report]) -> Iterator[list[Report]]:
         """Reports of workers side by side, so many workers together."""
@@ -210,7 +219,8 @@ class _Game:
             if not part.arrived:
                 continue
             part.learn(self.fleet)
-            self.under_way.append((tick + max(self.setting.delay_ticks, 1), number, part.lengths(), part.urgent))
+            arrives = tick + max(self.setting.delay_ticks, 1)
+            self.under_way.append((arrives, number, part.lengths(), part.tells_all(tick)))
             self._probe(number, part, tick)
 
     def _probe(self, number: int, part: Part, tick: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.service.learning_service import LEARN_INTERVAL_S
+from speclen.controller.service.learning_service import LEARN_INTERVAL_S, URGENT_PAUSE_S
 from speclen.controller.service.streams import NEWS_INTERVAL_S
 
 NETWORK_S = 0.001  # one way
@@ -75,6 +75,8 @@ def staleness(load: Workload, costs: Costs, seconds: float = 20.0, seed: int = 0
     told = (
         learned[pick] + rng.uniform(0.0, NEWS_INTERVAL_S, samples) + rng.uniform(0.0, tell_all_s, samples) + NETWORK_S
     )
+    waits = rng.uniform(size=samples) < min(costs.urgent_per_s * URGENT_PAUSE_S, 1.0)  # all were told a moment before
+    told += waits * rng.uniform(0.0, URGENT_PAUSE_S, samples)
     after = told - (arrivals[counted][pick] - NETWORK_S)
     age = after + rng.uniform(0.0, window_s, samples)
     p50, p99 = np.percentile(age, (50.0, 99.0))

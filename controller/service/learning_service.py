@@ -66,8 +66,9 @@ WAITS_S = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 # A worker that was heard so lately is alive: another one of its name, elsewhere, is no restart of it.
 RIVAL_HEARD_S = 5.0
 # Relative gain of a decision that is told at once to workers who add their steps up. A large fleet's lengths move several
-# times a second by what is worth less, and telling thousands each time would take more than a core.
-URGENT_GAIN = 0.03
+# times a second by what is worth less, and telling thousands each time would take more than a core. All are told again no
+# sooner than after a pause, in seconds.
+URGENT_GAIN, URGENT_PAUSE_S = 0.05, 0.4
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -352,7 +353,7 @@ class LearningService:
             if outcome.decisions:
                 self.news.note(context.workers)
                 if any(map(is_urgent, outcome.decisions)):
-                    context.urgent_at = time.monotonic()
+                    tell_all(context, time.monotonic())
 
     def kind_of(self, worker: Worker) -> tuple[int, int]:
         """Workers of one context and kind have one table; (0, 0) is everybody who is not unlike the others."""
@@ -468,6 +469,12 @@ def is_urgent(decision: Decision) -> bool:
     """Whether workers that add their steps up should hear of it before they ask: of the first one, and of a large gain."""
     before, now = decision.previous_ms_per_token, decision.ms_per_token
     return before is None or now is None or before > (1.0 + URGENT_GAIN) * now
+
+
+def tell_all(context: RegisteredContext, now: float) -> None:
+    """Have all workers hear of what is urgent: now, or after the pause that follows the last time."""
+    if context.urgent_at <= now:
+        context.urgent_at = max(now, context.urgent_at + URGENT_PAUSE_S)
 
 
 def num_steps_of(rows: Iterable[tuple[object, ...]]) -> int:

@@ -34,7 +34,7 @@ class FullError(Exception):
 class RegisteredContext:
     """A kind of hardware and engine with its pair of models. limits: the largest of any worker's.
 
-    urgent_at: when a length was last decided that is much better than the one before; by time.monotonic.
+    urgent_at: from when on all workers are to hear of a length that is much better than the one before; by time.monotonic.
     """
 
     context_id: int

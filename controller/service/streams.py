@@ -186,8 +186,11 @@ class Stream:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer will soon carry the news."""
-        return not self._sent_window_s and time.monotonic() - self.heard_at < BUSY_S
+        """Whether its news waits: an answer will soon carry it, or all workers of the context have just been told some."""
+        now = time.monotonic()
+        if not self._sent_window_s or self.worker is None:
+            return now - self.heard_at < BUSY_S
+        return now < self.worker.context.urgent_at
 
     @property
     def is_patient(self) -> bool:

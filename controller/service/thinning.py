@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from speclen.v1 import control_pb2 as pb
 
-# Steps a second from which on they are added up, and below which they are not any more: a core takes twice as many in small
-# messages (docs/scale.md), and one that is idle for the other half answers at once.
-THIN_ABOVE, THICK_BELOW = 12_000.0, 5_000.0
-# Messages a second that leave a fifth of a core idle, beside other programs too (docs/scale.md).
-MESSAGES_PER_S = 1_200.0
+# Steps a second from which on they are added up, and below which they are not any more: a core takes 1.7 times as many in
+# small messages (docs/scale.md), and one that is idle for the rest answers at once.
+THIN_ABOVE, THICK_BELOW = 8_000.0, 4_000.0
+# Messages a second that leave a third of a core for telling workers of new tables, and for other programs (docs/scale.md).
+MESSAGES_PER_S = 1_800.0
 # Seconds of a window: the shortest, the longest that all workers may have, the shortest of those not learned from, the
 # longest of all: the controller hears so often from everybody.
 SHORTEST_S, FRESH_S, REST_S, LONGEST_S = 0.25, 0.4, 5.0, 10.0
