@@ -305,7 +305,7 @@ def test_a_worker_that_is_asked_for_windows_loses_no_step(tmp_path):
 
 
 def test_a_worker_is_asked_for_windows_only_where_a_core_would_not_keep_up():
-    thinning, few, many = Thinning(), int(0.3 * MESSAGES_PER_S), int(2.0 * MESSAGES_PER_S)
+    thinning, few, many = Thinning(), int(0.26 * MESSAGES_PER_S), int(2.0 * MESSAGES_PER_S)
     assert thinning.message(True) is None
 
     def second(at: int, steps: float, workers: int) -> Windows:
@@ -314,9 +314,9 @@ def test_a_worker_is_asked_for_windows_only_where_a_core_would_not_keep_up():
         return thinning.windows
 
     assert [second(at, 0.9 * THIN_ABOVE, 400) for at in range(10)][-1] == Windows()
-    assert [second(at, 5 * THIN_ABOVE, few) for at in range(10, 20)][-1] == Windows(0.3)
-    assert thinning.message(True).window_s == 0.3
-    assert second(20, 5 * THIN_ABOVE, int(1.1 * few)) == Windows(0.3)  # a few more are no news
+    assert [second(at, 5 * THIN_ABOVE, few) for at in range(10, 20)][-1] == Windows(0.26)
+    assert thinning.message(True).window_s == 0.26
+    assert second(20, 5 * THIN_ABOVE, int(1.1 * few)) == Windows(0.26)  # a few more are no news
     large = second(21, 5 * THIN_ABOVE, many)
     assert large.window_s == pytest.approx(FRESH_S, abs=2e-3)
     assert (thinning.message(True).window_s, thinning.message(False).window_s) == (large.window_s, large.rest_s)

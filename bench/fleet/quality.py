@@ -22,7 +22,7 @@ from speclen.controller.service.learning_service import URGENT_PAUSE_S, is_urgen
 
 # As in the controller's learning service: workers in one call, of those told apart and of the others; seconds between
 # rounds of learning.
-TOGETHER, OTHERS_TOGETHER, LEARN_TICKS = 32, 1024, 2
+TOGETHER, OTHERS_TOGETHER, LEARN_TICKS = 32, 1024, 1
 PROBES_A_ROUND = 16
 PAUSE_TICKS = round(URGENT_PAUSE_S / TICK_S)
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from speclen.bench.fleet.staleness import Costs, Staleness, Workload, staleness
 from speclen.bench.fleet.world import Fleet
 from speclen.bench.service.controller import brackets, controller_process, machine_facts
 from speclen.bench.spread import spread
+from speclen.console.errors import UserError
 from speclen.controller.estimator.contexts.workers import MOST_WORKERS
 from speclen.controller.service.thinning import Windows
 
@@ -36,19 +38,24 @@ class Sent:
     added_up: bool
 
 
-# Windows of 0.6 s; steps by themselves as a worker flushes them; empty messages, each answered: no less than a push costs.
+# Short windows, learned from; long ones, mostly kept; steps by themselves as a worker flushes them; empty messages, each
+# answered, which is no less than to tell a worker of a table.
 KINDS = {
-    "windows": Sent(1024, 14, 24, True),
-    "single": Sent(192, 40, 8, False),
-    "empty": Sent(1024, 8, 0, False),
+    "windows": Sent(512, 20, 12, True),
+    "rest": Sent(2048, 3, 104, True),
+    "single": Sent(192, 20, 8, False),
+    "empty": Sent(1024, 5, 0, False),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """What real controllers took, by kind of message, and seconds of a core: for a window, to tell a worker of a table."""
+    """What real controllers took, by kind of message, and seconds of a core: for a window that is learned from, for one that
+    is not, to tell a worker of a table.
+    """
 
     message_s: float
+    rest_s: float
     tell_s: float
     loads: dict[str, list[Load]] = field(default_factory=dict)
 
@@ -62,7 +69,7 @@ async def measured() -> Ingest:
             done.append(await one_load(KINDS[kind]))
     await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
     cost = {kind: float(np.median([load.message_s for load in done])) for kind, done in loads.items()}
-    return Ingest(cost["windows"], cost["empty"], loads)
+    return Ingest(cost["windows"], cost["rest"], cost["empty"], loads)
 
 
 async def one_load(sent: Sent) -> Load:
@@ -105,10 +112,11 @@ def point(
     tell(f"{num_workers} workers, {num_controllers} controllers")
     ticks, rest_ticks = window_ticks(load.window_s), window_ticks(load.rest_s)
     tried = play(Fleet(num_workers, kinds, PROBED_S, seed), Setting(num_controllers, ticks, 4, share, rest_ticks), seed)
-    costs = Costs(ingest.message_s, tried.round_s, tried.call_s, ingest.tell_s, tried.urgent_per_s)
+    learning = tried.round_s, tried.call_s, ingest.tell_s, tried.urgent_per_s
+    costs = Costs(ingest.message_s, ingest.rest_s, *learning)
     age = staleness(load, costs, seed=seed)
     fleet = Fleet(num_workers, kinds, seconds, seed)
-    quality = play(fleet, Setting(num_controllers, ticks, delay_ticks(age.after_s), share, rest_ticks), seed)
+    quality = play(fleet, Setting(num_controllers, ticks, delay_ticks(age.usual_s), share, rest_ticks), seed)
     if compare:
         tell(f"{num_workers} workers, one controller that sees everything at once")
     at_once = play(fleet, Setting(1, 1, 0), seed) if compare else None
@@ -127,24 +135,32 @@ def load_of_one(num_workers: int, num_controllers: int, kinds: int) -> tuple[Wor
 
 def fleet(
     workers: int = typer.Option(10_000, min=100, max=1_000_000, help="Workers of the largest fleet."),
-    controllers: int = typer.Option(10, min=1, max=256, help="Controllers, a core each, of the largest fleet."),
+    controllers: int = typer.Option(4, min=1, max=256, help="Controllers, a core each, of the largest fleet."),
     kinds: int = typer.Option(4, min=1, max=64, help="Kinds of machine."),
     seconds: float = typer.Option(30.0, min=6.0, help="Simulated seconds; prompts and speed change once each."),
-    message_us: float = typer.Option(0.0, min=0.0, help="Cost of a message; 0: measured at real controllers."),
-    tell_us: float = typer.Option(0.0, min=0.0, help="With --message-us: cost of telling a worker; 0: half of that."),
+    costs: Path | None = typer.Option(None, help="Earlier output, whose measured costs are taken."),
     compare: bool = typer.Option(True, help="Play each fleet also under one controller that sees everything at once."),
     seed: int = typer.Option(0, min=0, help="Seed of the simulated fleet."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Simulate fleets up to so many workers, with the real estimator and the measured cost of real messages.
 
-    Example: speclen bench fleet --workers 10000 --controllers 10
+    Example: speclen bench fleet --workers 10000 --controllers 4
     """
-    ingest = Ingest(1e-6 * message_us, 1e-6 * (tell_us or message_us / 2)) if message_us else asyncio.run(measured())
+    ingest = asyncio.run(measured()) if costs is None else kept(costs)
     sizes = [(max(workers // 100, 1), 1), (workers // 10, max(controllers // 4, 1)), (workers, controllers)]
     points = [point(size, many, ingest, kinds, seconds, seed, compare) for size, many in sizes]
     document = {"machine": machine_facts(), "ingest": asdict(ingest), "points": [_as_dict(each) for each in points]}
     print(json.dumps(document, indent=2) if as_json else as_text(ingest, points))
+
+
+def kept(path: Path) -> Ingest:
+    """The costs that an earlier run measured. Raises UserError for a file without any."""
+    try:
+        told = json.loads(path.read_text())["ingest"]
+        return Ingest(float(told["message_s"]), float(told["rest_s"]), float(told["tell_s"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--costs {path} is no output of `speclen bench fleet --json`: {error!r}") from error
 
 
 def tell(what: str) -> None:

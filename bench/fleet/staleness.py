@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.service.learning_service import LEARN_INTERVAL_S, URGENT_PAUSE_S
+from speclen.controller.service.learning_service import LEARN_THINNED_S, URGENT_PAUSE_S
 from speclen.controller.service.streams import NEWS_INTERVAL_S
 
 NETWORK_S = 0.001  # one way
@@ -21,11 +21,12 @@ NETWORK_S = 0.001  # one way
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of a controller's core, in seconds: a message, its share of answers and storage included; a round of learning; one
-    call of it; telling a worker of a new table. urgent_per_s: tables that all are told of at once.
+    """Of a controller's core, in seconds, answers and storage included: a window that is learned from, and one that is not;
+    a round of learning; one call of it; telling a worker of a table. urgent_per_s: tables that all are told of at once.
     """
 
     message_s: float
+    rest_s: float
     round_s: float
     call_s: float
     tell_s: float = 0.0
@@ -49,7 +50,7 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class Staleness:
     """p50_s, p99_s: of a step that is learned from, and a worker, drawn at random. after_s: the 99th percentile of what
-    follows a window's end.
+    follows a window's end, usual_s: its mean.
 
     busy: share of the core; above 1 the queue grows for ever, and times are those of the simulated seconds alone.
     """
@@ -57,6 +58,7 @@ class Staleness:
     p50_s: float
     p99_s: float
     after_s: float
+    usual_s: float
     busy: float
 
 
@@ -68,7 +70,8 @@ def staleness(load: Workload, costs: Costs, seconds: float = 20.0, seed: int = 0
     order = np.argsort(np.concatenate([fresh, others]), kind="stable")
     arrivals = np.concatenate([fresh, others])[order]
     tell_all_s, window_s = load.num_workers * costs.tell_s, load.window_s
-    served, rounds, busy_s = _serve(arrivals, costs, tell_all_s)
+    costs_s = np.where(order < len(fresh), costs.message_s, costs.rest_s)
+    served, rounds, busy_s = _serve(arrivals, costs_s, costs, tell_all_s)
     counted = (order < len(fresh)) & (arrivals > 0.2 * seconds) & (served < rounds[-1, 0])
     learned = rounds[np.searchsorted(rounds[:, 0], served[counted]), 1]
     pick = rng.integers(0, int(counted.sum()), samples)
@@ -80,7 +83,7 @@ def staleness(load: Workload, costs: Costs, seconds: float = 20.0, seed: int = 0
     after = told - (arrivals[counted][pick] - NETWORK_S)
     age = after + rng.uniform(0.0, window_s, samples)
     p50, p99 = np.percentile(age, (50.0, 99.0))
-    return Staleness(float(p50), float(p99), float(np.percentile(after, 99.0)), busy_s / seconds)
+    return Staleness(float(p50), float(p99), float(np.percentile(after, 99.0)), float(after.mean()), busy_s / seconds)
 
 
 def _arrivals(rng: np.random.Generator, num_workers: int, window_s: float, seconds: float) -> FloatArray:
@@ -92,10 +95,15 @@ def _arrivals(rng: np.random.Generator, num_workers: int, window_s: float, secon
     return arrivals
 
 
-def _serve(arrivals: FloatArray, costs: Costs, tell_all_s: float) -> tuple[FloatArray, FloatArray, float]:
-    """When each message was served, [messages]; when rounds of learning began and ended, [rounds, 2]; time spent."""
+def _serve(
+    arrivals: FloatArray, costs_s: FloatArray, costs: Costs, tell_all_s: float
+) -> tuple[FloatArray, FloatArray, float]:
+    """When each message was served, [messages]; when rounds of learning began and ended, [rounds, 2]; time spent.
+
+    costs_s: of each message.
+    """
     served, rounds, now, busy_s = np.empty_like(arrivals), [], 0.0, 0.0
-    next_round, left_s, began, serve_until, num_told = LEARN_INTERVAL_S, 0.0, 0.0, 0.0, 0
+    next_round, left_s, began, serve_until, num_told = LEARN_THINNED_S, 0.0, 0.0, 0.0, 0
     at, num = 0, len(arrivals)
     while at < num:
         if left_s > 0.0 and now >= serve_until:  # a call of the estimator is due
@@ -104,13 +112,13 @@ def _serve(arrivals: FloatArray, costs: Costs, tell_all_s: float) -> tuple[Float
             serve_until = now + call_s
             if left_s <= 0.0:
                 rounds.append((began, now))
-                next_round = now + LEARN_INTERVAL_S
+                next_round = now + LEARN_THINNED_S
                 if num_told < int(now * costs.urgent_per_s):
                     now, busy_s, num_told = now + tell_all_s, busy_s + tell_all_s, num_told + 1
         elif left_s <= 0.0 and now >= next_round:
             began, left_s, serve_until = now, costs.round_s, now
         elif arrivals[at] <= now:
-            now, busy_s = now + costs.message_s, busy_s + costs.message_s
+            now, busy_s = now + costs_s[at], busy_s + costs_s[at]
             served[at] = now
             at += 1
         else:

@@ -50,6 +50,8 @@ FOLLOWS_TABLE = ("", "adaptive")
 MANY_REPORTS = 512
 # Seconds for which reports wait for others. Simulated first minutes do not tell 50 ms of staleness from 300.
 LEARN_INTERVAL_S = 0.2
+# The same where reports are added up, and have waited for their window before.
+LEARN_THINNED_S = 0.1
 # Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
 # to wait for the call, which takes about a millisecond for so many.
 MANY_WORKERS = 4
@@ -302,7 +304,7 @@ class LearningService:
     async def learn_for_ever(self) -> None:
         """Learn a few times a second from what has come meanwhile; cancel to stop."""
         while True:
-            await asyncio.sleep(LEARN_INTERVAL_S)
+            await asyncio.sleep(LEARN_THINNED_S if self.thinning.windows.window_s else LEARN_INTERVAL_S)
             await self.learn_all()
 
     async def learn_all(self) -> None:

@@ -20,7 +20,7 @@ THIN_ABOVE, THICK_BELOW = 8_000.0, 4_000.0
 MESSAGES_PER_S = 1_800.0
 # Seconds of a window: the shortest, the longest that all workers may have, the shortest of those not learned from, the
 # longest of all: the controller hears so often from everybody.
-SHORTEST_S, FRESH_S, REST_S, LONGEST_S = 0.25, 0.4, 5.0, 10.0
+SHORTEST_S, FRESH_S, REST_S, LONGEST_S = 0.25, 0.3, 2.5, 10.0
 # Of workers that are not told apart at least so many are learned from.
 LEAST_SHARE = 0.02
 # Seconds after which others are learned from: whoever it is might have requests of its own kind.

@@ -92,7 +92,7 @@ def heading() -> list[str]:
 
 def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, settle_s: float) -> None:
     assert up.client is not None
-    clients = Clients(up.client, up.address, CLIENTS, up.http, HTTP_CLIENTS)
+    clients = Clients(up.client, up.address, CLIENTS, up.http, up.token, HTTP_CLIENTS)
     clients.start()
     loaded_at = datetime.now(UTC)
     try:

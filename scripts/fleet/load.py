@@ -49,8 +49,10 @@ class Request:
 class Clients:
     """So many clients over gRPC, and over HTTP, from `start` to `stop`."""
 
-    def __init__(self, client: Client, address: str, count: int, http: str = "", http_count: int = 0) -> None:
-        self._client, self._address, self._http = client, address, http
+    def __init__(
+        self, client: Client, address: str, count: int, http: str = "", key: str = "", http_count: int = 0
+    ) -> None:
+        self._client, self._address, self._http, self._key = client, address, http, key
         self._ending = threading.Event()
         self.requests: list[Request] = []
         ways = [self._run] * count + [self._run_http] * http_count
@@ -81,7 +83,7 @@ class Clients:
                     time.sleep(0.2)
 
     def _run_http(self, number: int) -> None:
-        client = openai.OpenAI(base_url=f"http://{self._http}/v1", api_key="none", max_retries=1, timeout=120.0)
+        client = openai.OpenAI(base_url=f"http://{self._http}/v1", api_key=self._key, max_retries=1, timeout=120.0)
         while not self._ending.is_set():
             request = Request(time.monotonic(), over="HTTP")
             self.requests.append(request)

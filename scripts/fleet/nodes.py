@@ -73,6 +73,10 @@ class Up:
         self.client = Client(token_file=self.data_dir / "ray.token")
 
     @property
+    def token(self) -> str:
+        return (self.data_dir / "ray.token").read_text().strip()
+
+    @property
     def database(self) -> Path:
         return self.data_dir / "speclen.db"
 
