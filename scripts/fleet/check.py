@@ -222,11 +222,18 @@ def crowd(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
     crowded = Clients(up.client, up.address, CROWD)
     began = time.monotonic()
     crowded.start()
-    grown = took(lambda: len(distinct(up, MAX_WORKERS)) == MAX_WORKERS)
+    workers: dict[str, pb.GetServerInfoResponse] = {}
+
+    def has_grown() -> bool:
+        workers.update(distinct(up, MAX_WORKERS))
+        return len(workers) >= MAX_WORKERS
+
+    grown = took(has_grown)
+    processes = [Path(f"/proc/{each.server.process_id}") for each in workers.values()]
     time.sleep(settle_s)
     crowded.stop()
     left = time.monotonic()
-    shrunk = took(lambda: 0 < len(distinct(up, MAX_WORKERS, looks=12)) <= WORKERS)
+    shrunk = took(lambda: not all(each.exists() for each in processes))
     time.sleep(settle_s)
     end = time.monotonic()
     requests = clients.requests + crowded.requests
