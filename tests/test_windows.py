@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import time
 from contextlib import closing
 
 import pytest
@@ -13,8 +14,10 @@ from steps_of import KEY, Steps, controller_for
 
 from speclen.console.history import events
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, replay
-from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.estimator.core import Bucket, ContextKey, Decision, Limits
 from speclen.controller.estimator.reports import merged, typical
+from speclen.controller.service.learning_service import URGENT_PAUSE_S, is_urgent, tell_all
+from speclen.controller.service.registry import RegisteredContext
 from speclen.controller.service.sequence import SeqWindow
 from speclen.controller.service.thinning import (
     FRESH_S,
@@ -359,6 +362,42 @@ async def beat_until_durable(call, seq: int) -> None:
         if (await call.read()).durable_seq >= seq:
             return
         await asyncio.sleep(0.02)
+
+
+def test_who_adds_up_is_told_at_once_of_what_is_urgent_alone(tmp_path):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            thinning, worker_of = at.service.thinning, at.service.registry.workers
+            thinning.judge = lambda *load: None
+            thinning.windows = Windows(5.0)
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(windows_of(1, 20))
+            assert (await call.read()).thinning.window_s == 5.0
+            heard = asyncio.ensure_future(call.read())
+            while worker_of["w"].durable_seq < 20:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert not heard.done(), "that it is on disk can wait for the next window"
+            tell_all(worker_of["w"].context, time.monotonic())
+            at.service.news.note(["w"])
+            assert (await heard).durable_seq == 20
+
+    run(story)
+
+
+def test_all_are_told_again_only_after_a_pause():
+    context = RegisteredContext(1, ContextKey("t", "d", "cpu", "float32"), WIDE, 0.0)
+    for now, when in ((100.0, 100.0), (100.1, 100.0 + URGENT_PAUSE_S), (100.2, 100.0 + URGENT_PAUSE_S), (200.0, 200.0)):
+        tell_all(context, now)
+        assert context.urgent_at == when
+
+
+@pytest.mark.parametrize(("before", "now", "urgent"), [(None, 1.0, True), (1.04, 1.0, False), (1.06, 1.0, True)])
+def test_a_large_gain_is_urgent(before, now, urgent):
+    bucket = Bucket(0, 1, 1)
+    decision = Decision(ContextKey("t", "d", "cpu", "float32"), bucket, 2, 3, 4, before, now, "a reason")
+    assert is_urgent(decision) is urgent
 
 
 def test_a_long_window_is_kept_and_teaches_nothing_also_in_a_replay(tmp_path):

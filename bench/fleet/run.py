@@ -39,7 +39,7 @@ class Sent:
 
 
 # Short windows, learned from; long ones, mostly kept; steps by themselves as a worker flushes them; empty messages, each
-# answered, which is no less than to tell a worker of a table.
+# answered: of these two messages one is like that which tells a worker of a table.
 KINDS = {
     "windows": Sent(512, 20, 12, True),
     "rest": Sent(2048, 3, 104, True),
@@ -69,7 +69,7 @@ async def measured() -> Ingest:
             done.append(await one_load(KINDS[kind]))
     await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
     cost = {kind: float(np.median([load.message_s for load in done])) for kind, done in loads.items()}
-    return Ingest(cost["windows"], cost["rest"], cost["empty"], loads)
+    return Ingest(cost["windows"], cost["rest"], cost["empty"] / 2, loads)
 
 
 async def one_load(sent: Sent) -> Load:
