@@ -14,7 +14,7 @@ from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
 from speclen.controller.estimator.core import ContextKey, Limits
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.wire.stored import observations_of, profile_of
+from speclen.controller.wire.stored import observation_of, profile_of
 from speclen.store.connection import Connection
 from speclen.store.profiles import StoredProfile, stored_profiles
 from speclen.store.queries import context_limits, contexts, stored_reports, view_rows, workers
@@ -104,10 +104,8 @@ def events(connection: Connection) -> Iterator[Event]:
     for group_id, group in groups:
         while beside and beside[0][0] < group_id:
             yield beside.popleft()[2]
-        observations, shown = observations_of(group)
-        if shown:
-            senders = [names[report.worker_key] for report in shown]
-            yield GroupObserved(group_id, keys[group[0].context_id], senders, observations)
+        senders = [names[report.worker_key] for report in group]
+        yield GroupObserved(group_id, keys[group[0].context_id], senders, [observation_of(report) for report in group])
     for *_, event in beside:
         yield event
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps_of import KEY, Steps, controller_for
 
-from speclen.console.history import events
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, replay
 from speclen.controller.estimator.core import Bucket, ContextKey, Decision, Limits
 from speclen.controller.estimator.reports import merged, typical
@@ -400,7 +399,7 @@ def test_a_large_gain_is_urgent(before, now, urgent):
     assert is_urgent(decision) is urgent
 
 
-def test_a_long_window_is_kept_and_teaches_nothing_also_in_a_replay(tmp_path):
+def test_a_long_window_of_a_large_fleet_is_counted_alone(tmp_path):
     async def story():
         async with served(tmp_path, commit_interval_s=0.05) as at:
             thinning = at.service.thinning
@@ -417,13 +416,12 @@ def test_a_long_window_is_kept_and_teaches_nothing_also_in_a_replay(tmp_path):
             await call.write(windows_of(41, 200))
             await beat_until_durable(call, 240)
             totals, worker = at.service.totals, at.service.registry.workers["w"]
-            assert (totals.num_reports, totals.num_kept, worker.num_reports) == (40, 200, 240)
+            assert (totals.num_reports, totals.num_thinned, worker.num_reports) == (40, 200, 240)
 
     run(story)
     with closing(connect_reader(tmp_path / "test.db")) as connection:
-        assert sum(row.num_steps for row in queries.stored_reports(connection)) == 240
-        learned = [each for each in events(connection) if isinstance(each, GroupObserved)]
-    assert sum(step.num_steps for each in learned for step in each.observations) == 40
+        assert sum(row.num_steps for row in queries.stored_reports(connection)) == 40
+        assert [row.num_reports for row in queries.workers(connection)] == [240]
 
 
 def test_a_sum_teaches_what_its_steps_teach():

@@ -38,8 +38,8 @@ class Sent:
     added_up: bool
 
 
-# Short windows, learned from; long ones, mostly kept; steps by themselves as a worker flushes them; empty messages, each
-# answered: of these two messages one is like that which tells a worker of a table.
+# Short windows, learned from; long ones, mostly counted alone; steps by themselves as a worker flushes them; empty messages,
+# each answered: of these two messages one is like that which tells a worker of a table.
 KINDS = {
     "windows": Sent(512, 20, 12, True),
     "rest": Sent(2048, 3, 104, True),

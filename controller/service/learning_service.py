@@ -80,7 +80,7 @@ class Totals:
     """Counts since the start of the process, for the metrics. Refused, drift: by reason, by factor."""
 
     num_reports: int = 0
-    num_kept: int = 0  # not learned from, since others' were fresher
+    num_thinned: int = 0  # counted, and neither learned from nor kept, since others' were fresher
     num_rows: int = 0  # what they came as: a sum of several is one
     num_repeated: int = 0
     num_missing: int = 0
@@ -228,11 +228,12 @@ class LearningService:
             new = seqs.admit_window(window.first_seq, window.last_seq)
             if new is None:
                 raise overlapping(window, seqs.applied_seq)
-            if new:
-                refusals += read_window(window, worker.limits, origin, worker.group, worker.teaches)
-                worker.teaches = self.learns_from(
-                    worker
-                )  # what began before it was told is as old as its window was long
+            if new and worker.teaches:
+                refusals += read_window(window, worker.limits, origin, worker.group)
+            elif new:
+                self.totals.num_thinned += num_steps
+                worker.num_reports += num_steps
+            worker.teaches = self.learns_from(worker)  # what began before it was told is as old as its window was long
         except InvalidMessageError as error:
             refusals.append(error)
             worker.num_refused += num_steps - 1  # one is counted with the refusal
@@ -272,10 +273,8 @@ class LearningService:
         now = self.clock()
         for worker in workers:
             self.totals.add_wait(now - worker.waiting_since)
-            group, worker.group = worker.group, Group()
-            rows, num_steps = group.rows, num_steps_of(group.rows)
-            worker.num_reports += num_steps
-            self.totals.num_kept += 0 if group.observations else num_steps
+            rows, worker.group = worker.group.rows, Group()
+            worker.num_reports += num_steps_of(rows)
             self.journal.note_reports(worker, [(self.last_group_id, *row) for row in rows])
         self._no_probe.pop(context.key, None)
         self._note(context, outcome)
@@ -340,8 +339,7 @@ class LearningService:
         if prediction is None:
             prediction = self.prediction[key] = PredictionError()
         for worker in workers:
-            if worker.group.observations:
-                prediction.add(self.table(worker), worker.group.observations)
+            prediction.add(self.table(worker), worker.group.observations)
 
     def _note(self, context: RegisteredContext, outcome: ObserveOutcome) -> None:
         if outcome.decisions or outcome.drift_events:

@@ -62,7 +62,7 @@ class ControllerCollector:
         totals = self.service.totals
         yield counter("reports", "Reports learned from", totals.num_reports)
         yield counter("report_rows", "What these came as: a sum of several reports is one", totals.num_rows)
-        yield counter("reports_kept", "Reports that others were fresher than: kept, not learned from", totals.num_kept)
+        yield counter("reports_thinned", "Reports counted alone, since others' are fresher", totals.num_thinned)
         windows = self.service.thinning.windows
         words = "Seconds of steps that workers who are learned from add up before they report; 0: none"
         yield gauge("report_window_seconds", words, windows.window_s)

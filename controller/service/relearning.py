@@ -16,7 +16,7 @@ import structlog
 
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.service.registry import RegisteredContext
-from speclen.controller.wire.stored import observations_of, profile_of
+from speclen.controller.wire.stored import observation_of, profile_of
 from speclen.store import queries
 from speclen.store.connection import Connection, connect_reader
 from speclen.store.profiles import stored_profiles
@@ -59,9 +59,9 @@ def _relearn_one(
 
 def _observe(estimator: Estimator, context: RegisteredContext, group: list[ReportRow], names: dict[int, str]) -> int:
     """A group that breaks a rule of today teaches nothing, and is told."""
+    senders = [names.get(report.worker_key, "") for report in group]
     try:
-        observations, shown = observations_of(group)
-        estimator.observe(context.key, observations, [names.get(report.worker_key, "") for report in shown])
+        estimator.observe(context.key, [observation_of(report) for report in group], senders)
     except (ValueError, KeyError, TypeError) as error:
         log.error("a stored group cannot be learned from", group_id=group[0].group_id, reason=str(error))
         return 0

@@ -2,8 +2,9 @@
 
 What a message costs hardly depends on how many steps it tells of once they are added up. So workers add up the steps of a
 window, as short as the number of workers and the messages that a core takes allow. Where that would make decisions late,
-a random share of the workers goes on with short windows, and the others' are long: these are kept, but not learned from.
-What is late would teach what was, and weigh the more the longer its window; a few hundred workers are evidence enough.
+a random share of the workers goes on with short windows, and the others' are long: these are counted, and neither learned
+from nor kept. What is late would teach what was, and weigh the more the longer its window; a few hundred workers are
+evidence enough.
 """
 
 from __future__ import annotations

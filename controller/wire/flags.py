@@ -32,14 +32,8 @@ TEACHES = {
     # What it teaches of copying is told apart.
     "copied": (False, False),
     "changed_length": (False, True),
-    "thinned": (False, False),  # kept, and not shown to the estimator: others' are fresher
     "unknown": (False, False),  # a reason that this version does not know is still a reason
 }
-
-
-def is_thinned(names: str) -> bool:
-    """Whether a stored report was not learned from since others' are fresher."""
-    return "thinned" in names.split()
 
 
 def named_flags(names: str) -> Flags:

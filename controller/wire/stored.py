@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from speclen.controller.estimator.core import Profile, ProfileCell, StepObservation
 from speclen.controller.wire.copies import stored_copies
-from speclen.controller.wire.flags import is_thinned, named_flags
+from speclen.controller.wire.flags import named_flags
 from speclen.controller.wire.ingest import CLASSES
 from speclen.controller.wire.sums import geometric_mean
 
@@ -38,9 +37,6 @@ class StoredReport(Protocol):
     def copying(self) -> str | None: ...
 
 
-Report = TypeVar("Report", bound=StoredReport)
-
-
 def observation_of(report: StoredReport) -> StepObservation:
     """A stored report as the estimator saw it."""
     flags = named_flags(report.flags)
@@ -57,12 +53,6 @@ def observation_of(report: StoredReport) -> StepObservation:
         report.num_steps,
         stored_copies(report.copying, flags),
     )
-
-
-def observations_of(reports: Iterable[Report]) -> tuple[list[StepObservation], list[Report]]:
-    """Of a group of stored reports those that were learned from: as the estimator saw them, and as they are stored."""
-    shown = [report for report in reports if not is_thinned(report.flags)]
-    return [observation_of(report) for report in shown], shown
 
 
 def profile_of(row: Any) -> Profile:

@@ -24,15 +24,11 @@ MAX_WINDOWS = 16  # in one message
 MAX_STEPS = 65_536  # of one window
 # By how much a sum of squares may be below what its sum requires: rounding of so many additions.
 ROUNDING = 1e-9
-SEQ, FLAGS = 3, 12  # places of seq and flags in a row of Group
+SEQ = 3  # place of seq in a row of Group
 
 
-def read_window(
-    window: pb.ReportWindow, limits: Limits, origin: Origin, group: Group, teaches: bool = True
-) -> list[InvalidMessageError]:
+def read_window(window: pb.ReportWindow, limits: Limits, origin: Origin, group: Group) -> list[InvalidMessageError]:
     """Add a window's steps to the group, in order; its bad reports are refused alone, and the reasons come back.
-
-    teaches: else its steps are kept alone, and say in the store that nothing was learned from them.
 
     Raises InvalidMessageError for a bad sum; nothing is added then. See also check_span.
     """
@@ -41,17 +37,9 @@ def read_window(
         _read_sum(each, limits, origin, steps)
     refusals = read_reports(window.reports, limits, origin, steps)
     order = sorted(range(len(steps.rows)), key=lambda at: steps.rows[at][SEQ])  # type: ignore[arg-type, return-value]
-    if teaches:
-        group.observations += [steps.observations[at] for at in order]
-        group.rows += [steps.rows[at] for at in order]
-    else:
-        group.rows += [thinned(steps.rows[at]) for at in order]
+    group.observations += [steps.observations[at] for at in order]
+    group.rows += [steps.rows[at] for at in order]
     return refusals
-
-
-def thinned(row: tuple[object, ...]) -> tuple[object, ...]:
-    """The row of a step that is kept and not learned from."""
-    return *row[:FLAGS], f"{row[FLAGS]} thinned".strip(), *row[FLAGS + 1 :]
 
 
 def check_span(window: pb.ReportWindow) -> None:
