@@ -10,8 +10,6 @@ follows the one before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +45,8 @@ class Parts(NamedTuple):
     """The rows of one class in one report, [p] of them.
 
     rows: how many reached and passed each position, [p, 2, positions]. kinds: class. bands: of the whole batch.
-    report: which report it belongs to. share: of the batch, over its steps. workers: who sent it. steps: how many.
+    report: which report it belongs to. share: of the batch, over its steps. workers, sender: who sent reports, and which of
+    them sent this one. steps: how many.
     """
 
     rows: FloatArray
@@ -56,6 +55,7 @@ class Parts(NamedTuple):
     report: np.ndarray
     share: FloatArray
     workers: Sequence[str]
+    sender: np.ndarray
     steps: FloatArray
 
 
@@ -136,7 +136,7 @@ class Acceptance:
         Its sign: rose or fell. weights: what each part counts for.
         """
         drafted = judged.variance > 0.0
-        fired = self._detect(parts, judged, drafted.nonzero()[0].tolist())
+        fired = self._detect(parts, judged, drafted.nonzero()[0])
         classes, bands, _, _ = self.rows.shape
         # What each part counts for in its class and band, [classes x bands, parts].
         say = np.zeros((classes * bands, len(weights)))
@@ -146,17 +146,24 @@ class Acceptance:
         self.renew()
         return fired
 
-    def _detect(self, parts: Parts, judged: Judged, drafted: list[int]) -> float:
+    def _detect(self, parts: Parts, judged: Judged, drafted: np.ndarray) -> float:
         """Two-sided sums, by class, of how far accepted tokens lie from what was expected; returns what one found, or 0."""
-        surprise = (judged.accepted - judged.expected) / np.sqrt(DISPERSION * np.maximum(judged.variance, 1e-6))
+        if not len(drafted):
+            return 0.0
+        accepted, expected, variance = np.array(judged)[:, drafted]
+        surprise = (accepted - expected) / np.sqrt(DISPERSION * np.maximum(variance, 1e-6))
         z = np.minimum(np.maximum(surprise, -LARGEST_Z), LARGEST_Z).tolist()
-        kinds, workers, fired = parts.kinds.tolist(), parts.workers, 0.0
-        told = [(kinds[at], workers[at], z[at]) for at in drafted]
-        for (kind, worker), members in groupby(told, key=itemgetter(0, 1)):
-            found = self.detectors[kind].add(worker, [each[2] for each in members])
+        kinds, senders, fired = parts.kinds[drafted], parts.sender[drafted], 0.0
+        same = kinds + self.rows.shape[0] * senders  # neighbours of one class and sender are judged together
+        ends = [*((same[1:] != same[:-1]).nonzero()[0] + 1).tolist(), len(z)]
+        start = 0
+        for end in ends:
+            kind = int(kinds[start])
+            found = self.detectors[kind].add(parts.workers[senders[start]], z[start:end])
             if found:
                 fired = found
                 self._forget(kind)
+            start = end
         return fired
 
     def forget_all(self) -> None:

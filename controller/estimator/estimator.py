@@ -13,15 +13,20 @@ import numpy as np
 
 from speclen.controller.estimator.acceptance import NUM_CLASSES, Acceptance, band_of
 from speclen.controller.estimator.buckets import FINE, buckets_for
-from speclen.controller.estimator.contexts.apart import compare
+from speclen.controller.estimator.contexts.answers import mix, probe, table
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.deciding import redecide
 from speclen.controller.estimator.contexts.learning import learn
-from speclen.controller.estimator.contexts.saved import FORMAT, exported_context, restore_context, restored_acceptance
+from speclen.controller.estimator.contexts.saved import (
+    FORMAT,
+    exported_context,
+    restore_context,
+    restored_acceptance,
+    restored_copying,
+)
 from speclen.controller.estimator.contexts.shown import learned_rows, plan_estimates
 from speclen.controller.estimator.core import (
     Bucket,
-    Choice,
     ContextKey,
     Decision,
     DriftEvent,
@@ -38,10 +43,8 @@ from speclen.controller.estimator.plans.choice import ShownPlan
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
 from speclen.controller.estimator.policies.policy import Space
-from speclen.controller.estimator.reports import typical
 from speclen.controller.estimator.state import exported, restored
-from speclen.controller.estimator.times.priors import seed, seed_from
-from speclen.controller.estimator.times.steps import spans_of
+from speclen.controller.estimator.times.priors import check_profile, seed, seed_from
 
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
@@ -125,13 +128,7 @@ class Estimator:
             return []
         new = self._contexts[old.key] = self._new_context(old.key, wider)
         seed_from(new.main.times, old.main.times, WIDENED_SD)
-        new.main.version, new.main.lengths = old.main.version, old.main.lengths[: len(new.buckets) - 1]
-        for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
-            setattr(new, name, getattr(old, name))
-        new.mix[: len(old.mix)] = old.mix
-        if old.policy is not None:
-            new.policy, old.policy.space.limits, old.policy.space.buckets = old.policy, wider, new.buckets
-            old.policy.extend()
+        new.go_on_from(old)
         cause = f"the context was widened to {wider.max_batch_size} rows and length {wider.max_speculation_length}"
         return redecide(new, new.main, cause)
 
@@ -153,14 +150,8 @@ class Estimator:
     def seed_profile(self, key: ContextKey, profile: Profile) -> ObserveOutcome:
         """Take an offline profile as a prior of limited weight for step times and acceptance. ValueError beyond limits."""
         context = self._contexts[key]
-        limits, main = context.limits, context.main
-        for cell in profile.cells:
-            for name, least, most in (
-                ("batch_size", 1, limits.max_batch_size),
-                ("speculation_length", 0, limits.max_speculation_length),
-            ):
-                if not least <= getattr(cell, name) <= most:
-                    raise ValueError(f"profile cell has {name} {getattr(cell, name)}, allowed: {least} to {most}")
+        main = context.main
+        check_profile(profile, context.limits)
         if profile.survival:
             main.acceptance.seed(profile.survival, profile.num_survival_rows)
         if profile.cells and not main.times.evidence.any():
@@ -181,17 +172,11 @@ class Estimator:
         if not observations:
             return outcome
         workers = [worker_id] * len(observations) if isinstance(worker_id, str) else list(worker_id)
-        spans = spans_of(workers)
-        outcome.drift_events += learn(context, observations, workers, spans)
-        for worker, span in spans:
-            context.learn_resuming(observations[span], worker)
-        outcome.drift_events += compare(context, len(observations))
+        outcome.drift_events += learn(context, observations, workers)
         context.reports_since_drift += len(observations)
         if outcome.drift_events:
             context.last_drift, context.reports_since_drift = outcome.drift_events[-1], 0
-        if context.policy is not None:
-            alone = [typical(step) for step in observations]
-            context.policy.update(context.main.times.bucket_of[[step.batch_size for step in alone]], alone)
+        context.tell_policy(observations)
         for group in context.groups.values():
             if group.seen != group.newest:
                 outcome.decisions += redecide(context, group)
@@ -213,25 +198,12 @@ class Estimator:
     def table(self, key: ContextKey, worker_id: str = "") -> Table:
         """The best length known for every bucket for a worker. No exploration in it."""
         context = self._contexts[key]
-        group = context.group_of(worker_id)
-        plans = [None] * len(group.lengths) if group.plans is None else group.plans.chosen
-        chosen = zip(context.buckets, group.lengths, plans, strict=True)
-        if not group.times.known:
-            return Table(group.version, tuple(Choice(bucket, length, None, plan) for bucket, length, plan in chosen))
-        ms = 1e3 / group.choice.goodput
-        return Table(
-            group.version, tuple(Choice(at, length, float(ms[at.index, length]), plan) for at, length, plan in chosen)
-        )
+        return table(context, context.group_of(worker_id))
 
     def mix(self, key: ContextKey, worker_id: str = "") -> Mix | None:
         """The numbers by which a worker finds the length for the classes of its rows; None while nothing is known."""
         context = self._contexts[key]
-        group = context.group_of(worker_id)
-        if not group.times.known or context.policy is not None:
-            return None
-        tokens = group.acceptance.tokens[:, context.bands, : context.limits.max_speculation_length + 1]
-        counted = group.choice.seconds * np.exp(group.choice.doubt)
-        return Mix(tuple(bucket.batch_max for bucket in context.buckets), counted, tokens)
+        return mix(context, context.group_of(worker_id))
 
     def is_mixed(self, key: ContextKey) -> bool:
         """Whether requests of another class than the first were seen: the table alone is not enough then."""
@@ -262,15 +234,10 @@ class Estimator:
         context = self._contexts[key]
         if context.policy is not None:
             return None
-        group, longest = context.group_of(worker_id), context.limits.max_speculation_length
+        longest = context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
-        for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
-            plan = context.probe(group, bucket, longest, max_copied)
-            if plan is not None:
-                context.next_probe_id += 1
-                copying = plan if plan.copy_min_match else None
-                return Probe(context.next_probe_id - 1, context.buckets[bucket], plan.draft_length, copying)
-        return None
+        buckets = context.recent if batch_size is None else [self.bucket_index(key, batch_size)]
+        return probe(context, context.group_of(worker_id), buckets, longest, max_copied)
 
     def probe_goes_on(self, key: ContextKey, batch_size: int, worker_id: str = "") -> bool:
         """Whether the last probe of this batch size is only complete with another one right after it."""
@@ -301,9 +268,7 @@ class Estimator:
 
     def export_state(self, key: ContextKey) -> dict[str, Any]:
         """Everything that a context needs to go on exactly, as JSON-able values; see export_pair_state for the rest."""
-        context = self._contexts[key]
-        policy = None if context.policy is None else context.policy.export_state()
-        return exported_context(context) | {"policy": [self.policy_name, policy]}
+        return exported_context(self._contexts[key], self.policy_name)
 
     def export_pair_state(self, pair: tuple[str, str]) -> dict[str, Any]:
         """The acceptance that all contexts of a pair share, as JSON-able values."""
@@ -323,32 +288,15 @@ class Estimator:
             with np.errstate(all="ignore"):  # what comes of it is looked at
                 if pair_state is not None and shared is None:
                     self._acceptance[key.pair] = restored_acceptance(pair_state)
-                self._restore_copying(key.target, pair_state)
+                if pair_state is not None and "copying" in pair_state and key.target not in self._copying:
+                    self._copying[key.target] = restored_copying(pair_state["copying"])
                 context = self._new_context(key, limits)
-                self._restore_context(context, state)
+                cause = "" if state is None else restore_context(context, state, self.policy_name)
+                if cause or state is None:
+                    redecide(context, context.main, cause)
             self._contexts[key] = context
         except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
             if shared is None:
                 self._acceptance.pop(key.pair, None)
             reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"
             raise ValueError(reason) from error
-
-    def _restore_copying(self, target: str, pair_state: dict[str, Any] | None) -> None:
-        """What one of the target's pairs knew of copying, unless another one's is in use."""
-        if pair_state is not None and "copying" in pair_state and target not in self._copying:
-            copying: Copying = restored(Copying(), pair_state["copying"])
-            if not copying.sound:
-                raise ValueError("it has counts of copies that are none")
-            copying.renew()
-            self._copying[target] = copying
-
-    def _restore_context(self, context: Context, state: dict[str, Any] | None) -> None:
-        if state is None:
-            redecide(context, context.main)
-            return
-        restore_context(context, state)
-        before, values = state["policy"]
-        if before != self.policy_name:
-            redecide(context, context.main, f"the policy changed from {before} to {self.policy_name}")
-        elif context.policy is not None:
-            context.policy.restore(values)

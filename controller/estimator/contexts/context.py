@@ -16,6 +16,7 @@ from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.policies.policy import Policy
+from speclen.controller.estimator.reports import typical
 from speclen.controller.estimator.times.step_time import StepTimes
 from speclen.controller.estimator.times.steps import Steps
 
@@ -69,6 +70,22 @@ class Context:
         self.last_drift: DriftEvent | None = None
         self.reports_since_drift, self.next_probe_id = 0, 1
         self.recent: list[int] = []  # buckets of the newest reports
+
+    def go_on_from(self, old: Context) -> None:
+        """Take over what a context with smaller limits was at, but for its estimates."""
+        self.main.version, self.main.lengths = old.main.version, old.main.lengths[: len(self.buckets) - 1]
+        for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
+            setattr(self, name, getattr(old, name))
+        self.mix[: len(old.mix)] = old.mix
+        if old.policy is not None:
+            self.policy, old.policy.space.limits, old.policy.space.buckets = old.policy, self.limits, self.buckets
+            old.policy.extend()
+
+    def tell_policy(self, steps: Sequence[StepObservation]) -> None:
+        """Another policy that chooses learns from single steps."""
+        if self.policy is not None:
+            alone = [typical(step) for step in steps]
+            self.policy.update(self.main.times.bucket_of[[step.batch_size for step in alone]], alone)
 
     def new_times(self) -> StepTimes:
         """Step times that know nothing."""

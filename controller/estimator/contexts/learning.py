@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.contexts.apart import compare
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import DriftEvent, StepObservation
@@ -18,20 +19,23 @@ from speclen.controller.estimator.state import exported, restored
 from speclen.controller.estimator.times.steps import Spans, Steps, spans_of
 
 
-def learn(
-    context: Context, observations: Sequence[StepObservation], senders: Sequence[str], spans: Spans
-) -> list[DriftEvent]:
-    """Update the models of every worker that sent one of these steps; returns what drifted."""
-    steps, workers = _told_apart(context, observations, senders, spans)
+def learn(context: Context, observations: Sequence[StepObservation], senders: Sequence[str]) -> list[DriftEvent]:
+    """Update the models of every worker that sent one of these steps; returns what drifted, and who is unlike others."""
+    sent_by = spans_of(senders)
+    steps, workers = _told_apart(context, observations, senders, sent_by)
+    spans = sent_by if steps is observations else spans_of(workers)
     events: list[DriftEvent] = []
     touched = list(dict.fromkeys(map(context.group_of, dict.fromkeys(workers))))
     for group in touched:
-        mine = steps, workers
+        mine = steps, workers, spans
         if len(touched) > 1:
             belongs = [context.group_of(sender) is group for sender in workers]
-            mine = list(compress(steps, belongs)), list(compress(workers, belongs))
+            of_group = list(compress(workers, belongs))
+            mine = list(compress(steps, belongs)), of_group, spans_of(of_group)
         events += _learn_soundly(context, group, Reports(*mine, context.limits))
-    return events
+    for worker, span in sent_by:
+        context.learn_resuming(observations[span], worker)
+    return events + compare(context, len(steps))
 
 
 def _told_apart(

@@ -9,6 +9,7 @@ import numpy as np
 from speclen.controller.estimator.acceptance import NUM_CLASSES, Acceptance
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.core import DriftEvent
+from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.saved import exported_plans, restore_plans
 from speclen.controller.estimator.state import exported, restored
 
@@ -16,12 +17,13 @@ from speclen.controller.estimator.state import exported, restored
 FORMAT = 4
 
 
-def exported_context(context: Context) -> dict[str, Any]:
-    """Everything that a context needs to go on exactly, but for its policy and what its pair's contexts share."""
-    drift = context.last_drift
+def exported_context(context: Context, policy_name: str) -> dict[str, Any]:
+    """Everything that a context needs to go on exactly, but for what its pair's contexts share."""
+    drift, policy = context.last_drift, context.policy
     state: dict[str, Any] = exported(context)
     return state | {
         "format": FORMAT,
+        "policy": [policy_name, None if policy is None else policy.export_state()],
         "buckets": [bucket.batch_max for bucket in context.buckets],
         "lengths": context.limits.max_speculation_length,
         "times": exported(context.times),
@@ -43,8 +45,20 @@ def restored_acceptance(state: dict[str, Any]) -> Acceptance:
     return model
 
 
-def restore_context(context: Context, state: dict[str, Any]) -> None:
-    """Go on from an exported state. Raises ValueError and others where it is not usable."""
+def restored_copying(state: Any) -> Copying:
+    """What was known of copying. Raises ValueError and others where it is not usable."""
+    copying: Copying = restored(Copying(), state)
+    if not copying.sound:
+        raise ValueError("it has counts of copies that are none")
+    copying.renew()
+    return copying
+
+
+def restore_context(context: Context, state: dict[str, Any], policy_name: str) -> str:
+    """Go on from an exported state; returns why lengths must be chosen anew, or "".
+
+    Raises ValueError and others where it is not usable.
+    """
     if state["format"] != FORMAT or state["buckets"] != [bucket.batch_max for bucket in context.buckets]:
         raise ValueError("it is of another version or has other buckets")
     restored(context, state)
@@ -70,3 +84,9 @@ def restore_context(context: Context, state: dict[str, Any]) -> None:
     context.main = context.group((0, 0))
     drift = state["last_drift"]
     context.last_drift = None if drift is None else DriftEvent(context.key, *drift)
+    before, values = state["policy"]
+    if before != policy_name:
+        return f"the policy changed from {before} to {policy_name}"
+    if context.policy is not None:
+        context.policy.restore(values)
+    return ""

@@ -177,15 +177,12 @@ class Workers:
         total, weighted = count.sum(axis=0), (count * mean).sum(axis=0)
         level = np.array([peer.level for _, peer in members])
         others = (level.sum() - level) / (len(level) - 1)
-        worst, found = 1.0, None
-        for at, (worker, peer) in enumerate(members):
-            excess = differs(mean[at], count[at], weighted - count[at] * mean[at], total - count[at], noise)
-            peer.compared = peer.compared or excess != UNKNOWN
-            peer.offset = float(level[at] - level.mean())
-            score = max(excess / UNLIKE_TIMES**2, abs(float(level[at] - others[at])) / UNLIKE_FACTOR)
-            if score > worst:
-                worst, found = score, worker
-        return found
+        excess = differs(mean, count, weighted - count * mean, total - count, noise)
+        for (_, peer), known, offset in zip(members, excess.tolist(), (level - level.mean()).tolist(), strict=True):
+            peer.compared, peer.offset = peer.compared or known != UNKNOWN, offset
+        score = np.maximum(excess / UNLIKE_TIMES**2, np.abs(level - others) / UNLIKE_FACTOR)
+        worst = int(score.argmax())
+        return members[worst][0] if score[worst] > 1.0 else None
 
     def unlike_in_acceptance(self, model: int) -> str | None:
         """The worker whose accepted tokens differ most from what the others' lead to expect, if one does."""
@@ -237,20 +234,20 @@ class Workers:
 
 def differs(
     mean: FloatArray, count: FloatArray, others_sum: FloatArray, others_count: FloatArray, noise: float
-) -> float:
-    """Mean square by which a worker's log times in its cells differ from others', beyond a constant factor and noise.
+) -> FloatArray:
+    """Mean square by which workers' log times in their cells differ from others', beyond a constant factor and noise, [n].
 
-    UNKNOWN where too few cells are shared to tell.
+    All arguments: [n, cells]. UNKNOWN where too few cells are shared to tell.
     """
     weight = count * others_count / (count + others_count + 1e-9)
     weight[weight < 0.5] = 0.0
-    total, shared = float(weight.sum()), int(np.count_nonzero(weight))
-    if total < ENOUGH_REPORTS / 2.0:
-        return UNKNOWN
-    difference = np.clip(mean - others_sum / np.maximum(others_count, 1e-9), -3.0, 3.0)
-    factor = float(weight @ difference) / total
-    excess = float(weight @ (difference - factor) ** 2) / total
-    return max(excess - 2.0 * noise * noise * shared / total, 0.0)
+    total, shared = weight.sum(axis=1), np.count_nonzero(weight, axis=1)
+    sure = np.maximum(total, 1e-9)
+    difference = np.minimum(np.maximum(mean - others_sum / np.maximum(others_count, 1e-9), -3.0), 3.0)
+    factor = (weight * difference).sum(axis=1) / sure
+    excess = (weight * (difference - factor[:, None]) ** 2).sum(axis=1) / sure
+    beyond = np.maximum(excess - 2.0 * noise * noise * shared / sure, 0.0)
+    return np.where(total < ENOUGH_REPORTS / 2.0, UNKNOWN, beyond)
 
 
 def middle(values: Sequence[float], usual: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.core import Profile
+from speclen.controller.estimator.core import Limits, Profile
 from speclen.controller.estimator.times.change import Watch
 from speclen.controller.estimator.times.step_time import (
     CELL_SD,
@@ -24,6 +24,17 @@ PROFILE_KEPT = 0.5
 # Where a worker turned out to be unlike: log-sd by which each weight may be off of what it starts with, and of what was
 # believed with its reports.
 UNLIKE_SD, SPOILED_SD = 1.0, 0.3
+
+
+def check_profile(profile: Profile, limits: Limits) -> None:
+    """Raises ValueError for cells beyond the limits."""
+    for cell in profile.cells:
+        for name, least, most in (
+            ("batch_size", 1, limits.max_batch_size),
+            ("speculation_length", 0, limits.max_speculation_length),
+        ):
+            if not least <= getattr(cell, name) <= most:
+                raise ValueError(f"profile cell has {name} {getattr(cell, name)}, allowed: {least} to {most}")
 
 
 def seed(times: StepTimes, profile: Profile) -> None:
