@@ -92,15 +92,19 @@ class Sender(SimulatedWorker):
         call, began = open_stream(channel), time.perf_counter() + phase_s
         first = pb.StreamReportsRequest(worker=self.identity).SerializeToString() + messages[0]  # fields add up
         hearing = asyncio.create_task(self.hear(call))
-        for number, message in enumerate([first, *messages[1:]]):
-            await asyncio.sleep(max(0.0, began + number * self.interval_s - time.perf_counter()))
-            await call.write(message)
-        while not hearing.done():  # as a worker without steps does: what is durable comes with the answer
-            await asyncio.wait([hearing], timeout=1.0)
-            if not hearing.done():
-                await call.write(b"")
-        hearing.result()
-        call.cancel()
+        try:
+            for number, message in enumerate([first, *messages[1:]]):
+                await asyncio.sleep(max(0.0, began + number * self.interval_s - time.perf_counter()))
+                await call.write(message)
+            while not hearing.done():  # as a worker without steps does: what is durable comes with the answer
+                await asyncio.wait([hearing], timeout=1.0)
+                if not hearing.done():
+                    await call.write(b"")
+            hearing.result()
+        finally:
+            hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+            call.cancel()
 
     async def hear(self, call: Any) -> None:
         """Read answers until all have come or all is durable. Raises RuntimeError when the controller ends the stream."""
