@@ -70,7 +70,7 @@ RIVAL_HEARD_S = 5.0
 # Relative gain of a decision that is told at once to workers who add their steps up. A large fleet's lengths move several
 # times a second by what is worth less, and telling thousands each time would take more than a core. All are told again no
 # sooner than after a pause, in seconds.
-URGENT_GAIN, URGENT_PAUSE_S = 0.05, 0.4
+URGENT_GAIN, URGENT_PAUSE_S = 0.05, 0.25
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 

@@ -18,7 +18,7 @@ from speclen.v1 import control_pb2 as pb
 # small messages (docs/scale.md), and one that is idle for the rest answers at once.
 THIN_ABOVE, THICK_BELOW = 8_000.0, 4_000.0
 # Messages a second that leave a third of a core for telling workers of new tables, and for other programs (docs/scale.md).
-MESSAGES_PER_S = 1_800.0
+MESSAGES_PER_S = 1_500.0
 # Seconds of a window: the shortest, the longest that all workers may have, the shortest of those not learned from, the
 # longest of all: the controller hears so often from everybody.
 SHORTEST_S, FRESH_S, REST_S, LONGEST_S = 0.25, 0.3, 2.5, 10.0
