@@ -314,3 +314,21 @@ def test_shares_of_classes_that_sum_to_a_little_less_than_one_give_no_step_less_
     context.mix[:] = (0.3, 0.3, 0.4 - 1e-15)
     estimator.observe(PAIR, group(np.random.default_rng(0)), "w")
     assert min(row.estimate.expected_tokens for row in estimator.learned_rows(PAIR)) >= 1.0
+
+
+def test_what_is_kept_of_a_worker_stays_its_own_when_others_come_and_after_a_restart():
+    """All workers' cells lie in one array, which moves when it is full."""
+    estimator, rng = Estimator(), np.random.default_rng(0)
+    estimator.add_context(PAIR, LIMITS)
+    for round_of in range(2):
+        for at in range(9):
+            estimator.observe(PAIR, group(rng, batch=at + 1, length=round_of), f"w{at}")
+    again = Estimator()
+    again.restore(PAIR, LIMITS, estimator.export_state(PAIR), estimator.export_pair_state(PAIR.pair))
+    again.observe(PAIR, group(rng, batch=12, length=3), "w4")
+    num_lengths = LIMITS.max_speculation_length + 1
+    for at in range(1, 9):  # of the first one nothing was kept while it was alone
+        cells = [at * num_lengths, at * num_lengths + 1]
+        before, after = (each.context(PAIR).workers.peers[f"w{at}"].count.nonzero()[0] for each in (estimator, again))
+        assert before.tolist() == cells
+        assert after.tolist() == [*cells, *([11 * num_lengths + 3] if at == 4 else [])]
