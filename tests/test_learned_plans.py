@@ -7,17 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from speclen.bench.simulation.copying.machine import CopyingMachine, Outcome, report_of, time_of
 from speclen.bench.simulation.copying.score import Play
-from speclen.bench.simulation.copying.world import (
-    SCENARIOS,
-    CopyingMachine,
-    CopyWorld,
-    Outcome,
-    Rows,
-    Text,
-    report_of,
-    time_of,
-)
+from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, Text
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, SHARE_AT_ZERO
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
