@@ -148,10 +148,13 @@ class Copying:
         goes_on = (went_on + PRIOR_TOKENS * COLD_LONGER) / (going + PRIOR_TOKENS)
         self.right = _drawn(self.runs[PASSED], self.runs[REACHED], self.accepted)
         self.goes_on = _drawn(self.runs[WENT_ON], self.runs[GOING], goes_on)
-        grown = _after(self.shares * self.accepted)
-        fresh = np.maximum(self.shares - grown, 1e-6 * self.shares)
+        # Where fewer tokens stand behind a match than right copies lead to, texts have ended there.
+        come = _after(self.shares * self.accepted)
+        self.stays = _before(np.minimum(self.shares / np.maximum(come, 1e-12), 1.0))
+        grows = self.accepted * self.stays
+        fresh = np.maximum(self.shares - _after(self.shares * grows), 1e-6 * self.shares)
         self.begins = fresh / fresh.sum()
-        self.walk = (1.0 - self.accepted)[:, None] * self.begins + _after(np.diag(self.accepted))
+        self.walk = (1.0 - grows)[:, None] * self.begins + _after(np.diag(grows))
         self.version += 1
 
     def strides(self, most: int) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -165,7 +168,8 @@ class Copying:
             further = self._at(self.goes_on, place + 1) if place + 1 < most else np.zeros(MAX_MATCH + 1)
             accepted = right * (1.0 + further * accepted)
             onward = onward + further[:, None] * (after - onward)
-            after = (1.0 - right)[:, None] * self.begins + right[:, None] * onward
+            grows = right * self.stays[np.minimum(np.arange(MAX_MATCH + 1) + place, MAX_MATCH)]
+            after = (1.0 - grows)[:, None] * self.begins + grows[:, None] * onward
         proposes[:, 0] = 1.0
         for place in range(1, most):
             proposes[:, place] = proposes[:, place - 1] * self._at(self.goes_on, place)
@@ -205,6 +209,11 @@ def _drawn(passed: FloatArray, reached: FloatArray, prior: FloatArray) -> FloatA
     sums = np.minimum(np.add.outer(np.arange(MAX_MATCH + 1), np.arange(POSITIONS)), MAX_MATCH)
     share: FloatArray = (passed + PRIOR_TOKENS * prior[sums]) / (reached + PRIOR_TOKENS)
     return share
+
+
+def _before(values: FloatArray) -> FloatArray:
+    """Of each match the value of the one that a right token more leads to."""
+    return np.append(values[1:], values[-1])
 
 
 def _after(values: FloatArray) -> FloatArray:
