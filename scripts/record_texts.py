@@ -81,7 +81,9 @@ def told_of(pair: ModelPair, prompt: tuple[int, ...], output: list[int], arrival
         found = index.find(1, MOST_PROPOSED)
         told[place, 3] = drafted[place] == token
         if found is not None:
-            right = next((at for at, each in enumerate(found.ids) if text[end + at : end + at + 1] != [each]), len(found.ids))
+            right = next(
+                (at for at, each in enumerate(found.ids) if text[end + at : end + at + 1] != [each]), len(found.ids)
+            )
             told[place, :3] = found.match_length, len(found.ids), right
     return told
 

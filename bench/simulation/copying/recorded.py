@@ -44,7 +44,8 @@ def recorded_texts(mix: str) -> RecordedTexts:
     last = np.repeat(ends, tokens)
     wrong = np.where(told[:, 3] == 0, place, len(told))
     stops = np.minimum(np.minimum.accumulate(wrong[::-1])[::-1], last)
-    return RecordedTexts((ends - tokens)[chosen], *told[:, :3].T, stops - place, last - place)
+    match, proposed, copied = told[:, :3].T
+    return RecordedTexts((ends - tokens)[chosen], match, proposed, copied, stops - place, last - place)
 
 
 class RecordedRows:
