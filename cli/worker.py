@@ -18,6 +18,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.http.settings import check_http
 from speclen.worker.models.naming import check_names
 from speclen.worker.observing.tracing import check_tracing
+from speclen.worker.profiling.file import table_from_file
 from speclen.worker.reporting.partition import controllers
 
 
@@ -52,6 +53,8 @@ def worker(**settings: Any) -> None:
 def check_surroundings(config: WorkerConfig) -> None:
     """What can be told before torch is imported, which takes seconds. Raises ValueError, OSError, UserError."""
     check_names(config.target, config.draft)
+    if config.profile is not None:
+        table_from_file(config.profile, config.max_batch_size, config.max_length)
     security = config.server_security()
     security.credentials(), security.interceptors()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)

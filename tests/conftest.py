@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=200, help="How often test_kill.py kills a controller.")
+    parser.addoption("--kills", type=int, default=100, help="How often test_kill.py kills a controller.")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,10 +1,12 @@
 """Settings come from flags, then the environment, then the file; what is unknown is an error that names it."""
 
+import contextlib
 import io
 import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -17,55 +19,46 @@ from speclen.v1 import control_pb2, generation_pb2
 
 
 def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "speclen.cli.app", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "120", **environment},
-        check=False,
-    )
+    """What a command says, in this process: another one takes a second of imports."""
+    said, complained = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {"COLUMNS": "120", **environment}),
+        mock.patch.object(sys, "argv", ["speclen", *arguments]),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(complained),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(arguments, code, said.getvalue(), complained.getvalue())
 
 
-def run_generate(
-    monkeypatch, capsys, *arguments: str, config: str | None = None, tmp_path=None, **environment: str
-) -> str:
-    """What `speclen generate` says in this process, where nothing listens at the address it ends up with."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def run_generate(*arguments: str, config: str | None = None, tmp_path=None, **environment: str) -> str:
+    """What `speclen generate` says where nothing listens at the address it ends up with."""
     options = []
     if config is not None:
         (tmp_path / "speclen.toml").write_text(config)
         options = ["--config", str(tmp_path / "speclen.toml")]
-    monkeypatch.setattr(sys, "argv", ["speclen", *options, "generate", "x", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    return capsys.readouterr().err
+    result = speclen(*options, "generate", "x", *arguments, **environment)
+    assert result.returncode == 2
+    return result.stderr
 
 
 FILE = '[generate]\nworker = "127.0.0.1:3"\n'
 
 
-def test_the_file_sets_defaults(monkeypatch, capsys, tmp_path):
-    assert "127.0.0.1:3" in run_generate(monkeypatch, capsys, config=FILE, tmp_path=tmp_path)
+def test_the_file_sets_defaults(tmp_path):
+    assert "127.0.0.1:3" in run_generate(config=FILE, tmp_path=tmp_path)
 
 
-def test_the_environment_is_stronger_than_the_file(monkeypatch, capsys, tmp_path):
-    said = run_generate(monkeypatch, capsys, config=FILE, tmp_path=tmp_path, SPECLEN_GENERATE_WORKER="127.0.0.1:2")
-    assert "127.0.0.1:2" in said
+def test_the_environment_is_stronger_than_the_file(tmp_path):
+    assert "127.0.0.1:2" in run_generate(config=FILE, tmp_path=tmp_path, SPECLEN_GENERATE_WORKER="127.0.0.1:2")
 
 
-def test_a_flag_is_stronger_than_both(monkeypatch, capsys, tmp_path):
-    said = run_generate(
-        monkeypatch,
-        capsys,
-        "--worker",
-        "127.0.0.1:1",
-        config=FILE,
-        tmp_path=tmp_path,
-        SPECLEN_GENERATE_WORKER="127.0.0.1:2",
-    )
-    assert "127.0.0.1:1" in said
+def test_a_flag_is_stronger_than_both(tmp_path):
+    flag, variable = ("--worker", "127.0.0.1:1"), {"SPECLEN_GENERATE_WORKER": "127.0.0.1:2"}
+    assert "127.0.0.1:1" in run_generate(*flag, config=FILE, tmp_path=tmp_path, **variable)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +70,8 @@ def test_a_flag_is_stronger_than_both(monkeypatch, capsys, tmp_path):
         ("generate = 1\n", "[generate]"),
     ],
 )
-def test_a_wrong_file_is_named(monkeypatch, capsys, tmp_path, config, words):
-    assert words in run_generate(monkeypatch, capsys, config=config, tmp_path=tmp_path)
+def test_a_wrong_file_is_named(tmp_path, config, words):
+    assert words in run_generate(config=config, tmp_path=tmp_path)
 
 
 def test_a_missing_file_is_named():
@@ -149,7 +142,9 @@ def test_misspelt_settings_are_told_with_what_was_meant(name, meant):
 
 
 def test_a_misspelt_verb_gets_a_suggestion():
-    result = speclen("genrate", "x")
+    """In a process of its own: the sentence is all that a terminal sees."""
+    command = [sys.executable, "-m", "speclen.cli.app", "genrate", "x"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.strip() == "speclen: there is no verb 'genrate'; did you mean 'generate'?"
 

@@ -160,37 +160,36 @@ def serving(database: Path, port: int):
             assert process.wait(20) == 0
 
 
-def test_a_taken_port_is_one_sentence(database, unused_port):
-    with serving(database, unused_port) as page:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The first page of a dashboard in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with serving(write_database(tmp_path_factory.mktemp("site") / "any name.db"), port) as page:
         wait_until_open(page)
-        command = [
-            sys.executable,
-            "-m",
-            "speclen.cli.app",
-            "dashboard",
-            "--db",
-            str(database),
-            "--listen",
-            f"127.0.0.1:{unused_port}",
-        ]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        yield page
+
+
+def test_a_taken_port_is_one_sentence(database, site):
+    taken = site.split("/")[2]
+    options = ["dashboard", "--db", str(database), "--listen", taken]
+    command = [sys.executable, "-m", "speclen.cli.app", *options]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{unused_port}: choose another" in second.stderr
+    assert f"cannot listen on {taken}: choose another" in second.stderr
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("width", [800, 1280])
-def test_a_browser_draws_every_chart(database, unused_port, tmp_path, page, width):
+def test_a_browser_draws_every_chart(site, tmp_path, page, width):
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
     flags += (
         f" --disable-component-update --disable-sync --virtual-time-budget=20000 --dump-dom --window-size={width},900"
     )
-    with serving(database, unused_port) as address:
-        wait_until_open(address)
-        address = address.replace("learned", page)
-        command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'chromium'}", address]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+    command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'chromium'}", site.replace("learned", page)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
     for name in (name.partition("/")[2] for name in DRAWN if name.startswith(f"{page}/")):
         drawn = shown.split(f'id="chart-{name}"')[1].split('id="chart-')[0]
         assert re.search(r'role-mark[^>]*>\s*<(path[^>]* d="M|line )', drawn), f"{name} was not drawn"
@@ -220,13 +219,6 @@ def wait_until_open(page: str) -> None:
         except OSError:
             assert time.monotonic() < deadline, "the pages never came"
             time.sleep(0.1)
-
-
-@pytest.fixture
-def unused_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_wide_interval_does_not_flatten_the_curves(database, tmp_path):
@@ -263,7 +255,7 @@ def test_equal_lengths_are_one_range(tmp_path):
 def test_lengths_are_shown_from_when_to_when(database):
     """One bar from each change to the next, the last one until now; a batch size stands for the bucket that holds it."""
     store = Store.open(database)
-    later = decision(2, 1, previous_length=2, decided_at=NOW + 60)
+    later = decision(2, 1, previous_length=2, decided_at=NOW + 0.001)
     assert store_now(store, Commit(decisions=[later])) is None
     store.close()
     bars = chart_rows(database, CHARTS["learned/lengths"], "")

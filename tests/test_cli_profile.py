@@ -297,7 +297,7 @@ def test_a_worker_finds_out_whether_its_context_is_known() -> None:
     start = time.monotonic()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         assert knows_context(channel, pb.ContextKey(target="profile"), timeout_s=0.5) is None
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 def test_a_request_of_a_quick_profile_carries_every_cell() -> None:

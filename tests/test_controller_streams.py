@@ -99,7 +99,7 @@ def test_a_silent_stream_is_ended_and_one_with_heartbeats_is_not():
                 await asyncio.sleep(0.1)
             code, details = ended.result()
             assert (code, "no message for 1.5 s" in details) == ("DEADLINE_EXCEEDED", True)
-            assert 1.0 < time.monotonic() - started < 6.0
+            assert 1.0 < time.monotonic() - started < 30.0
 
     run(story)
 

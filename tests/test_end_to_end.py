@@ -114,10 +114,9 @@ def off() -> pb.Speculation:
     return pb.Speculation(mode=pb.Speculation.MODE_OFF)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
-def test_a_worker_serves_models_from_a_directory(fleet, tmp_path, family):
-    target, draft = tiny_models.save_pair(family, tmp_path / family)
-    worker = fleet.worker(target, draft, "--controller", "")
+def serving_from_a_directory(fleet, folder: Path, family: str, *options: str) -> Child:
+    """A worker of saved models, whose stream is what its last message says."""
+    worker = fleet.worker(*tiny_models.save_pair(family, folder / family), *options)
     worker.wait_until_serving(120)
     *chunks, last = generate(
         worker.address, sampling_params=pb.SamplingParams(max_tokens=20, ignore_eos=True), stream=True
@@ -125,14 +124,13 @@ def test_a_worker_serves_models_from_a_directory(fleet, tmp_path, family):
     assert last.complete.usage.completion_tokens == 20
     assert "".join(r.chunk.text for r in chunks) == last.complete.text
     assert [t for r in chunks for t in r.chunk.token_ids] == list(last.complete.output_ids)
+    return worker
 
 
 def test_a_worker_outlives_its_controller_and_loses_no_report(fleet, tmp_path):
-    target, draft = tiny_models.save_pair("llama", tmp_path / "llama")
     controller = fleet.controller()
     controller.wait_until_serving(30)
-    worker = fleet.worker(target, draft)
-    worker.wait_until_serving(120)
+    worker = serving_from_a_directory(fleet, tmp_path, "opt")
     sampling = pb.SamplingParams(max_tokens=40, ignore_eos=True)
     generate(worker.address, sampling_params=sampling)
     until(lambda: rows(fleet.database, "select count(*) from step_reports")[0][0])
@@ -151,10 +149,9 @@ def test_a_worker_outlives_its_controller_and_loses_no_report(fleet, tmp_path):
     assert rows(fleet.database, "select count(*), count(distinct seq) from step_reports") == [(num_steps, num_steps)]
 
 
-def test_a_draining_worker_finishes_what_runs_and_refuses_what_comes(fleet, tmp_path):
-    target, draft = tiny_models.save_pair("llama", tmp_path / "llama")
-    worker = fleet.worker(target, draft, "--controller", "")
-    worker.wait_until_serving(120)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_draining_worker_finishes_what_runs_and_refuses_what_comes(fleet, tmp_path, family):
+    worker = serving_from_a_directory(fleet, tmp_path, family, "--controller", "")
     with grpc.insecure_channel(worker.address) as channel:
         stub = rpc.GenerationServiceStub(channel)
         sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True)

@@ -9,10 +9,11 @@ from speclen.bench.simulation.players import KEY, EstimatorPlayer
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import World
 from speclen.controller.estimator.buckets import buckets_for
+from speclen.controller.estimator.contexts.shown import interval
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.step_time import StepTimes
-from speclen.controller.estimator.surface import Surface
+from speclen.controller.estimator.times.step_time import StepTimes
+from speclen.controller.estimator.times.surface import Surface
 
 LIMITS = Limits(16, 6)
 PAIR = ContextKey("target", "draft", "device", "float32")
@@ -75,7 +76,7 @@ def test_taught_at_small_batches_it_is_not_sure_about_large_ones():
     assert (seconds > 0.0).all()
     assert (np.diff(times.grid(times.log_surface), axis=0) >= 0.0).all()
     truth = step_s(32, 8)
-    low, high = (times.grid(bound)[31, 8] for bound in times.interval())
+    low, high = (times.grid(bound)[31, 8] for bound in interval(times))
     assert low < truth < high
 
 
@@ -103,7 +104,7 @@ def test_no_report_breaks_it(seed):
             assert np.isfinite(times.variance).all()
             assert (times.variance > 0.0).all()
             assert (np.linalg.eigvalsh(times.surface.covariance) > 0.0).all()
-            low, high = times.interval()
+            low, high = interval(times)
             assert (low <= high).all()
             assert (high < 1e12).all()
         table = estimator.table(PAIR, "w0")
@@ -291,7 +292,10 @@ def test_step_times_are_predicted_from_rows_passes_and_tokens_not_from_a_length(
     """4 of 8 rows draft 3 tokens: between all of them drafting and none."""
     times = taught(60, batch=8).context(PAIR).main.times
     rows, context = np.full(3, 8), np.zeros(3)
-    seconds, variance = times.predict(rows, np.array([0, 3, 3]), np.array([0, 12, 24]), np.array([8, 20, 32]), context)
+    surface, sums = times.surface, (np.array([0, 3, 3]), np.array([0, 12, 24]), np.array([8, 20, 32]))
+    parts = surface.features(rows, *sums, context) * np.exp(surface.phi)
+    seconds = parts.sum(axis=1)
+    variance = surface.variance(parts / seconds[:, None])
     assert seconds[0] < seconds[1] < seconds[2]
     assert seconds[[0, 2]] == pytest.approx([step_s(8, 0), step_s(8, 3)], rel=0.1)
     assert ((variance > 0.0) & (variance < 0.1**2)).all()
@@ -310,3 +314,21 @@ def test_shares_of_classes_that_sum_to_a_little_less_than_one_give_no_step_less_
     context.mix[:] = (0.3, 0.3, 0.4 - 1e-15)
     estimator.observe(PAIR, group(np.random.default_rng(0)), "w")
     assert min(row.estimate.expected_tokens for row in estimator.learned_rows(PAIR)) >= 1.0
+
+
+def test_what_is_kept_of_a_worker_stays_its_own_when_others_come_and_after_a_restart():
+    """All workers' cells lie in one array, which moves when it is full."""
+    estimator, rng = Estimator(), np.random.default_rng(0)
+    estimator.add_context(PAIR, LIMITS)
+    for round_of in range(2):
+        for at in range(9):
+            estimator.observe(PAIR, group(rng, batch=at + 1, length=round_of), f"w{at}")
+    again = Estimator()
+    again.restore(PAIR, LIMITS, estimator.export_state(PAIR), estimator.export_pair_state(PAIR.pair))
+    again.observe(PAIR, group(rng, batch=12, length=3), "w4")
+    num_lengths = LIMITS.max_speculation_length + 1
+    for at in range(1, 9):  # of the first one nothing was kept while it was alone
+        cells = [at * num_lengths, at * num_lengths + 1]
+        before, after = (each.context(PAIR).workers.peers[f"w{at}"].count.nonzero()[0] for each in (estimator, again))
+        assert before.tolist() == cells
+        assert after.tolist() == [*cells, *([11 * num_lengths + 3] if at == 4 else [])]

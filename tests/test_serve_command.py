@@ -49,10 +49,13 @@ def serve_arguments(pair, survey):
 def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pair, survey, tmp_path):
     out = tmp_path / "results" / "comparison.json"
     arguments = [*serve_arguments(pair, survey), "--out", str(out), "--compare", "adaptive,none,fixed:2,copy"]
-    done = speclen(*arguments, "--repeats", "2", "--json")
+    done = speclen(*arguments, "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert printed == json.loads(out.read_text())
+    assert json.loads(done.stdout) == json.loads(out.read_text())
+    again = speclen(*arguments, "--repeats", "1", "--add")
+    assert again.returncode == 0, again.stderr
+    printed = json.loads(out.read_text())
+    assert [row["number"] for row in printed["rounds"]] == [1, 2]
     assert printed["num_rounds"] == 2
     assert printed["errors"] == {}
     for row in printed["rounds"]:
@@ -62,16 +65,14 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
         assert blocks["none"]["num_proposed"] == 0
         assert blocks["fixed:2"]["num_proposed"] > 0
         assert all(block["num_steps"] > 0 and block["latency_sum_s"] > 0 for block in blocks.values())
-    (checked,) = printed["outputs"]
-    assert checked["num_compared"] > 0
-    assert checked["worst_miss_logits"] <= checked["tie_logits"]
+    assert len(printed["outputs"]) == 2
+    for checked in printed["outputs"]:
+        assert checked["num_compared"] > 0
+        assert checked["worst_miss_logits"] <= checked["tie_logits"]
     assert any("too short for its intervals" in note for note in printed["notes"])
-    again = speclen(*arguments, "--repeats", "1", "--add")
-    assert again.returncode == 0, again.stderr
-    assert [row["number"] for row in json.loads(out.read_text())["rounds"]] == [1, 2, 3]
-    other = speclen(*arguments, "--repeats", "1", "--add", "--seed", "5")
-    assert other.returncode == 2
-    assert "its seed is 0, not 5" in " ".join(other.stderr.split())
+    other = CliRunner().invoke(app, [*arguments, "--repeats", "1", "--add", "--seed", "5"]).exception
+    assert isinstance(other, UserError)
+    assert "its seed is 0, not 5" in str(other)
 
 
 def children_of(pid):
@@ -103,7 +104,10 @@ def test_sigterm_leaves_no_processes_behind(pair, survey):
         bench.terminate()
         bench.communicate(timeout=60)
     assert bench.returncode != 0
-    assert not [child for child in children if child.exists()]
+    deadline = time.monotonic() + 60  # a worker that was just being started notices by itself that nobody is there
+    while left := [child for child in children if child.exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

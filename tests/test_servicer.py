@@ -141,7 +141,10 @@ def test_one_more_than_rows_and_queue_is_refused_and_all_others_are_served() -> 
             info = await at.stub.GetServerInfo(pb.GetServerInfoRequest())
             assert info.num_requests_waiting == 3
             code, said = await at.fails(tokenized(1, 2))
-            assert (code, "waiting already: try again later" in said) == ("RESOURCE_EXHAUSTED", True)
+            assert (code, "waiting already, and --max-waiting lets no more: try again later" in said) == (
+                "RESOURCE_EXHAUSTED",
+                True,
+            )
             for responses in await asyncio.gather(*tasks):
                 assert responses[-1].complete.usage.completion_tokens == 200
             assert at.async_engine.num_open == 0

@@ -13,7 +13,7 @@ import numpy as np
 from speclen.controller.estimator.acceptance import band_of
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.buckets import FINE
-from speclen.controller.estimator.context import Context
+from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.core import ContextKey, Decision, DriftEvent, Limits, Profile, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.policies import ADAPTIVE, make_policy

@@ -12,7 +12,8 @@ It learns acceptance and step times from reports and decides lengths.
     estimator.learned_rows(key)                          # what is believed, beside what was seen
     state = estimator.export_state(key)                  # plain values; restore() goes on bit for bit
 
-Read in this order: acceptance.py (tokens of a step), step_time.py (its seconds), change.py (jumps, wandering speed),
-choice.py (which length, which probe), workers.py (who is alike), estimator.py (contexts and all of it together).
+Read in this order: acceptance.py (tokens of a step), times/ (its seconds: step_time.py, surface.py, then change.py and
+speed.py), choice.py (which length, which probe), plans/ (where rows copy), contexts/ (learning.py and deciding.py, for
+workers that are alike; workers.py and apart.py: who is), estimator.py (all contexts, what callers use).
 docs/policy.md says why it is made so and what it is worth.
 """

@@ -9,15 +9,13 @@ follows the one before it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.change import Change
+from speclen.controller.estimator.times.change import Change
 
 # Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
 # relative to the one before.
@@ -32,6 +30,8 @@ SLACK, THRESHOLD, LARGEST_Z = 0.5, 9.0, 4.0
 KEPT_SHARE, KEPT_ROWS = 0.05, 20.0
 # Rows beyond this were never counted.
 MOST_COUNT = 1e15
+# Classes of requests that a report may tell apart: greedy, cool, hot. Reports that don't are all of the first.
+NUM_CLASSES = 3
 # Requests are easy or hard and stay in the batch for many steps: variance of accepted tokens over that of independent rows.
 DISPERSION = 3.0
 
@@ -45,7 +45,8 @@ class Parts(NamedTuple):
     """The rows of one class in one report, [p] of them.
 
     rows: how many reached and passed each position, [p, 2, positions]. kinds: class. bands: of the whole batch.
-    report: which report it belongs to. share: of the batch, over its steps. workers: who sent it. steps: how many.
+    report: which report it belongs to. share: of the batch, over its steps. workers, sender: who sent reports, and which of
+    them sent this one. steps: how many.
     """
 
     rows: FloatArray
@@ -54,6 +55,7 @@ class Parts(NamedTuple):
     report: np.ndarray
     share: FloatArray
     workers: Sequence[str]
+    sender: np.ndarray
     steps: FloatArray
 
 
@@ -91,9 +93,10 @@ class Acceptance:
     @property
     def sound(self) -> bool:
         """Whether counts are counts and shares are shares; NaN is neither."""
-        counts, tokens, most = self.rows, self.tokens, self.shape[2] + 1.0 + 1e-6
-        few = counts.size == 0 or bool(counts.min() >= 0.0 and counts.max() < MOST_COUNT)
-        return few and bool(tokens.min() >= 1.0 and tokens.max() <= most)
+        counts, tokens, most = self.rows.reshape(-1), self.tokens.reshape(-1), self.shape[2] + 1.0 + 1e-6
+        least, largest = np.minimum.reduce, np.maximum.reduce
+        few = counts.size == 0 or bool(least(counts) >= 0.0 and largest(counts) < MOST_COUNT)
+        return few and bool(least(tokens) >= 1.0 and largest(tokens) <= most)
 
     def extend(self, num_positions: int, num_bands: int) -> None:
         """Make room for longer lengths and larger batches; never shrinks."""
@@ -124,38 +127,43 @@ class Acceptance:
         """Accepted tokens of each part, how many were expected, and their variance if rows were independent."""
         acceptance = self.acceptance[parts.kinds, parts.bands]
         expected = parts.rows[:, 0] * acceptance
-        spread = expected * (1.0 - acceptance)
-        return Judged(parts.rows[:, 1].sum(axis=1), expected.sum(axis=1), spread.sum(axis=1))
+        total = np.add.reduce
+        return Judged(total(parts.rows[:, 1], 1), total(expected, 1), total(expected * (1.0 - acceptance), 1))
 
     def learn(self, parts: Parts, judged: Judged, weights: FloatArray) -> float:
         """Learn from a group that was judged before; returns the detector's statistic if one fired, else 0.
 
         Its sign: rose or fell. weights: what each part counts for.
         """
-        drafted = (judged.variance > 0.0).nonzero()[0].tolist()
-        fired = self._detect(parts, judged, drafted)
-        kinds, bands = parts.kinds.tolist(), parts.bands.tolist()
-        places: dict[tuple[int, int], list[int]] = {}
-        for at in drafted:
-            places.setdefault((kinds[at], bands[at]), []).append(at)
-        for place, members in places.items():
-            mine = weights[members]
-            news = (mine @ parts.rows[members].reshape(len(members), -1)).reshape(2, -1)
-            self.rows[place] *= math.exp(-float(mine @ parts.steps[members]) / MEMORY_REPORTS)
-            self.rows[place] += news
+        drafted = judged.variance > 0.0
+        fired = self._detect(parts, judged, drafted.nonzero()[0])
+        classes, bands, _, _ = self.rows.shape
+        # What each part counts for in its class and band, [classes x bands, parts].
+        say = np.zeros((classes * bands, len(weights)))
+        say[parts.kinds * bands + parts.bands, np.arange(len(weights))] = weights * drafted
+        self.rows *= np.exp(say @ parts.steps / -MEMORY_REPORTS).reshape(classes, bands, 1, 1)
+        self.rows += (say @ parts.rows.reshape(len(weights), -1)).reshape(self.rows.shape)
         self.renew()
         return fired
 
-    def _detect(self, parts: Parts, judged: Judged, drafted: list[int]) -> float:
+    def _detect(self, parts: Parts, judged: Judged, drafted: np.ndarray) -> float:
         """Two-sided sums, by class, of how far accepted tokens lie from what was expected; returns what one found, or 0."""
-        surprise = (judged.accepted - judged.expected) / np.sqrt(DISPERSION * np.maximum(judged.variance, 1e-6))
+        if not len(drafted):
+            return 0.0
+        accepted, expected, variance = np.array(judged)[:, drafted]
+        surprise = (accepted - expected) / np.sqrt(DISPERSION * np.maximum(variance, 1e-6))
         z = np.minimum(np.maximum(surprise, -LARGEST_Z), LARGEST_Z).tolist()
-        kinds, fired = parts.kinds.tolist(), 0.0
-        for (kind, worker), members in groupby(drafted, key=lambda at: (kinds[at], parts.workers[at])):
-            found = self.detectors[kind].add(worker, [z[at] for at in members])
+        kinds, senders, fired = parts.kinds[drafted], parts.sender[drafted], 0.0
+        same = kinds + self.rows.shape[0] * senders  # neighbours of one class and sender are judged together
+        ends = [*((same[1:] != same[:-1]).nonzero()[0] + 1).tolist(), len(z)]
+        start = 0
+        for end in ends:
+            kind = int(kinds[start])
+            found = self.detectors[kind].add(parts.workers[senders[start]], z[start:end])
             if found:
                 fired = found
                 self._forget(kind)
+            start = end
         return fired
 
     def forget_all(self) -> None:
@@ -171,8 +179,8 @@ class Acceptance:
 
     def renew(self) -> None:
         """Bring acceptance[class, band, position] and tokens[class, band, length] up to date with the counts."""
-        by_class = self.rows.sum(axis=1)
-        self.everybody, prior = by_class.sum(axis=0), self.first
+        by_class = np.add.reduce(self.rows, 1)
+        self.everybody, prior = np.add.reduce(by_class, 0), self.first
         shared: list[float] = []
         for reached, passed, ratio in zip(*self.everybody.tolist(), self.ratios.tolist(), strict=True):
             if shared:
@@ -181,8 +189,9 @@ class Acceptance:
         self.shared = np.array(shared)
         of_class = _drawn(by_class, CLASS_PRIOR_ROWS, self.shared)
         self.acceptance = _drawn(self.rows, BAND_PRIOR_ROWS, of_class[:, None])
-        self.tokens = np.ones((*self.acceptance.shape[:2], len(shared) + 1))
-        self.tokens[:, :, 1:] += self.acceptance.cumprod(axis=2).cumsum(axis=2)
+        survival = np.ones((*self.acceptance.shape[:2], len(shared) + 1))
+        np.multiply.accumulate(self.acceptance, 2, out=survival[:, :, 1:])
+        self.tokens = np.add.accumulate(survival, 2)
         self.version += 1
 
     def of_band(self) -> FloatArray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.step_time import StepTimes
+from speclen.controller.estimator.times.step_time import StepTimes, mean_seconds
 
 # Relative gain in goodput that a change of length must promise: against flapping between near-ties.
 MARGIN = 0.002
@@ -46,12 +46,24 @@ class LengthChoice:
         self.zero_filled = np.zeros(num_buckets, dtype=bool)
         self.decided = False
         self.probe_s = 0.0  # expected loss of all probes so far
+        self._seconds: FloatArray | None = None
 
     def assess(self, tokens: FloatArray, times: StepTimes) -> None:
         """Take the newest estimates. tokens: expected, per row and step, [buckets, lengths]."""
-        self.seconds = times.seconds()
-        self.goodput = tokens / self.seconds
-        self.doubt = RISK * times.grid(times.variance)
+        self.tokens, self.doubt = tokens, RISK * times.grid(times.variance)
+        self._believed, self._seconds = (times.log_seconds, times.noise), None
+
+    @property
+    def seconds(self) -> FloatArray:
+        """Mean step times by the estimates that the choice rests on, [buckets, lengths]."""
+        if self._seconds is None:
+            self._seconds = mean_seconds(*self._believed).reshape(self.tokens.shape)
+        return self._seconds
+
+    @property
+    def goodput(self) -> FloatArray:
+        """Expected tokens per row and second, likewise."""
+        return self.tokens / self.seconds
 
     def decide(self, tokens: FloatArray, times: StepTimes, resume_s: float) -> None:
         """Choose by the newest estimates."""
@@ -59,15 +71,19 @@ class LengthChoice:
             return
         at, now = self.buckets, self.lengths
         self.assess(tokens, times)
-        cautious = np.log(self.goodput) - self.doubt
+        cautious = np.log(tokens) - times.grid(times.log_seconds) - self.doubt
         best: np.ndarray = cautious.argmax(axis=1)
-        if self.decided:
+        needed: FloatArray | float = MARGIN
+        if resume_s:
             needed = MARGIN + (now == 0) * (resume_s / RESUME_HORIZON) / self.seconds[:, 0]
-            best = np.where(cautious[at, best] > cautious[at, now] + needed, best, now)
-        self.lengths, self.decided = best, True
-        for bucket in np.flatnonzero(self.credit < 0.0):
-            self._reckon_again(int(bucket))
-        fresh = (best == 0) & ~self.zero_filled
+        if self.decided:
+            better = cautious[at, best] > cautious[at, now] + needed
+            self.lengths = np.where(better, best, now) if better.any() else now
+        else:
+            self.lengths, self.decided = best, True
+        for bucket in (self.credit < 0.0).nonzero()[0].tolist():
+            self._reckon_again(bucket)
+        fresh = (self.lengths == 0) & ~self.zero_filled
         self.credit[fresh] = CAP_STEPS_AT_ZERO
         self.zero_filled |= fresh
 
@@ -80,8 +96,12 @@ class LengthChoice:
     def earn(self, buckets: np.ndarray, count: FloatArray) -> None:
         """Earn credit for reports of these buckets, each of so many steps."""
         off = self.lengths == 0
-        self.credit += np.bincount(buckets, count, len(off)) * np.where(off, SHARE_AT_ZERO, SHARE)
-        np.minimum(self.credit, np.where(off, CAP_STEPS_AT_ZERO, CAP_STEPS), out=self.credit)
+        share: FloatArray | float = SHARE
+        cap: FloatArray | float = CAP_STEPS
+        if off.any():
+            share, cap = np.where(off, SHARE_AT_ZERO, SHARE), np.where(off, CAP_STEPS_AT_ZERO, CAP_STEPS)
+        self.credit += np.bincount(buckets, count, len(off)) * share
+        np.minimum(self.credit, cap, out=self.credit)
 
     def probe(self, bucket: int, times: StepTimes, resume_s: float, longest: int) -> int | None:
         """An exploratory length, at most longest, that the bucket can pay for, charged to it; mostly None."""

@@ -5,26 +5,32 @@ The same calls in the same order give the same decisions, bit for bit, also afte
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
 from typing import Any
 
 import numpy as np
 
-from speclen.controller.estimator.acceptance import Acceptance, band_of
+from speclen.controller.estimator.acceptance import NUM_CLASSES, Acceptance, band_of
 from speclen.controller.estimator.buckets import FINE, buckets_for
-from speclen.controller.estimator.change import Spans
-from speclen.controller.estimator.context import Context, Group
+from speclen.controller.estimator.contexts.answers import mix, probe, table
+from speclen.controller.estimator.contexts.context import Context
+from speclen.controller.estimator.contexts.deciding import redecide
+from speclen.controller.estimator.contexts.learning import learn
+from speclen.controller.estimator.contexts.saved import (
+    FORMAT,
+    exported_context,
+    restore_context,
+    restored_acceptance,
+    restored_copying,
+)
+from speclen.controller.estimator.contexts.shown import learned_rows, plan_estimates
 from speclen.controller.estimator.core import (
     Bucket,
-    Choice,
     ContextKey,
     Decision,
     DriftEvent,
     LearnedRow,
-    LengthEstimate,
     Limits,
     Mix,
     ObserveOutcome,
@@ -35,20 +41,13 @@ from speclen.controller.estimator.core import (
 )
 from speclen.controller.estimator.plans.choice import ShownPlan
 from speclen.controller.estimator.plans.copying import Copying
-from speclen.controller.estimator.plans.learning import learn_copies, plans_before
-from speclen.controller.estimator.plans.saved import exported_plans, restore_plans
 from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
 from speclen.controller.estimator.policies.policy import Space
-from speclen.controller.estimator.reports import OTHERS, Reports, merged, typical
 from speclen.controller.estimator.state import exported, restored
-from speclen.controller.estimator.step_time import Steps, spans_of
+from speclen.controller.estimator.times.priors import check_profile, seed, seed_from
 
-# Classes of requests that a report may tell apart: greedy, cool, hot. Reports that don't are all of the first.
-NUM_CLASSES = 3
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
-# Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 4
 
 
 class Estimator:
@@ -94,9 +93,9 @@ class Estimator:
         context = self._new_context(key, limits)
         for other in self._contexts.values():
             if (other.key.pair, other.key.device, other.key.dtype) == (key.pair, key.device, key.dtype):
-                context.main.times.seed_from(other.main.times, NEAREST_SD)
+                seed_from(context.main.times, other.main.times, NEAREST_SD)
         self._contexts[key] = context
-        return ObserveOutcome(context.redecide(context.main))
+        return ObserveOutcome(redecide(context, context.main))
 
     def _new_context(self, key: ContextKey, limits: Limits) -> Context:
         buckets, policy = buckets_for(self.bucket_spec, limits.max_batch_size), None
@@ -128,16 +127,10 @@ class Estimator:
             old.allow_copies(wider)
             return []
         new = self._contexts[old.key] = self._new_context(old.key, wider)
-        new.main.times.seed_from(old.main.times, WIDENED_SD)
-        new.main.version, new.main.lengths = old.main.version, old.main.lengths[: len(new.buckets) - 1]
-        for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
-            setattr(new, name, getattr(old, name))
-        new.mix[: len(old.mix)] = old.mix
-        if old.policy is not None:
-            new.policy, old.policy.space.limits, old.policy.space.buckets = old.policy, wider, new.buckets
-            old.policy.extend()
+        seed_from(new.main.times, old.main.times, WIDENED_SD)
+        new.go_on_from(old)
         cause = f"the context was widened to {wider.max_batch_size} rows and length {wider.max_speculation_length}"
-        return new.redecide(new.main, cause)
+        return redecide(new, new.main, cause)
 
     def start_anew(self, key: ContextKey, reason: str) -> ObserveOutcome:
         """Forget what is believed of a context. KeyError if it is unknown."""
@@ -147,7 +140,7 @@ class Estimator:
         new = self._contexts[key] = self._new_context(key, old.limits)
         new.main.version, new.main.lengths, new.next_probe_id = old.main.version, old.main.lengths, old.next_probe_id
         event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")
-        return ObserveOutcome(new.redecide(new.main, "the context started anew"), [event])
+        return ObserveOutcome(redecide(new, new.main, "the context started anew"), [event])
 
     def count_from(self, key: ContextKey, version: int) -> None:
         """Let the versions of a context's tables go on from one that was given out before."""
@@ -157,21 +150,15 @@ class Estimator:
     def seed_profile(self, key: ContextKey, profile: Profile) -> ObserveOutcome:
         """Take an offline profile as a prior of limited weight for step times and acceptance. ValueError beyond limits."""
         context = self._contexts[key]
-        limits, main = context.limits, context.main
-        for cell in profile.cells:
-            for name, least, most in (
-                ("batch_size", 1, limits.max_batch_size),
-                ("speculation_length", 0, limits.max_speculation_length),
-            ):
-                if not least <= getattr(cell, name) <= most:
-                    raise ValueError(f"profile cell has {name} {getattr(cell, name)}, allowed: {least} to {most}")
+        main = context.main
+        check_profile(profile, context.limits)
         if profile.survival:
             main.acceptance.seed(profile.survival, profile.num_survival_rows)
         if profile.cells and not main.times.evidence.any():
-            main.times.seed(profile)
+            seed(main.times, profile)
         if context.policy is not None:
             context.policy.seed(profile)
-        return ObserveOutcome(context.redecide(main, f"a profile was imported ({profile.source or 'unnamed'})"))
+        return ObserveOutcome(redecide(context, main, f"a profile was imported ({profile.source or 'unnamed'})"))
 
     def observe(
         self, key: ContextKey, observations: Sequence[StepObservation], worker_id: str | Sequence[str] = ""
@@ -185,89 +172,15 @@ class Estimator:
         if not observations:
             return outcome
         workers = [worker_id] * len(observations) if isinstance(worker_id, str) else list(worker_id)
-        spans = spans_of(workers)
-        steps, workers = self._told_apart(context, observations, workers, spans)
-        touched = list(dict.fromkeys(map(context.group_of, dict.fromkeys(workers))))
-        for group in touched:
-            mine = [at for at, sender in enumerate(workers) if len(touched) == 1 or context.group_of(sender) is group]
-            reports = Reports([steps[at] for at in mine], [workers[at] for at in mine], context.limits)
-            outcome.drift_events += self._learn_soundly(context, group, reports)
-        for worker, span in spans:
-            context.learn_resuming(observations[span], worker)
-        outcome.drift_events += context.compare(len(steps))
+        outcome.drift_events += learn(context, observations, workers)
         context.reports_since_drift += len(observations)
         if outcome.drift_events:
             context.last_drift, context.reports_since_drift = outcome.drift_events[-1], 0
-        if context.policy is not None:
-            alone = [typical(step) for step in observations]
-            context.policy.update(context.main.times.bucket_of[[step.batch_size for step in alone]], alone)
+        context.tell_policy(observations)
         for group in context.groups.values():
             if group.seen != group.newest:
-                outcome.decisions += context.redecide(group)
+                outcome.decisions += redecide(context, group)
         return outcome
-
-    def _told_apart(
-        self, context: Context, steps: Sequence[StepObservation], senders: list[str], spans: Spans
-    ) -> tuple[Sequence[StepObservation], list[str]]:
-        """Steps and who sent them; those of workers beyond the ones told apart are merged, and come last."""
-        if all(context.workers.tells_apart(worker) for worker, _ in spans):
-            return steps, senders
-        known = [context.workers.tells_apart(sender) for sender in senders]
-        others = merged(step for step, told in zip(steps, known, strict=True) if not told)
-        return [*compress(steps, known), *others], [*compress(senders, known), *[OTHERS] * len(others)]
-
-    def _learn_soundly(self, context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
-        """Learn; where that takes numbers out of what can be represented, the group starts anew, alone."""
-        try:
-            with np.errstate(all="ignore"):  # what comes of it is looked at
-                events = self._learn(context, group, reports)
-                sound = group.plans is None or (group.plans.sound and context.copying.sound)
-                if sound and group.times.sound and group.acceptance.sound:
-                    return events
-                return [*events, _reset(context, group)]
-        except (ArithmeticError, ValueError, IndexError):
-            return [_reset(context, group)]
-
-    def _learn(self, context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
-        """Update a group's models with reports of its workers; returns what drifted."""
-        events, times, acceptance, workers = [], group.times, group.acceptance, context.workers
-        weight, offset = np.ones(len(reports.batch)), np.zeros(len(reports.batch))
-        parts = reports.parts(acceptance.shape[2], context.band_of_batch)
-        judged = acceptance.judge(parts)
-        for worker, span in reports.spans:
-            peer = workers.peer(worker)
-            if peer is not None and len(workers.peers) > 1:
-                weight[span], offset[span] = workers.weight(peer), peer.offset
-                mine = slice(*parts.report.searchsorted((span.start, span.stop)).tolist())
-                workers.record_tokens(peer, [float(each[mine].sum()) for each in judged], reports.count[span].sum())
-        found = acceptance.learn(parts, judged, weight[parts.report])
-        if found:
-            events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
-        context.learn_mix(parts)
-        use = reports.teaches_latency
-        if use.any():
-            senders = [worker for worker, keep in zip(reports.workers, use.tolist(), strict=True) if keep]
-            steps = Steps(
-                *(reports.batch[use], reports.length[use], reports.context[use], reports.seconds[use]),
-                *(weight[use], offset[use], spans_of(senders), reports.count[use]),
-            )
-            found = times.update(steps)
-            if found and group.plans is not None:
-                group.plans.times.forget()
-            if found:
-                events.append(_event(context, "latency", found, "the surface of step times may move again"))
-            if len(workers.peers) > 1:
-                context.record(group, steps)
-        if group.plans is not None:
-            before = plans_before(group.plans, reports.steps, reports.spans)
-            if places := reports.copied:
-                copied = [reports.steps[at] for at in places]
-                values = weight[places], offset[places], acceptance.shared, [before[at] for at in places]
-                learn_copies(group.plans, copied, *values)
-        buckets = times.bucket_of[reports.batch]
-        group.choice.earn(buckets, reports.count)
-        context.recent = list(dict.fromkeys(buckets.tolist()))
-        return events
 
     def num_apart(self, key: ContextKey) -> int:
         """Workers of a context that share neither step times nor acceptance, or not both, with the others."""
@@ -285,25 +198,12 @@ class Estimator:
     def table(self, key: ContextKey, worker_id: str = "") -> Table:
         """The best length known for every bucket for a worker. No exploration in it."""
         context = self._contexts[key]
-        group = context.group_of(worker_id)
-        plans = [None] * len(group.lengths) if group.plans is None else group.plans.chosen
-        chosen = zip(context.buckets, group.lengths, plans, strict=True)
-        if not group.times.known:
-            return Table(group.version, tuple(Choice(bucket, length, None, plan) for bucket, length, plan in chosen))
-        ms = 1e3 / group.choice.goodput
-        return Table(
-            group.version, tuple(Choice(at, length, float(ms[at.index, length]), plan) for at, length, plan in chosen)
-        )
+        return table(context, context.group_of(worker_id))
 
     def mix(self, key: ContextKey, worker_id: str = "") -> Mix | None:
         """The numbers by which a worker finds the length for the classes of its rows; None while nothing is known."""
         context = self._contexts[key]
-        group = context.group_of(worker_id)
-        if not group.times.known or context.policy is not None:
-            return None
-        tokens = group.acceptance.tokens[:, context.bands, : context.limits.max_speculation_length + 1]
-        counted = group.choice.seconds * np.exp(group.choice.doubt)
-        return Mix(tuple(bucket.batch_max for bucket in context.buckets), counted, tokens)
+        return mix(context, context.group_of(worker_id))
 
     def is_mixed(self, key: ContextKey) -> bool:
         """Whether requests of another class than the first were seen: the table alone is not enough then."""
@@ -334,15 +234,10 @@ class Estimator:
         context = self._contexts[key]
         if context.policy is not None:
             return None
-        group, longest = context.group_of(worker_id), context.limits.max_speculation_length
+        longest = context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
-        for bucket in context.recent if batch_size is None else [self.bucket_index(key, batch_size)]:
-            plan = context.probe(group, bucket, longest, max_copied)
-            if plan is not None:
-                context.next_probe_id += 1
-                copying = plan if plan.copy_min_match else None
-                return Probe(context.next_probe_id - 1, context.buckets[bucket], plan.draft_length, copying)
-        return None
+        buckets = context.recent if batch_size is None else [self.bucket_index(key, batch_size)]
+        return probe(context, context.group_of(worker_id), buckets, longest, max_copied)
 
     def probe_goes_on(self, key: ContextKey, batch_size: int, worker_id: str = "") -> bool:
         """Whether the last probe of this batch size is only complete with another one right after it."""
@@ -362,62 +257,18 @@ class Estimator:
     def learned_rows(self, key: ContextKey, worker_id: str = "") -> list[LearnedRow]:
         """Every bucket and length with what is believed, what was seen, and on how much evidence; empty while unknown."""
         context = self._contexts[key]
-        group = context.group_of(worker_id)
-        times, lengths = group.times, range(context.limits.max_speculation_length + 1)
-        if not times.known:
-            return []
-        tokens, (low, high) = context.tokens(group), times.interval()
-        kind = context.mix.argmax(axis=1).tolist()
-        unsure = [group.acceptance.log_tokens_variance(kind[band], band) for band in range(len(kind))]
-        rows = []
-        for bucket, chosen in zip(context.buckets, group.lengths, strict=True):
-            for length in lengths:
-                cell = bucket.index * len(lengths) + length
-                per_token = 1e3 / float(tokens[bucket.index, length])
-                spread = math.exp(1.96 * math.sqrt(float(unsure[context.bands[bucket.index]][length])))
-                seconds, seen = float(group.choice.seconds[bucket.index, length]), int(times.num_seen[cell])
-                ms = (
-                    seconds * per_token,
-                    float(low[cell]) * per_token / spread,
-                    float(high[cell]) * per_token * spread,
-                )
-                estimate = LengthEstimate(length, max(1.0, float(tokens[bucket.index, length])), seconds, *ms)
-                observed = float(times.seen_s[cell]) if seen else None
-                since = int(times.clock - times.seen_at[cell]) if seen else None
-                rows.append(LearnedRow(bucket, estimate, seen, times.source(cell), length == chosen, observed, since))
-        return rows
+        return learned_rows(context, context.group_of(worker_id))
 
     def plan_estimates(
         self, key: ContextKey, worker_id: str = "", bucket: int | None = None
     ) -> dict[Bucket, list[ShownPlan]]:
         """Plans that copy, of one bucket or of those where rows did: the one in use, if one is, then the best others."""
         context = self._contexts[key]
-        group = context.group_of(worker_id)
-        if group.plans is None or not group.choice.decided:
-            return {}
-        places = group.plans.visited if bucket is None else np.array([bucket])
-        found = group.plans.estimates(places, context.tokens(group)[places])
-        return {
-            context.buckets[at]: [ShownPlan(each, each.plan == group.plans.chosen[at]) for each in plans]
-            for at, plans in zip(places.tolist(), found, strict=True)
-        }
+        return plan_estimates(context, context.group_of(worker_id), bucket)
 
     def export_state(self, key: ContextKey) -> dict[str, Any]:
         """Everything that a context needs to go on exactly, as JSON-able values; see export_pair_state for the rest."""
-        context = self._contexts[key]
-        drift = context.last_drift
-        state: dict[str, Any] = exported(context)
-        return state | {
-            "format": FORMAT,
-            "policy": [self.policy_name, None if context.policy is None else context.policy.export_state()],
-            "buckets": [bucket.batch_max for bucket in context.buckets],
-            "lengths": context.limits.max_speculation_length,
-            "times": exported(context.times),
-            "acceptances": exported(context.acceptances[1:]),
-            "groups": [[*models, exported(group)] for models, group in context.groups.items()],
-            "plans": [exported_plans(group.plans) for group in context.groups.values()],
-            "last_drift": None if drift is None else [drift.factor, drift.statistic, drift.detail],
-        }
+        return exported_context(self._contexts[key], self.policy_name)
 
     def export_pair_state(self, pair: tuple[str, str]) -> dict[str, Any]:
         """The acceptance that all contexts of a pair share, as JSON-able values."""
@@ -436,89 +287,16 @@ class Estimator:
         try:
             with np.errstate(all="ignore"):  # what comes of it is looked at
                 if pair_state is not None and shared is None:
-                    self._acceptance[key.pair] = _restored_acceptance(pair_state)
-                self._restore_copying(key.target, pair_state)
+                    self._acceptance[key.pair] = restored_acceptance(pair_state)
+                if pair_state is not None and "copying" in pair_state and key.target not in self._copying:
+                    self._copying[key.target] = restored_copying(pair_state["copying"])
                 context = self._new_context(key, limits)
-                self._restore_context(context, state)
+                cause = "" if state is None else restore_context(context, state, self.policy_name)
+                if cause or state is None:
+                    redecide(context, context.main, cause)
             self._contexts[key] = context
         except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
             if shared is None:
                 self._acceptance.pop(key.pair, None)
             reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"
             raise ValueError(reason) from error
-
-    def _restore_copying(self, target: str, pair_state: dict[str, Any] | None) -> None:
-        """What one of the target's pairs knew of copying, unless another one's is in use."""
-        if pair_state is not None and "copying" in pair_state and target not in self._copying:
-            copying: Copying = restored(Copying(), pair_state["copying"])
-            if not copying.sound:
-                raise ValueError("it has counts of copies that are none")
-            copying.renew()
-            self._copying[target] = copying
-
-    def _restore_context(self, context: Context, state: dict[str, Any] | None) -> None:
-        if state is None:
-            context.redecide(context.main)
-            return
-        _restore_models(context, state)
-        before, values = state["policy"]
-        if before != self.policy_name:
-            context.redecide(context.main, f"the policy changed from {before} to {self.policy_name}")
-        elif context.policy is not None:
-            context.policy.restore(values)
-
-
-def _restored_acceptance(state: dict[str, Any]) -> Acceptance:
-    kept = state["rows"]
-    classes, bands, _, positions = kept["shape"] if isinstance(kept, dict) else np.shape(kept)
-    model: Acceptance = restored(Acceptance(positions, bands, classes), state)
-    model.renew()
-    if classes != NUM_CLASSES or not model.sound:
-        raise ValueError(f"it has {classes} classes of requests, or counts that are none")
-    return model
-
-
-def _restore_models(context: Context, state: dict[str, Any]) -> None:
-    if state["format"] != FORMAT or state["buckets"] != [bucket.batch_max for bucket in context.buckets]:
-        raise ValueError("it is of another version or has other buckets")
-    restored(context, state)
-    context.workers.renew()
-    context.times = [restored(context.new_times(), each) for each in state["times"]]
-    context.acceptances[1:] = [_restored_acceptance(each) for each in state["acceptances"]]
-    for times in context.times:
-        times.renew()
-        if not times.sound:
-            raise ValueError("it has numbers that are none")
-    context.groups.clear()
-    for at_times, at_acceptance, values in state["groups"]:
-        group = restored(context.group((at_times, at_acceptance)), values)
-        group.seen = group.newest
-        longest = context.limits.max_speculation_length
-        if len(group.lengths) != len(context.buckets) or not all(0 <= each <= longest for each in group.lengths):
-            raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")
-        if group.choice.decided:
-            group.choice.assess(context.tokens(group), group.times)
-    for group, plans in zip(context.groups.values(), state.get("plans", ()), strict=False):
-        restore_plans(group.plans, plans)
-        group.seen = group.newest
-    context.main = context.group((0, 0))
-    drift = state["last_drift"]
-    context.last_drift = None if drift is None else DriftEvent(context.key, *drift)
-
-
-def _reset(context: Context, group: Group) -> DriftEvent:
-    """Numbers have left the representable: this group starts anew, alone, and its acceptance if that is what it was."""
-    restored(group.times, exported(context.new_times())).renew()
-    if not group.acceptance.sound:
-        restored(group.acceptance, exported(context.new_acceptance())).renew()
-    if group.plans is not None:
-        restored(context.copying, exported(Copying())).renew()
-        group.plans = context.new_plans(group.times)
-    restored(group.choice, exported(type(group.choice)(len(context.buckets), context.limits.max_speculation_length)))
-    return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: what was learned starts anew")
-
-
-def _event(context: Context, factor: str, statistic: float, consequence: str) -> DriftEvent:
-    direction = "rose" if statistic > 0 else "fell"
-    what = "accepted tokens" if factor == "acceptance" else "step times"
-    return DriftEvent(context.key, factor, statistic, f"{what} {direction} against expectation; {consequence}")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import chain
 
 import numpy as np
 
 from speclen.controller.estimator.acceptance import Parts
+from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.estimator.step_time import spans_of
+from speclen.controller.estimator.times.steps import Spans
 
 # Under which name merged reports are learned from: that of workers who are not known one by one.
 OTHERS = ""
@@ -27,9 +30,9 @@ class Reports:
     count: steps that a report stands for. See `parts` for the rest.
     """
 
-    def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], limits: Limits) -> None:
+    def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], spans: Spans, limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
-        self.workers, self.spans = workers, spans_of(workers)
+        self.workers, self.spans = workers, spans
         batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying = zip(
             *steps, strict=True
         )
@@ -39,17 +42,20 @@ class Reports:
         ):
             if max(values) > most:
                 raise ValueError(f"{name} {max(values)} is beyond the context's limit of {most}")
-        self.batch, self.length, self.seconds = np.array(batch), np.array(length), np.array(seconds)
-        self.context, self.teaches_latency = np.array(context), np.array(times)
-        self.steps = steps
+        size = len(batch)
+        self.batch, self.length = np.fromiter(batch, np.int64, size), np.fromiter(length, np.int64, size)
+        self.seconds, self.context = np.fromiter(seconds, float, size), np.fromiter(context, float, size)
+        self.teaches_latency = np.fromiter(times, bool, size)
+        self.steps, self.places = steps, np.arange(len(steps))
         self.copied = [at for at, told in enumerate(copying) if told is not None] if any(copying) else []
-        self.count = np.array(count, dtype=float)
-        self.judged = self.length * accepts  # positions that say something of acceptance
+        self.count = np.fromiter(count, float, size)
+        self.judged = self.length * np.fromiter(accepts, bool, size)  # positions that say something of acceptance
 
     def parts(self, positions: int, bands: np.ndarray) -> Parts:
         """Rows of one class in one report: how many reached and passed each position. bands: by batch size."""
-        histograms, where = self.histograms, np.arange(len(self.batch))
+        histograms, where, batch, judged, count = self.histograms, self.places, self.batch, self.judged, self.count
         kinds = np.zeros(len(where), dtype=np.int64)
+        senders = np.repeat(np.arange(len(self.spans)), [span.stop - span.start for _, span in self.spans])
         if any(self.by_class):
             split = [
                 (at, kind, histogram)
@@ -58,16 +64,25 @@ class Reports:
             ]
             places, of_class, histograms = zip(*split, strict=True)
             where, kinds = np.array(places), np.array(of_class)
-        batch = self.batch[where]
-        padding = [(0,) * (positions + 1 - size) for size in range(positions + 2)]
-        table = np.array([each + padding[len(each)] for each in histograms], dtype=float)
-        # at_least[:, i]: rows with i or more accepted. Position i is judged in rows with i or more, below the length.
-        at_least = table[:, ::-1].cumsum(axis=1)[:, ::-1]
-        rows = np.empty((len(where), 2, positions))
-        rows[:, 0], rows[:, 1] = at_least[:, :-1], at_least[:, 1:]
-        rows *= np.arange(positions) < self.judged[where][:, None, None]
-        workers = [self.workers[at] for at in where.tolist()]
-        return Parts(rows, kinds, bands[batch], where, at_least[:, 0] / batch, workers, self.count[where])
+            batch, judged, count, senders = batch[where], judged[where], count[where], senders[where]
+        sums, masks = _sums(positions)
+        widths = np.fromiter(map(len, histograms), np.int64, len(where))
+        table = np.zeros((len(where), positions + 1))
+        table[np.arange(positions + 1) < widths[:, None]] = np.fromiter(chain.from_iterable(histograms), float)
+        rows = (table @ sums).reshape(len(where), 2, positions) * masks[judged]
+        share = np.add.reduce(table, 1) / batch
+        return Parts(rows, kinds, bands[batch], where, share, [worker for worker, _ in self.spans], senders, count)
+
+
+@cache
+def _sums(positions: int) -> tuple[FloatArray, FloatArray]:
+    """What turns runs into rows that reached and that passed each position.
+
+    The matrix [runs, 2 x positions] that adds up runs of i or more and of more than i; by length of the step the positions
+    that it says something of, [lengths, 1, positions].
+    """
+    runs, at = np.arange(positions + 1)[:, None], np.arange(positions)
+    return np.hstack([runs >= at, runs > at]).astype(float), (at < runs).astype(float)[:, None]
 
 
 def merged(observations: Iterable[StepObservation]) -> list[StepObservation]:

@@ -100,7 +100,9 @@ class Turnstile:
         if greediest == caller or len(self._waiting[greediest]) < own + 2:
             expected_s = self.expected_wait_s(caller)
             about = f", for about {expected_s:.1f} s" if expected_s else ""
-            raise QueueFullError(f"{self.num_waiting} requests are waiting already{about}: try again later")
+            raise QueueFullError(
+                f"{self.num_waiting} requests are waiting already{about}, and --max-waiting lets no more: try again later"
+            )
         turn = self._waiting[greediest][-1]
         self._forget(greediest, turn)
         turn.set_exception(QueueFullError("pushed out by a caller with fewer requests"))

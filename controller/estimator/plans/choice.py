@@ -17,7 +17,7 @@ from speclen.controller.estimator.choice import CAP_STEPS, LEAST_CHARGE, OPTIMIS
 from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
 from speclen.controller.estimator.plans.plan import MAX_MATCH, Plan
 from speclen.controller.estimator.plans.times import CopyTimes
-from speclen.controller.estimator.step_time import StepTimes
+from speclen.controller.estimator.times.step_time import StepTimes
 
 # The grid: copy from matches of so many tokens on; at most so many; with up to so many draft lengths.
 MATCHES, MOSTS, NUM_LENGTHS = (2, 3, 5, 8), (4, 8, 16), 9

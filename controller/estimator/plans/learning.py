@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.change import Spans
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Lessons
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.plans.times import CopiedSteps
+from speclen.controller.estimator.times.steps import Spans
 
 MOST_WORKERS = 128  # whose last plan is remembered
 

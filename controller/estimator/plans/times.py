@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.step_time import CELL_SD, LONGEST_S, SHORTEST_S, StepTimes
-from speclen.controller.estimator.surface import Surface
+from speclen.controller.estimator.times.step_time import CELL_SD, LONGEST_S, SHORTEST_S, StepTimes
+from speclen.controller.estimator.times.surface import Surface
 
 # Verified tokens per row at which kinds of evidence end.
 WIDTHS = np.array([1.2, 1.6, 2.2, 3.0, 4.2, 6.0, 9.0])

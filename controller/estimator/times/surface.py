@@ -37,6 +37,7 @@ class Surface:
         """most_verified: tokens in the largest step."""
         self.knots = knots_to(most_verified)
         self.widths = np.append(np.diff(self.knots), np.inf)
+        self._inverse_of = self._inverse = np.zeros((0, 0))
         self.restart(*prior(len(self.knots)))
 
     def restart(self, phi: FloatArray, covariance: FloatArray) -> None:
@@ -74,7 +75,13 @@ class Surface:
 
     def variance(self, shares: FloatArray) -> FloatArray:
         """Variance of log times whose gradient is given, [n, weights]."""
-        return np.maximum((shares @ self.covariance * shares).sum(axis=1), 0.0)
+        return np.maximum(_quadratic(shares, self.covariance), 0.0)
+
+    def _precision0(self) -> FloatArray:
+        """The inverse of the prior's covariance, kept until there is another prior."""
+        if self._inverse_of is not self.covariance0:
+            self._inverse_of, self._inverse = self.covariance0, np.linalg.inv(self.covariance0)
+        return self._inverse
 
     def fit(self, rows: FloatArray, log_s: FloatArray, sd2: FloatArray) -> None:
         """Find the weights most probable given the prior and log times of variances sd2. rows: features [n, weights].
@@ -83,23 +90,27 @@ class Surface:
         distribution with 4 degrees of freedom: cliffs are for the cells to know. How far is far is judged by the doubt of
         the prior, too. The result is the inverse of a sum of positive matrices: no variance can become negative.
         """
-        precision = np.linalg.inv(self.covariance0)
-        own = None
-        for _ in range(NEWTON_STEPS):
-            parts = rows * np.exp(self.phi)
-            smooth = parts.sum(axis=1)
-            shares = parts / smooth[:, None]
+        precision = self._precision0()
+        for number in range(NEWTON_STEPS):
+            weights = np.exp(self.phi)
+            smooth = rows @ weights
+            shares = rows * (weights / smooth[:, None])
             error = log_s - np.log(smooth)
-            if own is None:
-                own = sd2 / (sd2 + (shares @ self.covariance0 * shares).sum(axis=1))
-            weighted = shares.T / (sd2 + 0.25 * own * error * error)
-            information = precision + weighted @ shares
-            step = np.linalg.solve(information, weighted @ error + precision @ (self.phi0 - self.phi))
+            if not number:
+                far = 0.25 * sd2 / (sd2 + _quadratic(shares, self.covariance0))
+            weighted = shares.T / (sd2 + far * error * error)
+            self.covariance = np.linalg.inv(precision + weighted @ shares)
+            step = self.covariance @ (weighted @ error + precision @ (self.phi0 - self.phi))
             step = np.minimum(np.maximum(step, -1.0), 1.0)
             self.phi = np.minimum(np.maximum(self.phi + step, -LARGEST_LOG), LARGEST_LOG)
-            if np.abs(shares @ step).max() < TOLERANCE:
+            if np.maximum.reduce(np.abs(shares @ step)) < TOLERANCE:
                 break
-        self.covariance = np.linalg.inv(information)
+
+
+def _quadratic(rows: FloatArray, matrix: FloatArray) -> FloatArray:
+    """row' matrix row of each row, [n]."""
+    values: FloatArray = np.einsum("ij,ij->i", rows @ matrix, rows)
+    return values
 
 
 def knots_to(verified: float) -> FloatArray:

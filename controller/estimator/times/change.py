@@ -1,8 +1,7 @@
-"""What changes: jumps, found by sums of surprises, and a machine's wandering speed, followed."""
+"""What changes, found by sums of surprises, when the speeds of the workers were taken out."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from statistics import median
@@ -11,8 +10,8 @@ import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.state import restored
-
-Spans = Sequence[tuple[str, slice]]  # each worker of a group and its place in it
+from speclen.controller.estimator.times.speed import LEAST_AWAY, Speed
+from speclen.controller.estimator.times.steps import ByStep, Spans, by_step, summed
 
 # A report surprises by at most so many standard deviations: a step of twenty times its time is a slightly slow one.
 LARGEST_Z = 2.5
@@ -69,62 +68,6 @@ class Change:
             sums[:] = 0.0, 0.0
 
 
-# Log-sd of the speed: start, and range. Small at the start: what is not known to wander does not excuse errors.
-START_SD, LEAST_SD, MOST_SD = 0.03, 0.01, 0.4
-# Relative change of the sd per group and unit of agreement between neighbouring groups' surprises.
-RATE = 0.15
-# A surprise of so many standard deviations is a jump of the speed: followed at once, and this part of its square is added
-# to the variance of how far the speed goes.
-JUMP, JUMP_SHARE = 3.0, 0.2
-# Reports after which the speed has returned to the usual one.
-SPEED_REPORTS = 50.0
-# A speed that stays away is none: its mean over so many reports is compared with so many of its standard deviations, and
-# this at least.
-AWAY_REPORTS, AWAY_SDS, LEAST_AWAY = 300.0, 1.7, 0.15
-
-
-class Speed:
-    """How much longer than usual all steps of a worker take at the moment, in log time: a reverting walk, filtered.
-
-    It has no say in the choice, but without a name for it a slow second in which only long lengths were played would make
-    short ones look better. How far it goes is learned from whether surprises of neighbouring groups agree (followed too
-    slowly) or alternate (too eagerly); what the model does not know yet counts as surprise of the model, not of the speed.
-    """
-
-    STATE = ("sd", "mean", "variance", "last", "away", "usual_length")
-
-    def __init__(self) -> None:
-        self.sd, self.mean, self.variance, self.last = START_SD, 0.0, START_SD * START_SD, 0.0
-        self.away = 0.0  # the mean, averaged
-        self.usual_length = -1.0  # that the worker plays, averaged; below 0 before the first
-
-    def learn(self, surprise: float, uncertainty: float, num_reports: int, doubt: float = 0.0) -> None:
-        """surprise: mean log time of a group over its prediction, speed included.
-
-        uncertainty: variance of the rest; doubt: at most, where it is to be a jump of the speed.
-        """
-        kept = math.exp(-num_reports / SPEED_REPORTS)
-        self.mean *= kept
-        self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
-        if surprise * surprise > JUMP * JUMP * (self.variance + max(uncertainty, doubt)):
-            self.variance = min(surprise * surprise, MOST_SD**2)
-            self.sd = min(math.sqrt(self.sd**2 + JUMP_SHARE * surprise * surprise), MOST_SD)
-        total = self.variance + uncertainty
-        z = surprise / math.sqrt(total)
-        agreement = min(max(z * self.last, -1.0), 1.0)
-        self.sd = min(max(self.sd * math.exp(RATE * agreement), LEAST_SD), MOST_SD)
-        self.last = z
-        self.mean += self.variance / math.sqrt(total) * z
-        self.variance *= uncertainty / total
-        self.away += min(1.0, num_reports / AWAY_REPORTS) * (self.mean - self.away)
-
-    @property
-    def stays_away(self) -> float:
-        """How far, where it is not a moment's speed any more, but an error of what is believed; else 0."""
-        least = max(LEAST_AWAY, AWAY_SDS * self.sd * math.sqrt(SPEED_REPORTS / AWAY_REPORTS))
-        return self.away if abs(self.away) > least else 0.0
-
-
 # A change of longer lengths against shorter ones: slack and sum of surprises, in standard deviations. Reports over which
 # the usual length of a worker is averaged.
 TILT_SLACK, TILT_THRESHOLD, LENGTH_REPORTS = 0.5, 10.0, 50.0
@@ -146,8 +89,8 @@ class Watch:
             known = self.speeds.setdefault(worker if len(self.speeds) < MOST_WITNESSES else "", Speed())
         return known
 
-    def now(self, spans: Spans) -> tuple[FloatArray, FloatArray]:
-        """Speed of each step's worker, and its variance, both [n]."""
+    def now(self, spans: Spans) -> tuple[ByStep, ByStep]:
+        """Speed of each step's worker, and its variance."""
         speeds = [self.speed_of(worker) for worker, _ in spans]
         return by_step(spans, [each.mean for each in speeds]), by_step(spans, [each.variance for each in speeds])
 
@@ -159,17 +102,17 @@ class Watch:
         unseen: FloatArray,
         noise: float,
         count: FloatArray,
-    ) -> tuple[FloatArray, FloatArray]:
+    ) -> tuple[ByStep, ByStep]:
         """Follow the speeds. surprise: over the prediction, speed included; count: steps of each report.
 
         noise: variance of a report; unsure: of what the model says of it, times the reports that share that error. unseen:
         the same on top, where a jump is looked for: what is played for the first time would pass for one.
-        Returns speeds and what each report counts for, both [n]: what a speed may have wrong all reports of its worker have
-        wrong together.
+        Returns speeds and what each report counts for: what a speed may have wrong all reports of its worker have wrong
+        together.
         """
-        starts, precision = [span.start for _, span in spans], count / (noise + unsure)
-        told = np.stack([precision * surprise, precision, count / (noise + unsure + unseen), count])
-        sums = np.add.reduceat(told, starts, axis=1).tolist()
+        doubt = noise + unsure
+        precision = count / doubt
+        sums = summed(spans, [precision * surprise, precision, count / (doubt + unseen), count])
         speeds, shares = [], []
         for (worker, _), surprised, known, seen, size in zip(spans, *sums, strict=True):
             speed = self.speed_of(worker)
@@ -184,19 +127,32 @@ class Watch:
         The latter the speed of the moment would hide. z: surprises beyond the speed, in standard deviations; weight: less
         where several come of one error of the model.
         """
-        found, widths = 0.0, np.minimum(np.maximum(z, -LARGEST_Z), LARGEST_Z)
-        for worker, span in spans:
-            speed, mine = self.speed_of(worker), lengths[span]
-            mean = float(mine.sum()) / len(mine)
+        found, side = 0.0, self._sides(spans, lengths)
+        told = side.nonzero()[0]
+        if len(told):
+            side = side[told]
+            surprises = (np.minimum(np.maximum(z[told], -LARGEST_Z), LARGEST_Z) * side).tolist()
+            weights, ends = weight[told].tolist(), told.searchsorted([span.stop for _, span in spans]).tolist()
+            start = 0
+            for (worker, _), end in zip(spans, ends, strict=True):
+                if end > start:
+                    found = self.tilt.add(worker, surprises[start:end], weights[start:end]) or found
+                start = end
+        away = [speed.stays_away for speed in self.speeds.values()]
+        if found or 2 * away.count(0.0) > len(away):
+            return found
+        return sorted(away, key=abs)[(len(away) - 1) // 2] / LEAST_AWAY  # more than half of the workers must stay away
+
+    def _sides(self, spans: Spans, lengths: np.ndarray) -> np.ndarray:
+        """Of each step: 1 where it is longer than its worker's usual one, which is followed, -1 where shorter, else 0."""
+        usual = []
+        for (worker, span), total in zip(spans, summed(spans, [lengths])[0], strict=True):
+            speed, size = self.speed_of(worker), span.stop - span.start
+            mean = total / size
             speed.usual_length = mean if speed.usual_length < 0.0 else speed.usual_length
-            side = np.sign(mine - round(speed.usual_length))
-            speed.usual_length += (mean - speed.usual_length) * min(1.0, len(mine) / LENGTH_REPORTS)
-            if side.any():
-                told = side != 0
-                surprises, weights = (widths[span] * side)[told].tolist(), weight[span][told].tolist()
-                found = self.tilt.add(worker, surprises, weights) or found
-        away = sorted((speed.stays_away for speed in self.speeds.values()), key=abs)
-        return found or away[(len(away) - 1) // 2] / LEAST_AWAY  # more than half of the workers must stay away
+            usual.append(round(speed.usual_length))
+            speed.usual_length += (mean - speed.usual_length) * min(1.0, size / LENGTH_REPORTS)
+        return np.sign(lengths - by_step(spans, usual))
 
     def settle(self) -> float:
         """After a change: the present speed, which is returned, becomes the usual one."""
@@ -208,11 +164,3 @@ class Watch:
     def renew(self) -> None:
         """Speeds after a state was restored."""
         self.speeds = {worker: restored(Speed(), state) for worker, state in self.speeds.items()}
-
-
-def by_step(spans: Spans, values: Sequence[float]) -> FloatArray:
-    """A worker's value for each of its steps, [n]."""
-    if len(spans) == 1:  # the usual case, and three times as quick
-        return np.full(spans[0][1].stop, values[0])
-    steps: FloatArray = np.repeat(values, [span.stop - span.start for _, span in spans])
-    return steps

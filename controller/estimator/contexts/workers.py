@@ -8,12 +8,14 @@ decides about its own lengths, and about others' only until it is found out; til
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from speclen.controller.estimator.acceptance import DISPERSION
+from speclen.controller.estimator.acceptance import DISPERSION, Judged
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.state import restored
+from speclen.controller.estimator.times.steps import ByStep, Spans, by_step, summed
 
 # Reports of a worker after which what is kept of it has faded to 1/e.
 MEMORY_REPORTS = 300.0
@@ -47,8 +49,9 @@ class Peer:
         *("level", "offset", "models", "compared"),
     )
 
-    def __init__(self, num_cells: int) -> None:
-        self.mean_log, self.as_seen, self.count = np.zeros((3, num_cells))
+    def __init__(self, cells: FloatArray) -> None:
+        """cells: its place among all peers', [3, cells]."""
+        self.mean_log, self.as_seen, self.count = cells
         self.tokens: list[float] = [0.0, 0.0, 0.0]
         self.num_reports = 0.0
         self.level, self.offset = 0.0, 0.0  # mean log time over the shared model's; what is taken out of it
@@ -61,59 +64,99 @@ class Peer:
 
 
 class Workers:
-    """The peers of one context, and how they compare."""
+    """The peers of one context, and how they compare.
+
+    cells: mean_log, as_seen and count of all peers, [3, peers, cells], with room for more. place: of each peer in it.
+    """
 
     STATE = ("peers", "since_compared")
 
     def __init__(self, num_cells: int) -> None:
-        self.num_cells = num_cells
         self.peers: dict[str, Peer] = {}
         self.since_compared = 0
+        self.cells = np.zeros((3, 2, num_cells))
+        self.place: dict[str, int] = {}
 
     def peer(self, worker: str) -> Peer | None:
         """What is known of a worker; None where there are too many."""
         peer = self.peers.get(worker)
         if peer is None and len(self.peers) < MOST_WORKERS:
-            peer = self.peers[worker] = Peer(self.num_cells)
+            place = self.place[worker] = len(self.peers)
+            if place == self.cells.shape[1]:
+                self._move(np.concatenate([self.cells, np.zeros_like(self.cells)], axis=1))
+            peer = self.peers[worker] = Peer(self.cells[:, place])
         return peer
+
+    def _move(self, cells: FloatArray) -> None:
+        """Keep the peers' cells elsewhere."""
+        self.cells = cells
+        for at, peer in enumerate(self.peers.values()):
+            peer.mean_log, peer.as_seen, peer.count = cells[:, at]
 
     def tells_apart(self, worker: str) -> bool:
         """Whether the worker is known by itself, or will be."""
         return worker in self.peers or len(self.peers) < MOST_WORKERS
 
-    def weight(self, peer: Peer | None) -> float:
+    def say(self, spans: Spans, report: np.ndarray, judged: Judged, count: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What each report of a group counts for, and the log time that its worker is known to take longer, both [n].
+
+        Accepted tokens, what the model of the group expected, and the variance of that are added to what is known of each
+        worker. report: of each part that was judged, which one it belongs to; count: steps of each report.
+        """
+        weights, offsets = np.ones(len(count)), np.zeros(len(count))
+        peers = [self.peer(worker) for worker, _ in spans]
+        if len(self.peers) > 1:
+            starts = [span.start for _, span in spans]
+            tokens = np.add.reduceat(np.array(judged), report.searchsorted(starts), axis=1).T.tolist()
+            for peer, (_, span), mine, size in zip(peers, spans, tokens, *summed(spans, [count]), strict=True):
+                if peer is not None:
+                    weights[span], offsets[span] = self._weight(peer), peer.offset
+                    fade = math.exp(-size / MEMORY_REPORTS)
+                    peer.tokens = [old * fade + new for old, new in zip(peer.tokens, mine, strict=True)]
+        return weights, offsets
+
+    def _weight(self, peer: Peer) -> float:
         """What a report counts for: as much as any, but a worker not yet compared has no more say than the others."""
-        if peer is None or peer.compared or len(self.peers) < 2:
+        if peer.compared:
             return 1.0
         others = [each.num_reports for each in self.peers.values() if each is not peer]
         fair = (sum(others) + 8.0) / max(len(others), 1)
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
 
     def record_times(
-        self, peer: Peer, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: float, count: FloatArray
+        self, spans: Spans, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: ByStep, count: FloatArray
     ) -> None:
-        """Add log times of a worker's reports, each of so many steps.
+        """Add log times of a group's reports, each of so many steps; those of workers who are no peers come last.
 
         surprise: over the shared model's usual ones. speed: of the moment. What a step takes longer than others of its
         worker counts for little: pauses make no suspect. The model is no yardstick: another may have spoiled it.
         """
-        usual = sorted(surprise.tolist())[len(surprise) // 2] if len(surprise) >= 3 else peer.level
-        pause = np.maximum(surprise - usual - MOST_SLOWER, 0.0)
-        log_s, surprise = log_s - pause, surprise - pause
-        total = float(count.sum())
-        fade = math.exp(-total / MEMORY_REPORTS)
-        peer.count *= fade
-        peer.num_reports = peer.num_reports * fade + total
-        peer.level += (float(surprise @ count) / total - peer.level) * total / peer.num_reports
-        np.add.at(peer.count, cell, count)
-        share = count / peer.count[cell]
-        np.add.at(peer.mean_log, cell, (log_s - speed - peer.mean_log[cell]) * share)
-        np.add.at(peer.as_seen, cell, (log_s - peer.as_seen[cell]) * share)
-
-    def record_tokens(self, peer: Peer, tokens: list[float], num_reports: float) -> None:
-        """Add accepted tokens, what the model of its group expected, and the variance of that."""
-        fade = math.exp(-num_reports / MEMORY_REPORTS)
-        peer.tokens = [old * fade + new for old, new in zip(peer.tokens, tokens, strict=True)]
+        spans = [each for each in spans if each[0] in self.peers]
+        if not spans:
+            return
+        peers, size = [self.peers[worker] for worker, _ in spans], spans[-1][1].stop
+        if size < len(cell):
+            speed = speed[:size] if isinstance(speed, np.ndarray) else speed
+            cell, log_s, surprise, count = cell[:size], log_s[:size], surprise[:size], count[:size]
+        told = surprise.tolist()
+        usual = [middle(told[span], peer.level) for peer, (_, span) in zip(peers, spans, strict=True)]
+        pause = np.maximum(surprise - (by_step(spans, usual) + MOST_SLOWER), 0.0)
+        log_s, over = log_s - pause, (surprise - pause) * count
+        for peer, total, mean in zip(peers, *summed(spans, [count, over]), strict=True):
+            fade = math.exp(-total / MEMORY_REPORTS)
+            peer.count *= fade
+            peer.num_reports = peer.num_reports * fade + total
+            peer.level += (mean / total - peer.level) * total / peer.num_reports
+        width = self.cells.shape[2]
+        at = (
+            np.repeat([self.place[worker] * width for worker, _ in spans], [at.stop - at.start for _, at in spans])
+            + cell
+        )
+        mean_log, as_seen, counts = self.cells.reshape(3, -1)
+        np.add.at(counts, at, count)
+        share = count / counts[at]
+        np.add.at(mean_log, at, (log_s - speed - mean_log[at]) * share)
+        np.add.at(as_seen, at, (log_s - as_seen[at]) * share)
 
     def due(self, num_reports: int) -> bool:
         """Whether it is time to compare."""
@@ -131,18 +174,15 @@ class Workers:
                 peer.offset = 0.0
             return None
         mean, count = self._cells([peer for _, peer in members])
-        total, summed = count.sum(axis=0), (count * mean).sum(axis=0)
+        total, weighted = count.sum(axis=0), (count * mean).sum(axis=0)
         level = np.array([peer.level for _, peer in members])
         others = (level.sum() - level) / (len(level) - 1)
-        worst, found = 1.0, None
-        for at, (worker, peer) in enumerate(members):
-            excess = differs(mean[at], count[at], summed - count[at] * mean[at], total - count[at], noise)
-            peer.compared = peer.compared or excess != UNKNOWN
-            peer.offset = float(level[at] - level.mean())
-            score = max(excess / UNLIKE_TIMES**2, abs(float(level[at] - others[at])) / UNLIKE_FACTOR)
-            if score > worst:
-                worst, found = score, worker
-        return found
+        excess = differs(mean, count, weighted - count * mean, total - count, noise)
+        for (_, peer), known, offset in zip(members, excess.tolist(), (level - level.mean()).tolist(), strict=True):
+            peer.compared, peer.offset = peer.compared or known != UNKNOWN, offset
+        score = np.maximum(excess / UNLIKE_TIMES**2, np.abs(level - others) / UNLIKE_FACTOR)
+        worst = int(score.argmax())
+        return members[worst][0] if score[worst] > 1.0 else None
 
     def unlike_in_acceptance(self, model: int) -> str | None:
         """The worker whose accepted tokens differ most from what the others' lead to expect, if one does."""
@@ -176,28 +216,40 @@ class Workers:
     def evidence(self, model: int, most: float) -> tuple[FloatArray, FloatArray]:
         """Mean log time, factors taken out, and reports by cell of the workers that share step times."""
         members = [peer for peer in self.peers.values() if peer.models[TIMES] == model]
-        count = sum((peer.count for peer in members), np.zeros(self.num_cells))
-        summed = sum((peer.count * (peer.as_seen - peer.offset) for peer in members), np.zeros(self.num_cells))
-        return summed / np.maximum(count, 1e-9), np.minimum(count, most)
+        nothing = np.zeros(self.cells.shape[2])
+        count = sum((peer.count for peer in members), nothing)
+        total = sum((peer.count * (peer.as_seen - peer.offset) for peer in members), nothing)
+        return total / np.maximum(count, 1e-9), np.minimum(count, most)
 
     def renew(self) -> None:
         """Peers after a state was restored."""
-        self.peers = {worker: restored(Peer(self.num_cells), state) for worker, state in self.peers.items()}
+        width = self.cells.shape[2]
+        self.peers = {worker: restored(Peer(np.zeros((3, width))), state) for worker, state in self.peers.items()}
+        self.place = {worker: at for at, worker in enumerate(self.peers)}
+        cells = np.zeros((3, len(self.peers) + 1, width))
+        for at, peer in enumerate(self.peers.values()):
+            cells[:, at] = peer.mean_log, peer.as_seen, peer.count
+        self._move(cells)
 
 
 def differs(
     mean: FloatArray, count: FloatArray, others_sum: FloatArray, others_count: FloatArray, noise: float
-) -> float:
-    """Mean square by which a worker's log times in its cells differ from others', beyond a constant factor and noise.
+) -> FloatArray:
+    """Mean square by which workers' log times in their cells differ from others', beyond a constant factor and noise, [n].
 
-    UNKNOWN where too few cells are shared to tell.
+    All arguments: [n, cells]. UNKNOWN where too few cells are shared to tell.
     """
     weight = count * others_count / (count + others_count + 1e-9)
     weight[weight < 0.5] = 0.0
-    total, shared = float(weight.sum()), int(np.count_nonzero(weight))
-    if total < ENOUGH_REPORTS / 2.0:
-        return UNKNOWN
-    difference = np.clip(mean - others_sum / np.maximum(others_count, 1e-9), -3.0, 3.0)
-    factor = float(weight @ difference) / total
-    excess = float(weight @ (difference - factor) ** 2) / total
-    return max(excess - 2.0 * noise * noise * shared / total, 0.0)
+    total, shared = weight.sum(axis=1), np.count_nonzero(weight, axis=1)
+    sure = np.maximum(total, 1e-9)
+    difference = np.minimum(np.maximum(mean - others_sum / np.maximum(others_count, 1e-9), -3.0), 3.0)
+    factor = (weight * difference).sum(axis=1) / sure
+    excess = (weight * (difference - factor[:, None]) ** 2).sum(axis=1) / sure
+    beyond = np.maximum(excess - 2.0 * noise * noise * shared / sure, 0.0)
+    return np.where(total < ENOUGH_REPORTS / 2.0, UNKNOWN, beyond)
+
+
+def middle(values: Sequence[float], usual: float) -> float:
+    """The median of three or more, else what is usual."""
+    return sorted(values)[len(values) // 2] if len(values) >= 3 else usual

@@ -1,0 +1,186 @@
+"""One context: models of step times and of acceptance, and the groups of workers that share one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from speclen.controller.estimator.acceptance import Acceptance, Parts, band_of
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.choice import LengthChoice
+from speclen.controller.estimator.contexts.group import Group
+from speclen.controller.estimator.contexts.workers import ACCEPTANCE, TIMES, Workers
+from speclen.controller.estimator.core import Bucket, ContextKey, DriftEvent, Limits, StepObservation
+from speclen.controller.estimator.plans.choice import PlanChoice
+from speclen.controller.estimator.plans.copying import Copying
+from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.policies.policy import Policy
+from speclen.controller.estimator.reports import typical
+from speclen.controller.estimator.times.step_time import StepTimes
+from speclen.controller.estimator.times.steps import Steps
+
+# Reports of a band of load over which its usual mix of classes is averaged.
+MIX_REPORTS = 100.0
+# Resumptions over which their cost is averaged, and the most that one may count, in usual steps.
+RESUMES_REMEMBERED, LARGEST_RESUME_STEPS = 20, 5.0
+# Workers whose newest length is remembered.
+WORKERS_REMEMBERED = 128
+
+
+class Context:
+    """A new worker shares the first models; the first acceptance is that of the pair, for all devices.
+
+    policy: chooses instead of the estimates, where another one was asked for.
+    """
+
+    STATE = (
+        "workers",
+        "mix",
+        "last_length",
+        "resume_s",
+        "num_resumes",
+        "reports_since_drift",
+        "next_probe_id",
+        "recent",
+    )
+
+    def __init__(
+        self,
+        key: ContextKey,
+        limits: Limits,
+        buckets: tuple[Bucket, ...],
+        acceptance: Acceptance,
+        policy: Policy | None = None,
+        copying: Copying | None = None,
+    ) -> None:
+        self.key, self.limits, self.buckets, self.policy = key, limits, buckets, policy
+        self.copying = copying or Copying()
+        self.times = [self.new_times()]
+        self.acceptances = [acceptance]
+        self.groups: dict[tuple[int, int], Group] = {}
+        self.main = self.group((0, 0))
+        self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1))
+        self.band_of_batch = np.array([band_of(max(size, 1)) for size in range(limits.max_batch_size + 1)])
+        self.bands = self.band_of_batch[[bucket.batch_max for bucket in buckets]]
+        self.mix = np.zeros((self.bands.max() + 1, acceptance.shape[0]))  # usual share of classes by band
+        self.mix[:, 0] = 1.0
+        self.last_length: dict[str, int] = {}
+        self.resume_s, self.num_resumes = 0.0, 0
+        self.last_drift: DriftEvent | None = None
+        self.reports_since_drift, self.next_probe_id = 0, 1
+        self.recent: list[int] = []  # buckets of the newest reports
+
+    def go_on_from(self, old: Context) -> None:
+        """Take over what a context with smaller limits was at, but for its estimates."""
+        self.main.version, self.main.lengths = old.main.version, old.main.lengths[: len(self.buckets) - 1]
+        for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
+            setattr(self, name, getattr(old, name))
+        self.mix[: len(old.mix)] = old.mix
+        if old.policy is not None:
+            self.policy, old.policy.space.limits, old.policy.space.buckets = old.policy, self.limits, self.buckets
+            old.policy.extend()
+
+    def tell_policy(self, steps: Sequence[StepObservation]) -> None:
+        """Another policy that chooses learns from single steps."""
+        if self.policy is not None:
+            alone = [typical(step) for step in steps]
+            self.policy.update(self.main.times.bucket_of[[step.batch_size for step in alone]], alone)
+
+    def new_times(self) -> StepTimes:
+        """Step times that know nothing."""
+        return StepTimes(self.buckets, self.limits.max_speculation_length)
+
+    def new_acceptance(self) -> Acceptance:
+        """An acceptance that knows nothing."""
+        classes, bands, positions = self.acceptances[0].shape
+        return Acceptance(positions, bands, classes)
+
+    def group_of(self, worker: str) -> Group:
+        """The group that a worker belongs to."""
+        peer = self.workers.peers.get(worker)
+        return self.main if peer is None else self.group((peer.models[TIMES], peer.models[ACCEPTANCE]))
+
+    def group(self, models: tuple[int, int], like: Group | None = None) -> Group:
+        """The group with these models, a new one if need be; `like` gives its first lengths."""
+        group = self.groups.get(models)
+        if group is None:
+            choice = LengthChoice(len(self.buckets), self.limits.max_speculation_length)
+            times = self.times[models[TIMES]]
+            group = Group(times, self.acceptances[models[ACCEPTANCE]], choice, self.new_plans(times))
+            self.groups[models] = group
+            if like is not None:
+                group.version, group.lengths = like.version, list(like.lengths)
+                if group.plans is not None and like.plans is not None:
+                    group.plans.chosen = list(like.plans.chosen)
+        return group
+
+    def new_plans(self, times: StepTimes) -> PlanChoice | None:
+        """Plans of workers with these times; None where none can copy, or another policy chooses."""
+        if not self.limits.max_copied_tokens or self.policy is not None:
+            return None
+        return PlanChoice(times, self.copying, self.limits.max_copied_tokens)
+
+    def allow_copies(self, limits: Limits) -> None:
+        """Workers can copy, or more than before; nothing else of the limits has changed."""
+        self.limits = limits
+        for group in self.groups.values():
+            if group.plans is None:
+                group.plans = self.new_plans(group.times)
+            else:
+                group.plans.extend(limits.max_copied_tokens)
+
+    def tokens(self, group: Group) -> FloatArray:
+        """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
+        known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
+        mixed: FloatArray = np.einsum("bk,kbl->bl", self.mix, known)[self.bands]
+        return np.maximum(mixed, 1.0)  # shares sum to 1 only about
+
+    def probe(self, group: Group, bucket: int, longest: int, max_copied: int) -> Plan | None:
+        """An exploratory length or plan for one step, charged to the bucket; mostly None.
+
+        Where lengths are played, both are asked in turn; where a plan is, lengths are among what it is compared with.
+        """
+        plans = group.plans if max_copied else None
+        if plans is None or (
+            plans.chosen[bucket] is None and (self.next_probe_id % 2 or group.choice.to_follow[bucket])
+        ):
+            length = group.choice.probe(bucket, group.times, self.resume_s, longest)
+            if length is not None or plans is None:
+                return None if length is None else Plan(length)
+        return plans.probe(bucket, self.tokens(group)[[bucket]], group.choice, (longest, max_copied))
+
+    def learn_mix(self, parts: Parts) -> None:
+        """Follow which classes of requests are usual at each load."""
+        if not parts.kinds.any() and (self.mix[:, 0] == 1.0).all():
+            return
+        bands, kinds = self.mix.shape
+        rows = np.bincount(parts.bands * kinds + parts.kinds, parts.share, bands * kinds).reshape(bands, kinds)
+        seen = rows.sum(axis=1, keepdims=True)
+        self.mix += (1.0 - np.exp(-seen / MIX_REPORTS)) * (rows / np.maximum(seen, 1e-9) - self.mix)
+
+    def learn_resuming(self, steps: Sequence[StepObservation], worker: str) -> None:
+        """Track what the first step with draft tokens after length 0 takes longer: the draft catches up in it.
+
+        Workers flag such a step, so that it teaches no latency. Other flags may fall on it, hence the bounds.
+        """
+        group, previous = self.group_of(worker), self.last_length.pop(worker, -1)
+        for step in steps:
+            resumed = previous == 0 < step.speculation_length and not step.teaches_latency
+            if resumed and step.copying is None and step.num_steps == 1 and group.choice.decided:
+                usual = float(group.choice.seconds[group.times.bucket_of[step.batch_size], step.speculation_length])
+                extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
+                self.num_resumes += 1
+                self.resume_s += (extra - self.resume_s) / min(self.num_resumes, RESUMES_REMEMBERED)
+            previous = step.speculation_length
+        self.last_length[worker] = previous
+        if len(self.last_length) > WORKERS_REMEMBERED:
+            del self.last_length[next(iter(self.last_length))]
+
+    def record(self, group: Group, steps: Steps) -> None:
+        """Keep for comparison what step times have just learned from."""
+        cell, log_s, surprise = group.times.newest
+        if len(cell) == len(steps.batch):  # else nothing was known yet
+            speeds, _ = group.times.watch.now(steps.spans)
+            over = surprise + steps.offset
+            self.workers.record_times(steps.spans, cell, log_s + steps.offset, over, speeds, steps.num_steps)

@@ -1,0 +1,121 @@
+"""What a group of reports teaches: acceptance, step times, plans, and who is unlike the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+import numpy as np
+
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.contexts.apart import compare
+from speclen.controller.estimator.contexts.context import Context
+from speclen.controller.estimator.contexts.group import Group
+from speclen.controller.estimator.core import DriftEvent, StepObservation
+from speclen.controller.estimator.plans.copying import Copying
+from speclen.controller.estimator.plans.learning import learn_copies, plans_before
+from speclen.controller.estimator.reports import OTHERS, Reports, merged
+from speclen.controller.estimator.state import exported, restored
+from speclen.controller.estimator.times.steps import Spans, Steps, spans_of
+
+
+def learn(context: Context, observations: Sequence[StepObservation], senders: Sequence[str]) -> list[DriftEvent]:
+    """Update the models of every worker that sent one of these steps; returns what drifted, and who is unlike others."""
+    sent_by = spans_of(senders)
+    steps, workers = _told_apart(context, observations, senders, sent_by)
+    spans = sent_by if steps is observations else spans_of(workers)
+    events: list[DriftEvent] = []
+    touched = list(dict.fromkeys(map(context.group_of, dict.fromkeys(workers))))
+    for group in touched:
+        mine = steps, workers, spans
+        if len(touched) > 1:
+            belongs = [context.group_of(sender) is group for sender in workers]
+            of_group = list(compress(workers, belongs))
+            mine = list(compress(steps, belongs)), of_group, spans_of(of_group)
+        events += _learn_soundly(context, group, Reports(*mine, context.limits))
+    for worker, span in sent_by:
+        context.learn_resuming(observations[span], worker)
+    return events + compare(context, len(steps))
+
+
+def _told_apart(
+    context: Context, steps: Sequence[StepObservation], senders: Sequence[str], spans: Spans
+) -> tuple[Sequence[StepObservation], Sequence[str]]:
+    """Steps and who sent them; those of workers beyond the ones told apart are merged, and come last."""
+    if all(context.workers.tells_apart(worker) for worker, _ in spans):
+        return steps, senders
+    known = [context.workers.tells_apart(sender) for sender in senders]
+    others = merged(step for step, told in zip(steps, known, strict=True) if not told)
+    return [*compress(steps, known), *others], [*compress(senders, known), *[OTHERS] * len(others)]
+
+
+def _learn_soundly(context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
+    """Learn; where that takes numbers out of what can be represented, the group starts anew, alone."""
+    try:
+        with np.errstate(all="ignore"):  # what comes of it is looked at
+            events = _learn(context, group, reports)
+            sound = group.plans is None or (group.plans.sound and context.copying.sound)
+            if sound and group.times.sound and group.acceptance.sound:
+                return events
+            return [*events, _reset(context, group)]
+    except (ArithmeticError, ValueError, IndexError):
+        return [_reset(context, group)]
+
+
+def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
+    """Update a group's models with reports of its workers; returns what drifted."""
+    parts = reports.parts(group.acceptance.shape[2], context.band_of_batch)
+    judged = group.acceptance.judge(parts)
+    weight, offset = context.workers.say(reports.spans, parts.report, judged, reports.count)
+    events = []
+    if found := group.acceptance.learn(parts, judged, weight[parts.report]):
+        events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
+    context.learn_mix(parts)
+    if found := _learn_times(context, group, reports, weight, offset):
+        events.append(_event(context, "latency", found, "the surface of step times may move again"))
+    if group.plans is not None:
+        before = plans_before(group.plans, reports.steps, reports.spans)
+        if places := reports.copied:
+            copied = [reports.steps[at] for at in places]
+            values = weight[places], offset[places], group.acceptance.shared, [before[at] for at in places]
+            learn_copies(group.plans, copied, *values)
+    buckets = group.times.bucket_of[reports.batch]
+    group.choice.earn(buckets, reports.count)
+    context.recent = list(dict.fromkeys(buckets.tolist()))
+    return events
+
+
+def _learn_times(context: Context, group: Group, reports: Reports, weight: FloatArray, offset: FloatArray) -> float:
+    """Learn from those steps that say something about time; returns the statistic of a change, or 0."""
+    use = reports.teaches_latency
+    if not use.any():
+        return 0.0
+    values = reports.batch, reports.length, reports.context, reports.seconds, weight, offset, reports.count
+    steps = Steps(reports.spans, *values)
+    if not use.all():
+        spans = spans_of(list(compress(reports.workers, use.tolist())))
+        steps = Steps(spans, *(each[use] for each in values))
+    found = group.times.update(steps)
+    if found and group.plans is not None:
+        group.plans.times.forget()
+    if len(context.workers.peers) > 1:
+        context.record(group, steps)
+    return found
+
+
+def _reset(context: Context, group: Group) -> DriftEvent:
+    """Numbers have left the representable: this group starts anew, alone, and its acceptance if that is what it was."""
+    restored(group.times, exported(context.new_times())).renew()
+    if not group.acceptance.sound:
+        restored(group.acceptance, exported(context.new_acceptance())).renew()
+    if group.plans is not None:
+        restored(context.copying, exported(Copying())).renew()
+        group.plans = context.new_plans(group.times)
+    restored(group.choice, exported(type(group.choice)(len(context.buckets), context.limits.max_speculation_length)))
+    return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: what was learned starts anew")
+
+
+def _event(context: Context, factor: str, statistic: float, consequence: str) -> DriftEvent:
+    direction = "rose" if statistic > 0 else "fell"
+    what = "accepted tokens" if factor == "acceptance" else "step times"
+    return DriftEvent(context.key, factor, statistic, f"{what} {direction} against expectation; {consequence}")

@@ -1,0 +1,1 @@
+"""How long steps take, and how fast the machine is at the moment."""
