@@ -7,17 +7,10 @@ import json
 import numpy as np
 import pytest
 
+from speclen.bench.simulation.copying.machine import CopyingMachine, Outcome, report_of, time_of
+from speclen.bench.simulation.copying.recorded import recorded_texts
 from speclen.bench.simulation.copying.score import Play
-from speclen.bench.simulation.copying.world import (
-    SCENARIOS,
-    CopyingMachine,
-    CopyWorld,
-    Outcome,
-    Rows,
-    Text,
-    report_of,
-    time_of,
-)
+from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, Text
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, SHARE_AT_ZERO
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
@@ -216,3 +209,39 @@ def test_simulated_plans_come_near_to_a_clairvoyants():
     scenario = next(each for each in SCENARIOS if each.name == "no draft model")
     scores = [Play(CopyWorld(scenario, seed, 600, max_batch=8), seed).score() for seed in (100, 101)]
     assert min(scores) > 85.0, scores
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(5), Plan(0, 1, 16), Plan(3, 2, 8)])
+def test_recorded_rows_put_out_their_texts_and_no_more(plan):
+    texts = recorded_texts("mixed")
+    rows = texts.rows(64, np.random.default_rng(0))
+    for _ in range(40):
+        left = texts.left[rows.place]
+        done = rows.step(plan, 64)
+        assert (done.tokens <= left).all()
+        assert (done.copied <= done.proposed).all()
+        assert (done.proposed <= plan.copy_max_tokens).all()
+        assert (done.drafted[done.proposed > 0] == 0).all()
+        assert (done.drafted <= plan.draft_length).all()
+
+
+@pytest.mark.parametrize("taught", [Plan(2, 2, 16), Plan(3, 3, 8)])
+def test_on_recorded_texts_one_plan_tells_what_the_others_put_out(taught):
+    """Texts end in the middle of what is copied, and loop for long: a walk that forgets either is off by a fifth."""
+    texts, played = recorded_texts("mixed"), Played(REPEATING, Limits(32, 8, 16))
+    rows = played.rows = texts.rows(32, np.random.default_rng(0))
+    for plan in (Plan(3), Plan(6), taught):
+        for _ in range(60):
+            steps = [report_of(plan, rows.step(plan, 32), 0.02, MACHINE) for _ in range(8)]
+            played.estimator.observe(KEY, steps, "w")
+    [group] = played.estimator.context(KEY).groups.values()
+    group.plans.since_walked = 1e9
+    walk, alone = group.plans.now(), group.plans.usual[group.plans.length_at]
+    promised = walk.copied + (1.0 - walk.share) * alone
+    errors = []
+    for place in range(0, len(promised), 9):
+        told = texts.rows(512, np.random.default_rng(1))
+        tokens = [told.step(group.plans.grid[place], 512).tokens.mean() for _ in range(60)][20:]
+        errors.append(np.log(promised[place] / np.mean(tokens)))
+    assert abs(np.mean(errors)) < 0.08
+    assert np.std(errors) < 0.1

@@ -43,6 +43,7 @@ class Plan:
         0, "Rounds at most, the first of which is not counted; 0: as many as there is time for.", least=0
     )
     resolution: float = setting(0.03, "Stop when every interval is so narrow: 0.03 is ±3%.", least=0.001, most=1)
+    learn_s: float = setting(120.0, "Seconds of the track that `adaptive` serves and learns from beforehand.", least=0)
     profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and what tables and rules are made of.")
     survey: Path | None = setting(None, "Survey to use; measured and written there when it does not exist.")
     cell_s: float = setting(4.0, "Seconds per cell of a survey.", least=0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,8 @@ from speclen.console.flags import flags_from
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
-QUICK_BLOCK_S, QUICK_CELL_S, QUICK_ROUNDS = 4.0, 4.0, 2
+QUICK_BLOCK_S, QUICK_CELL_S, QUICK_ROUNDS, QUICK_LEARN_S = 4.0, 4.0, 2, 4.0
+FIRST_LEARNING_BLOCK = 1_000_000  # numbers that no round comes to
 
 
 @flags_from(Plan)
@@ -78,7 +80,11 @@ def plan_of(target: str, max_batch_size: int, quick: bool, others: dict[str, Any
     if not quick:
         return plan
     return replace(
-        plan, cell_s=QUICK_CELL_S, block_s=plan.block_s or QUICK_BLOCK_S, repeats=plan.repeats or QUICK_ROUNDS
+        plan,
+        cell_s=QUICK_CELL_S,
+        block_s=plan.block_s or QUICK_BLOCK_S,
+        repeats=plan.repeats or QUICK_ROUNDS,
+        learn_s=min(plan.learn_s, QUICK_LEARN_S),
     )
 
 
@@ -100,6 +106,8 @@ def run(plan: Plan, quick: bool, earlier: Path | None) -> tuple[dict[str, Any], 
         session.open_policies(comparison.active)
         say(f"warming up: one round of {session.block(0).duration_s:g} s a policy, which is not counted")
         session.serve_round(0, comparison.active)
+        if "adaptive" in comparison.active:
+            session.learn()
         begun = time.monotonic()
         run_rounds(
             *(comparison, session.serve_round, time.monotonic, begun + 60 * plan.minutes),
@@ -152,6 +160,16 @@ class Session:
         blocks = {name: figures_of(one, block, at_s) for name, one in served.items()}
         return Round(number, tuple(order), blocks)
 
+    def learn(self) -> None:
+        """What adapts has served the track for a while when it is compared, as profiles and surveys have been measured."""
+        blocks = math.ceil(self.plan.learn_s / self.block(0).duration_s)
+        say(f"`adaptive` learns from {blocks} blocks, which are not counted")
+        for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
+            block = self.block(number)
+            prompts = self.drawer.for_arrivals(block.arrivals)
+            self._begin(self.policies["adaptive"])
+            self.worker.runner.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
+
     def _begin(self, policy: Policy) -> None:
         """Who starts from nothing does so in every block."""
         if policy.name == "cold":
@@ -180,6 +198,7 @@ class Session:
             "seed": plan.seed,
             "scale": plan.scale,
             "block_s": block.duration_s,
+            "learn_s": plan.learn_s,
             "burners": plan.burners if block.throttle_at_s is not None else 0,
             "profile": None if plan.profile is None else plan.profile.name,
             "capacity_tokens_per_s": survey.capacity_tokens_per_s,

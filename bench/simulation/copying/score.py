@@ -15,16 +15,9 @@ from statistics import median
 
 import numpy as np
 
-from speclen.bench.simulation.copying.world import (
-    SCENARIOS,
-    CopyingMachine,
-    CopyWorld,
-    Outcome,
-    Rows,
-    Text,
-    report_of,
-    time_of,
-)
+from speclen.bench.simulation.copying.machine import CopyingMachine, Outcome, report_of, time_of
+from speclen.bench.simulation.copying.recorded import RecordedTexts
+from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Text
 from speclen.controller.estimator.core import ContextKey, Limits, Probe, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.choice import MATCHES, MOSTS
@@ -44,11 +37,11 @@ def plans_of(draft: bool) -> list[Plan]:
     return [Plan(length) for length in lengths] + copying
 
 
-def best_rates(text: Text, machine: CopyingMachine, sizes: list[int], draft: bool) -> dict[int, float]:
+def best_rates(text: Text | RecordedTexts, machine: CopyingMachine, sizes: list[int], draft: bool) -> dict[int, float]:
     """Least mean seconds per token and row at each batch size."""
     rng, best = np.random.default_rng(1), dict.fromkeys(sizes, float("inf"))
     for plan in plans_of(draft):
-        rows = Rows(text, KNOWN_ROWS, rng)
+        rows = text.rows(KNOWN_ROWS, rng)
         for _ in range(WARM_STEPS):
             rows.step(plan, KNOWN_ROWS)
         steps = [rows.step(plan, KNOWN_ROWS) for _ in range(KNOWN_STEPS)]
@@ -80,7 +73,7 @@ class Play:
     def score(self) -> float:
         """In percent."""
         world, spent_s, work_s = self.world, 0.0, 0.0
-        rows, waiting = Rows(world.text, world.max_batch, self.rng), list[StepObservation]()
+        rows, waiting = world.part(0)[0].rows(world.max_batch, self.rng), list[StepObservation]()
         for step, batch in enumerate(world.batches.tolist()):
             part = step * world.parts // world.num_steps
             rows.text, machine = world.part(part)

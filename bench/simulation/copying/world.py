@@ -9,13 +9,12 @@ to a knee and beyond.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
-from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.core import StepObservation
-from speclen.controller.estimator.plans.plan import MAX_MATCH, CopiedRun, Copies, Plan
+from speclen.bench.simulation.copying.machine import FLAT, TWO_CORES, CopyingMachine, Outcome
+from speclen.bench.simulation.copying.recorded import RecordedTexts, recorded_texts
+from speclen.controller.estimator.plans.plan import MAX_MATCH, Plan
 
 
 @dataclass(frozen=True)
@@ -31,43 +30,9 @@ class Text:
     chance_right: float
     draft_right: tuple[float, float]
 
-
-@dataclass(frozen=True)
-class CopyingMachine:
-    """Seconds: overhead, of a draft pass and of a row in it, of verified tokens up to the knee, and of each beyond it.
-
-    bumps: relative time of batch size x verified tokens per row that no smooth formula sees.
-    """
-
-    overhead_s: float
-    draft_s: float
-    draft_row_s: float
-    token_s: float
-    knee: float
-    beyond_s: float
-    bumps: FloatArray
-
-    def seconds(self, batch: int, passes: int, drafting: int, verified: int) -> float:
-        """Mean time of a step."""
-        seconds = self.overhead_s + passes * (self.draft_s + drafting * self.draft_row_s) + verified * self.token_s
-        seconds += max(verified - self.knee, 0.0) * self.beyond_s
-        width = min(round(verified / batch), self.bumps.shape[1] - 1)
-        return seconds * float(self.bumps[batch, width])
-
-
-class Outcome(NamedTuple):
-    """What each row of a step did: longest match, proposed and accepted copies, drafted tokens and accepted ones, [rows]."""
-
-    match: np.ndarray
-    proposed: np.ndarray
-    copied: np.ndarray
-    drafted: np.ndarray
-    accepted: np.ndarray
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """New tokens of each row."""
-        return 1 + self.copied + self.accepted
+    def rows(self, count: int, rng: np.random.Generator) -> Rows:
+        """Rows outside of stretches."""
+        return Rows(self, count, rng)
 
 
 class Rows:
@@ -121,6 +86,8 @@ class CopyScenario:
     slow_draft: tuple[float, ...] = (1.0,)
     noise: float = 0.05
     steady: int = 0  # batch size; 0: it wanders
+    mixes: tuple[str, ...] = ()  # of recorded texts, in each part; none: texts are made up
+    machine: CopyingMachine | None = None  # None: one is made up
 
 
 SCENARIOS = (
@@ -130,6 +97,11 @@ SCENARIOS = (
     CopyScenario("the draft becomes three times as slow, and back", slow_draft=(1.0, 3.0, 1.0)),
     CopyScenario("nothing repeats", repeating=(0.02,)),
     CopyScenario("steady batch of 8", steady=8),
+    CopyScenario("recorded: completions", mixes=("code",), machine=TWO_CORES),
+    CopyScenario("recorded: mixed", mixes=("mixed",), machine=TWO_CORES),
+    CopyScenario("recorded: mixed, flat machine", mixes=("mixed",), machine=FLAT),
+    CopyScenario("recorded: copying", mixes=("copying",), machine=TWO_CORES),
+    CopyScenario("recorded: completions, then sampled", mixes=("code", "sampled"), machine=TWO_CORES),
 )
 
 
@@ -140,7 +112,7 @@ class CopyWorld:
         self.scenario, self.num_steps, self.max_batch = scenario, num_steps, max_batch
         self.rng = rng = np.random.default_rng([seed, sum(map(ord, scenario.name))])
         plain = 0.01
-        self.machine = CopyingMachine(
+        self.machine = scenario.machine or CopyingMachine(
             plain,
             plain * rng.uniform(0.05, 0.25),
             plain * rng.uniform(0.0005, 0.003),
@@ -156,7 +128,8 @@ class CopyWorld:
             float(rng.uniform(0.1, 0.4)),
             (float(rng.uniform(0.4, 0.75)), float(rng.uniform(0.7, 0.95))),
         )
-        self.parts = max(len(scenario.repeating), len(scenario.slow_draft))
+        self.parts = max(len(scenario.repeating), len(scenario.slow_draft), len(scenario.mixes))
+        self.recorded = [recorded_texts(mix) for mix in scenario.mixes]
         self.batches = self._batches()
 
     def _batches(self) -> np.ndarray:
@@ -166,35 +139,13 @@ class CopyWorld:
         sizes = np.round(np.exp(self.rng.uniform(0.0, np.log(self.max_batch), self.num_steps)))
         return np.repeat(sizes, stays)[: self.num_steps].astype(int)
 
-    def part(self, number: int) -> tuple[Text, CopyingMachine]:
+    def part(self, number: int) -> tuple[Text | RecordedTexts, CopyingMachine]:
         """Texts and machine of a part of the run."""
         repeating, slow = self.scenario.repeating, self.scenario.slow_draft
-        text = replace(self.text, begins=self.text.begins * repeating[number % len(repeating)])
+        text: Text | RecordedTexts = replace(self.text, begins=self.text.begins * repeating[number % len(repeating)])
+        if self.recorded:
+            text = self.recorded[number % len(self.recorded)]
         factor = slow[number % len(slow)]
         machine = self.machine
         slower = replace(machine, draft_s=machine.draft_s * factor, draft_row_s=machine.draft_row_s * factor)
         return text, slower
-
-
-def time_of(machine: CopyingMachine, done: Outcome) -> tuple[float, int, int, int]:
-    """Mean seconds, draft passes, drafting rows and verified tokens of a step, on a backend that is fed ragged rows."""
-    drafting = int((done.drafted > 0).sum())
-    passes, batch = int(done.drafted.max()), len(done.match)
-    verified = batch + int(done.proposed.sum() + done.drafted.sum())
-    return machine.seconds(batch, passes, drafting, verified), passes, drafting, verified
-
-
-def report_of(plan: Plan, done: Outcome, latency_s: float, machine: CopyingMachine) -> StepObservation:
-    """The step as a worker reports it."""
-    _, passes, drafting, verified = time_of(machine, done)
-    histogram = np.bincount(done.accepted, minlength=passes + 1)
-    if not plan.copy_min_match:
-        return StepObservation(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0)
-    copied = done.proposed > 0
-    runs, counts = np.unique(np.array([done.match, done.proposed, done.copied])[:, copied], axis=1, return_counts=True)
-    told = tuple(
-        CopiedRun(run[0], run[1], run[2], rows) for run, rows in zip(runs.T.tolist(), counts.tolist(), strict=True)
-    )
-    copies = Copies(plan, len(done.match), drafting, verified, told)
-    flags = False, False
-    return StepObservation(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, *flags, copying=copies)

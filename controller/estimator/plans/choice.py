@@ -8,16 +8,13 @@ its place where it promises more after doubt, and pays for its probes from the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.choice import CAP_STEPS, LEAST_CHARGE, OPTIMISM, RISK, LengthChoice
-from speclen.controller.estimator.core import StepObservation
-from speclen.controller.estimator.plans.copying import Copying
+from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
 from speclen.controller.estimator.plans.plan import MAX_MATCH, Plan
 from speclen.controller.estimator.plans.times import CopyTimes
 from speclen.controller.estimator.times.step_time import StepTimes
@@ -31,16 +28,12 @@ MOST_BUCKETS, IDLE_GROUPS = 6, 8
 # Reports that copied after which the walk is followed anew; tokens by which the usual ones may be off until then.
 WALK_REPORTS, USUAL_MOVED = 32, 0.2
 # Drafts of rows without a match: acceptance of a position over everybody's, before anything was seen, and the rows that
-# counts for. Reports after which counts have faded to 1/e.
-COLD_RATIO, PRIOR_ROWS, MEMORY_REPORTS = 0.95, 20.0, 100.0
+# counts for.
+COLD_RATIO, PRIOR_ROWS = 0.95, 20.0
 LEAST_RATIO, MOST_RATIO = 0.1, 1.3
 # Columns that a rectangle grows by with each further token of its longest proposal: widths 1, 2, 3, 4, 6, 8, 12, 16.
 COLUMNS = np.array([1, 1, 1, 1, 2, 0, 2, 0, 4, 0, 0, 0, 4, 0, 0, 0], dtype=float)
 REACHED, PASSED, EXPECTED = range(3)
-RUNS = range(65)
-# What the walk has wrong about tokens, learned from steps that follow one of the same plan: weight that an older step keeps,
-# tokens that no error counts for, and the bounds.
-BIAS_MEMORY, BIAS_TOKENS, LEAST_BIAS, MOST_BIAS = 0.99, 50.0, 0.6, 1.4
 
 
 class PlanEstimate(NamedTuple):
@@ -98,14 +91,13 @@ class PlanChoice:
     drafts: rows without a match whose drafts reached and passed each position, and how many were expected to, [3, n].
     """
 
-    STATE = ("times", "drafts", "bias", "usual", "started", "turn", "since_walked")
+    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked")
 
     def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int) -> None:
         self.copying, self.step_times = copying, step_times
         self.times = CopyTimes(step_times)
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.drafts = np.zeros((3, step_times.num_lengths - 1))
-        self.bias = np.zeros(2)  # tokens that rows put out beyond the first, and that many expected, fading
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
         self.last: dict[str, Plan] = {}  # plan of each worker's newest step
         self.turn, self.decided_with, self.since_walked = 0, -1, 0
@@ -130,12 +122,6 @@ class PlanChoice:
         return self.copying.version + self.times.version
 
     @property
-    def factor(self) -> float:
-        """How much more rows put out beyond their first token than the walk says, whatever the plan."""
-        told, expected = (self.bias + BIAS_TOKENS).tolist()
-        return min(max(told / expected, LEAST_BIAS), MOST_BIAS)
-
-    @property
     def news(self) -> bool:
         """Whether anything came since the last choice."""
         return self.decided_with != self.version
@@ -158,25 +144,6 @@ class PlanChoice:
         self.drafts[REACHED] += reached
         self.drafts[PASSED] += (at_least[:, 1 : size + 1] * inside).sum(axis=0)
         self.drafts[EXPECTED] += reached * accepted[:size]
-
-    def learn_bias(self, steps: Sequence[StepObservation]) -> None:
-        """Compare what rows put out under a plan in its second step and later with what the walk says."""
-        if not self.usual.any():
-            return
-        tokens, rows = 0, dict[Plan, int]()
-        for step in steps:
-            if step.copying is None or step.copying.plan not in self.place:
-                continue
-            rows[step.copying.plan] = rows.get(step.copying.plan, 0) + step.batch_size
-            tokens += sum([run[2] * run[3] for run in step.copying.runs])
-            tokens += sum(map(mul, step.accepted_histogram, RUNS))
-        walk, expected = self.now(), 0.0
-        for plan, count in rows.items():
-            place = self.place[plan]
-            alone = (1.0 - walk.share[place]) * self.usual[self.length_at[place]]
-            expected += count * float(walk.copied[place] + alone - 1.0)
-        self.bias *= BIAS_MEMORY ** len(steps)
-        self.bias += tokens, expected
 
     def draft_tokens(self, tokens: FloatArray) -> FloatArray:
         """Expected tokens of rows without a match at the grid's lengths, [buckets, lengths]. tokens: everybody's."""
@@ -230,7 +197,7 @@ class PlanChoice:
         drafts = self.lengths[self.length_at]
         rows = self.times.rows[buckets][:, None]
         alone = drafted[:, self.length_at]  # tokens of rows that do not copy, [buckets, plans]
-        per_row = 1.0 + self.factor * (copied + (1.0 - share) * alone - 1.0)
+        per_row = copied + (1.0 - share) * alone
         some = 1.0 - share**rows
         if self.times.rectangular:
             width = max(proposes.shape[1], int(self.lengths[-1]))
@@ -272,7 +239,7 @@ class PlanChoice:
         self.started[fresh] = True
         self._follow_usual(self.draft_tokens(tokens))
         known = self.assess(buckets, tokens)
-        promised = np.log(known.tokens / known.seconds) - RISK * known.unsure
+        promised = np.log(known.tokens / known.seconds) - RISK * (known.unsure - known.of_tokens)
         best: list[int] = promised.argmax(axis=1).tolist()
         for at, bucket in enumerate(buckets.tolist()):
             length = choice.lengths[bucket]

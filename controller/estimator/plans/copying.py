@@ -29,12 +29,14 @@ COLD_ACCEPTANCE = np.array([0.0, *np.minimum(0.25 + 0.05 * np.arange(MAX_MATCH),
 COLD_LONGER = 0.95
 # Positions of a copy that are told apart.
 POSITIONS = 16
-# Tokens that these count for. Reports that copied after which counts have faded to 1/e.
-PRIOR_TOKENS, MEMORY_REPORTS = 20.0, 100.0
+# Tokens that these count for. Reports that copied after which counts have faded to 1/e: texts differ so much from one
+# another that a hundred reports, of some twenty requests, say little of the next hundred.
+PRIOR_TOKENS, MEMORY_REPORTS = 20.0, 1500.0
 # Acceptance of all match lengths together over the cold one may be so far off; it lends itself to those hardly seen.
 LEAST_RATIO, MOST_RATIO = 0.05, 1.6
-# Rows stay in the batch for many steps: variance of such shares over that of independent rows.
-DISPERSION = 3.0
+# Rows stay in the batch for many steps, and texts that repeat themselves go on doing so: variance of such shares over that
+# of independent rows.
+DISPERSION = 10.0
 MOST_COUNT = 1e15
 REACHED, PASSED, GOING, WENT_ON = range(4)
 
@@ -44,13 +46,16 @@ class Lessons(NamedTuple):
 
     before: bound from which the worker's step before copied, 0 if it did not; same: whether it had the same plan. Where it
     had, the tokens of a step stand for the text. A step that follows another plan shows where that one's steps begin: shares
-    of text only for matches that it did not copy.
+    of text only for matches that it did not copy. drafted: draft length of a step before that did not copy, else 0; alone:
+    tokens that rows put out in such a step, on average.
     """
 
     steps: Sequence[StepObservation]
     weight: FloatArray
     before: np.ndarray
     same: np.ndarray
+    drafted: np.ndarray
+    alone: FloatArray
 
 
 class Copying:
@@ -78,7 +83,7 @@ class Copying:
 
     def learn(self, lessons: Lessons) -> None:
         """Learn from steps of a group that copied and may teach."""
-        steps, weight, _, _ = lessons
+        steps, weight = lessons.steps, lessons.weight
         if not steps:
             return
         kept = math.exp(-len(steps) / MEMORY_REPORTS)
@@ -111,15 +116,18 @@ class Copying:
         return exactly
 
     def _count_matches(self, lessons: Lessons, runs: np.ndarray, exactly: FloatArray, searched: FloatArray) -> None:
-        steps, weight, before, same = lessons
+        steps, weight, before, same, drafts, alone = lessons
         least = np.array([each.copying.plan.copy_min_match for each in steps if each.copying is not None])
         matched = np.bincount(runs[:, 0], runs[:, 5], len(steps))
         drafted = np.array([sum(run * rows for run, rows in enumerate(each.accepted_histogram)) for each in steps])
         others = np.array([each.batch_size for each in steps]) - matched
         stands = np.zeros_like(exactly)
         np.add.at(stands, (runs[:, 0], runs[:, 2]), runs[:, 5])
-        exactly = np.where(same[:, None], exactly, stands)
-        below = (searched - matched) * np.where(same, 1.0 + drafted / np.maximum(others, 1.0), 1.0)
+        # A step that interrupts drafts shows shares of steps: rows behind long matches had fewer, of more tokens each.
+        runs_on = (self.accepted[:, None] ** np.arange(1, int(drafts.max(initial=0)) + 1)).cumsum(axis=1)
+        per_step = 1.0 + np.concatenate([np.zeros((MAX_MATCH + 1, 1)), runs_on], axis=1)[:, drafts].T
+        exactly = np.where(same[:, None], exactly, stands * np.maximum(per_step, alone[:, None]))
+        below = (searched - matched) * np.where(same, 1.0 + drafted / np.maximum(others, 1.0), alone)
         at_most = below[:, None] + exactly.cumsum(axis=1)
         most = np.where(same | (before == 0), MAX_MATCH + 1, before)
         place = np.arange(MAX_MATCH + 1)
@@ -148,10 +156,13 @@ class Copying:
         goes_on = (went_on + PRIOR_TOKENS * COLD_LONGER) / (going + PRIOR_TOKENS)
         self.right = _drawn(self.runs[PASSED], self.runs[REACHED], self.accepted)
         self.goes_on = _drawn(self.runs[WENT_ON], self.runs[GOING], goes_on)
-        grown = _after(self.shares * self.accepted)
-        fresh = np.maximum(self.shares - grown, 1e-6 * self.shares)
+        # Where fewer tokens stand behind a match than right copies lead to, texts have ended there.
+        come = _after(self.shares * self.accepted)
+        self.stays = _before(np.minimum(self.shares / np.maximum(come, 1e-12), 1.0))
+        grows = self.accepted * self.stays
+        fresh = np.maximum(self.shares - _after(self.shares * grows), 1e-6 * self.shares)
         self.begins = fresh / fresh.sum()
-        self.walk = (1.0 - self.accepted)[:, None] * self.begins + _after(np.diag(self.accepted))
+        self.walk = (1.0 - grows)[:, None] * self.begins + _after(np.diag(grows))
         self.version += 1
 
     def strides(self, most: int) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -165,7 +176,8 @@ class Copying:
             further = self._at(self.goes_on, place + 1) if place + 1 < most else np.zeros(MAX_MATCH + 1)
             accepted = right * (1.0 + further * accepted)
             onward = onward + further[:, None] * (after - onward)
-            after = (1.0 - right)[:, None] * self.begins + right[:, None] * onward
+            grows = right * self.stays[np.minimum(np.arange(MAX_MATCH + 1) + place, MAX_MATCH)]
+            after = (1.0 - grows)[:, None] * self.begins + grows[:, None] * onward
         proposes[:, 0] = 1.0
         for place in range(1, most):
             proposes[:, place] = proposes[:, place - 1] * self._at(self.goes_on, place)
@@ -188,7 +200,9 @@ class Copying:
         judged, passed = self.runs[REACHED, ::-1, 0].cumsum()[::-1], self.runs[PASSED, ::-1, 0].cumsum()[::-1]
         seen = judged[least] + PRIOR_TOKENS
         right = (passed[least] + 0.5 * PRIOR_TOKENS) / seen
-        of_share = DISPERSION * share * (1.0 - share) / (self.matches[1, least] + PRIOR_TOKENS)
+        texts = (self.matches[1, least] + PRIOR_TOKENS) / DISPERSION
+        some = np.maximum(share, 1.0 / (texts + 1.0))  # none of few texts says little
+        of_share = some * (1.0 - np.minimum(some, 0.5)) / texts
         of_accepted = DISPERSION * (1.0 - right) / (right * seen)
         variance: FloatArray = gain**2 * (of_share + share**2 * of_accepted)
         return variance
@@ -205,6 +219,11 @@ def _drawn(passed: FloatArray, reached: FloatArray, prior: FloatArray) -> FloatA
     sums = np.minimum(np.add.outer(np.arange(MAX_MATCH + 1), np.arange(POSITIONS)), MAX_MATCH)
     share: FloatArray = (passed + PRIOR_TOKENS * prior[sums]) / (reached + PRIOR_TOKENS)
     return share
+
+
+def _before(values: FloatArray) -> FloatArray:
+    """Of each match the value of the one that a right token more leads to."""
+    return np.append(values[1:], values[-1])
 
 
 def _after(values: FloatArray) -> FloatArray:

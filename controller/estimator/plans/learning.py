@@ -30,13 +30,14 @@ def learn_copies(
     before: plan of the step that the worker took before each.
     """
     told = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_acceptance]
-    bounds = np.array([before[at].copy_min_match for at in told])
+    bounds = np.array([before[at].copy_min_match for at in told], dtype=int)
+    drafts = np.array([0 if before[at].copy_min_match else before[at].draft_length for at in told], dtype=int)
+    alone = np.append(1.0, 1.0 + accepted.cumprod().cumsum())[drafts]
     same = np.array(
         [step.copying is not None and step.copying.plan == plan for step, plan in zip(steps, before, strict=True)]
     )
-    plans.learn_bias([steps[at] for at in told if same[at]])
     plans.since_walked += len(told)
-    plans.copying.learn(Lessons([steps[at] for at in told], weight[told], bounds, same[told]))
+    plans.copying.learn(Lessons([steps[at] for at in told], weight[told], bounds, same[told], drafts, alone))
     _learn_drafts(plans, [steps[at] for at in told], weight[told], accepted)
     timed = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_latency]
     if timed and plans.step_times.known:
