@@ -12,21 +12,23 @@ from typer.testing import CliRunner
 from speclen.bench.fleet.load import load_of, messages_of
 from speclen.bench.fleet.quality import Setting, play
 from speclen.bench.fleet.run import fleet
-from speclen.bench.fleet.staleness import Costs, staleness
+from speclen.bench.fleet.staleness import Costs, Workload, staleness
 from speclen.bench.fleet.world import MAX_BATCH, Fleet
 from speclen.v1 import control_pb2 as pb
 
 
 def test_a_decision_is_no_younger_than_its_parts():
     """An idle core: half a window, half a pause between rounds of learning, and the time until the worker hears of it."""
-    idle = staleness(500, 0.5, Costs(1e-5, 1e-4, 1e-4))
+    idle = staleness(Workload(500, 500, 0.5), Costs(1e-5, 1e-5, 1e-4, 1e-4))
     assert 0.3 < idle.p50_s < 0.7
     assert idle.p50_s < idle.p99_s < 1.05
     assert idle.busy < 0.05
-    slower = staleness(500, 0.5, Costs(5e-4, 0.05, 0.01))
+    slower = staleness(Workload(500, 500, 0.5), Costs(5e-4, 5e-4, 0.05, 0.01))
     assert slower.p99_s > idle.p99_s
-    assert slower.busy == pytest.approx(500 / 0.5 * 5e-4 + 0.05 / 0.3, abs=0.15)
-    assert staleness(500, 0.5, Costs(2e-3, 0.05, 0.01)).p99_s > 3.0, "twice what a core can do: the queue grows"
+    assert slower.busy == pytest.approx(500 / 0.5 * 5e-4 + 0.05 / 0.2, abs=0.15)
+    assert staleness(Workload(500, 500, 0.5), Costs(2e-3, 2e-3, 0.05, 0.01)).p99_s > 3.0, (
+        "twice what a core can do: the queue grows"
+    )
 
 
 def test_what_is_sent_is_taken_whole_by_a_real_controller(tmp_path):
@@ -61,22 +63,13 @@ def test_a_fleet_is_the_same_whoever_decides_and_staleness_costs_a_little():
     assert 0.9 < late.goodput < at_once.goodput + 0.01 < 1.01
 
 
-def test_the_command_prints_json():
+def test_the_command_prints_json_and_takes_the_costs_of_an_earlier_run(tmp_path):
     app = typer.Typer()
     app.command()(fleet)
-    options = [
-        "--workers",
-        "100",
-        "--controllers",
-        "1",
-        "--kinds",
-        "1",
-        "--seconds",
-        "6",
-        "--message-us",
-        "100",
-        "--no-compare",
-    ]
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"ingest": {"message_s": 1e-4, "rest_s": 1e-4, "tell_s": 5e-5}}))
+    options = ["--workers", "100", "--controllers", "1", "--kinds", "1", "--seconds", "6", "--no-compare"]
+    options += ["--costs", str(costs)]
     result = CliRunner().invoke(app, [*options, "--json"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)

@@ -7,6 +7,7 @@ import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
+from speclen.controller.service.streams import StreamSettings
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
@@ -262,3 +263,13 @@ def test_choosing_and_reporting_are_cheap():
     """No timing here, only that nothing but a tuple index and an append happens: no lock, no message, no clock."""
     control = ControlClient(card(), LengthTable.constant(2, MAX_BATCH, "default"), True, QUICK, clock=pytest.fail)
     control.report(control.choice_for(1), step())
+
+
+def test_between_two_windows_a_worker_is_silent_and_more_patient():
+    """An empty message costs the controller half of what a window does; one that never speaks is ended after 30 s."""
+    worker = client(settings=ControlSettings())
+    assert (worker.pause_s, worker.patience_s) == (1.0, 5.0)
+    worker._apply_thinning(pb.Thinning(window_s=4.0))
+    assert (worker.pause_s, worker.patience_s) == (4.0, 12.0)
+    worker._apply_thinning(pb.Thinning(window_s=60.0))
+    assert worker.pause_s < StreamSettings().silence_s / 2

@@ -71,7 +71,7 @@ def test_streams_are_bounded_and_a_closed_one_makes_room():
             for worker_id in "abc":
                 await at.stub.RegisterWorker(registration(worker_id))
             first, _ = await opened(at, "a")
-            await opened(at, "b")
+            second = await opened(at, "b")  # kept: a call that nobody refers to is cancelled, and would make room
             code, details = await status_of(opened(at, "c"))
             assert (code, "try again later" in details) == ("RESOURCE_EXHAUSTED", True)
             assert (
@@ -80,6 +80,7 @@ def test_streams_are_bounded_and_a_closed_one_makes_room():
             first.cancel()
             await asyncio.sleep(0.1)
             await opened(at, "c")
+            del second
 
     run(story)
 

@@ -3,6 +3,8 @@
 import asyncio
 import math
 import random
+import time
+from contextlib import closing
 
 import pytest
 from control_fakes import CONTEXT, LIMITS, identity, registration, report, run, served, until_durable
@@ -11,10 +13,22 @@ from hypothesis import strategies as st
 from steps_of import KEY, Steps, controller_for
 
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, replay
-from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.estimator.core import Bucket, ContextKey, Decision, Limits
 from speclen.controller.estimator.reports import merged, typical
+from speclen.controller.service.learning_service import URGENT_PAUSE_S, is_urgent, tell_all
+from speclen.controller.service.registry import RegisteredContext
 from speclen.controller.service.sequence import SeqWindow
-from speclen.controller.service.thinning import LONGEST_S, MESSAGES_PER_S, THICK_BELOW, THIN_ABOVE, Thinning
+from speclen.controller.service.thinning import (
+    FRESH_S,
+    LONGEST_S,
+    MESSAGES_PER_S,
+    ROTATION_S,
+    SHORTEST_S,
+    THICK_BELOW,
+    THIN_ABOVE,
+    Thinning,
+    Windows,
+)
 from speclen.controller.wire.ingest import Group, Origin
 from speclen.controller.wire.stored import observation_of
 from speclen.controller.wire.sums import check_span, read_window
@@ -257,7 +271,7 @@ def test_a_worker_that_is_asked_for_windows_loses_no_step(tmp_path):
     async def story():
         async with served(tmp_path, commit_interval_s=0.05) as at:
             thinning = at.service.thinning
-            thinning.judge = lambda now, num_workers: None  # whatever the load
+            thinning.judge = lambda *load: None  # whatever the load
             card = WorkerCard("w", 7, CONTEXT, 32, 4, "127.0.0.1:1", "adaptive")
             quick = ControlSettings(flush_interval_s=0.01, heartbeat_s=0.05)
             client, dice = ControlClient(card, LengthTable.constant(2, 32, "default"), True, quick), random.Random(8)
@@ -273,11 +287,11 @@ def test_a_worker_that_is_asked_for_windows_loses_no_step(tmp_path):
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(client.run(at.address))
                 await steps(30)
-                thinning.window_s = 0.1
+                thinning.windows = Windows(0.1)
                 while client.window_s != 0.1:
                     await asyncio.sleep(0.01)
                 await steps(100)
-                thinning.window_s = 0.0
+                thinning.windows = Windows()
                 while client.window_s:
                     await asyncio.sleep(0.01)
                 await steps(30)
@@ -293,20 +307,121 @@ def test_a_worker_that_is_asked_for_windows_loses_no_step(tmp_path):
 
 
 def test_a_worker_is_asked_for_windows_only_where_a_core_would_not_keep_up():
-    thinning = Thinning()
-    assert thinning.message() is None
+    thinning, few, many = Thinning(), int(0.26 * MESSAGES_PER_S), int(2.0 * MESSAGES_PER_S)
+    assert thinning.message(True) is None
 
-    def second(at: int, steps: float, workers: int) -> float:
+    def second(at: int, steps: float, workers: int) -> Windows:
         thinning.count(int(steps))
         thinning.judge(float(at), workers)
-        return thinning.window_s
+        return thinning.windows
 
-    assert [second(at, 0.9 * THIN_ABOVE, 400) for at in range(10)][-1] == 0.0
-    assert [second(at, 5 * THIN_ABOVE, 2500) for at in range(10, 20)][-1] == round(2500 / MESSAGES_PER_S, 3)
-    assert thinning.message().window_s == round(2500 / MESSAGES_PER_S, 3)
-    assert second(20, 5 * THIN_ABOVE, 2600) == round(2500 / MESSAGES_PER_S, 3)  # a few more are no news
-    assert second(21, 5 * THIN_ABOVE, 10**6) == LONGEST_S
-    assert [second(at, 0.9 * THICK_BELOW, 2500) for at in range(22, 60)][-1] == 0.0
+    assert [second(at, 0.9 * THIN_ABOVE, 400) for at in range(10)][-1] == Windows()
+    assert [second(at, 5 * THIN_ABOVE, few) for at in range(10, 20)][-1] == Windows(0.26)
+    assert thinning.message(True).window_s == 0.26
+    assert second(20, 5 * THIN_ABOVE, int(1.1 * few)) == Windows(0.26)  # a few more are no news
+    large = second(21, 5 * THIN_ABOVE, many)
+    assert large.window_s == pytest.approx(FRESH_S, abs=2e-3)
+    assert (thinning.message(True).window_s, thinning.message(False).window_s) == (large.window_s, large.rest_s)
+    assert [second(at, 0.9 * THICK_BELOW, many) for at in range(22, 60)][-1] == Windows()
+
+
+@pytest.mark.parametrize("num_apart", [0, 128, 1000])
+@pytest.mark.parametrize("num_workers", [100, 300, 600, 1200, 2500, 5000])
+def test_the_windows_of_a_fleet_are_no_more_messages_than_a_core_takes(num_workers, num_apart):
+    num_apart = min(num_apart, num_workers)
+    windows = Windows.of_fleet(num_workers, num_apart)
+    fresh = num_apart + windows.share * (num_workers - num_apart)
+    messages = fresh / windows.window_s + (num_workers - fresh) / (windows.rest_s or 1.0)
+    assert messages < 1.02 * MESSAGES_PER_S
+    assert SHORTEST_S <= windows.window_s <= LONGEST_S
+    if num_workers > 1000 and num_apart < 200:
+        assert windows.window_s < 1.1 * FRESH_S, "decisions do not age with the fleet"
+        assert fresh * 40 > 3000, "steps a second to learn from"
+
+
+def test_who_is_learned_from_is_a_random_share_that_changes_with_time():
+    windows, names = Windows(0.4, 5.0, 0.2), [f"worker-{number}" for number in range(5000)]
+
+    def chosen(now: float) -> set[str]:
+        return {name for name in names if windows.learns_from(name, False, now)}
+
+    first, soon, later = chosen(1e6), chosen(1e6 + 1.0), chosen(1e6 + 2 * ROTATION_S)
+    # 1,000 of 5,000 expected with a standard deviation of 28: one seed, and so either always right or always wrong.
+    assert all(850 < len(each) < 1150 for each in (first, soon, later))
+    assert len(first ^ soon) < 100
+    assert len(first & later) < 400
+    assert windows.learns_from("worker-1", True, 0.0), "who is told apart is always learned from"
+    assert all(Windows(0.4).learns_from(name, False, 0.0) for name in names[:10])
+
+
+async def beat_until_durable(call, seq: int) -> None:
+    """As a worker does that has nothing to report: who adds up is not told of the disk but in answers."""
+    while True:
+        await call.write(pb.StreamReportsRequest())
+        if (await call.read()).durable_seq >= seq:
+            return
+        await asyncio.sleep(0.02)
+
+
+def test_who_adds_up_is_told_at_once_of_what_is_urgent_alone(tmp_path):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            thinning, worker_of = at.service.thinning, at.service.registry.workers
+            thinning.judge = lambda *load: None
+            thinning.windows = Windows(5.0)
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(windows_of(1, 20))
+            assert (await call.read()).thinning.window_s == 5.0
+            heard = asyncio.ensure_future(call.read())
+            while worker_of["w"].durable_seq < 20:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert not heard.done(), "that it is on disk can wait for the next window"
+            tell_all(worker_of["w"].context, time.monotonic())
+            at.service.news.note(["w"])
+            assert (await heard).durable_seq == 20
+
+    run(story)
+
+
+def test_all_are_told_again_only_after_a_pause():
+    context = RegisteredContext(1, ContextKey("t", "d", "cpu", "float32"), WIDE, 0.0)
+    for now, when in ((100.0, 100.0), (100.1, 100.0 + URGENT_PAUSE_S), (100.2, 100.0 + URGENT_PAUSE_S), (200.0, 200.0)):
+        tell_all(context, now)
+        assert context.urgent_at == when
+
+
+@pytest.mark.parametrize(("before", "now", "urgent"), [(None, 1.0, True), (1.04, 1.0, False), (1.06, 1.0, True)])
+def test_a_large_gain_is_urgent(before, now, urgent):
+    bucket = Bucket(0, 1, 1)
+    decision = Decision(ContextKey("t", "d", "cpu", "float32"), bucket, 2, 3, 4, before, now, "a reason")
+    assert is_urgent(decision) is urgent
+
+
+def test_a_long_window_of_a_large_fleet_is_counted_alone(tmp_path):
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            thinning = at.service.thinning
+            thinning.judge = lambda *load: None
+            at.service._is_told_apart = lambda worker: False
+            thinning.windows = Windows(0.4, 5.0, 1.0)
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(windows_of(1, 20))
+            await beat_until_durable(call, 20)
+            thinning.windows = Windows(0.4, 5.0, 0.0)
+            await call.write(windows_of(21, 20))  # begun before the worker was told
+            await beat_until_durable(call, 40)
+            await call.write(windows_of(41, 200))
+            await beat_until_durable(call, 240)
+            totals, worker = at.service.totals, at.service.registry.workers["w"]
+            assert (totals.num_reports, totals.num_thinned, worker.num_reports) == (40, 200, 240)
+
+    run(story)
+    with closing(connect_reader(tmp_path / "test.db")) as connection:
+        assert sum(row.num_steps for row in queries.stored_reports(connection)) == 40
+        assert [row.num_reports for row in queries.workers(connection)] == [240]
 
 
 def test_a_sum_teaches_what_its_steps_teach():

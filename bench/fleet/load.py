@@ -1,8 +1,9 @@
 """What a message of a worker's steps costs a controller: real gRPC, real windows, a process of its own, its database on.
 
 Workers here are streams without models. What they send is what a worker's own code makes of made-up steps, serialised
-before the clock starts, and sent as fast as it is answered. What counts is the controller's processor time, learning and
-storage included, until all is on disk: that other programs want the cores as well hardly changes it.
+before the clock starts, each at its own time as a worker of 40 steps a second would. What counts is the controller's
+processor time, learning and storage included, until all is on disk: that other programs want the cores as well hardly
+changes it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from speclen.worker.reporting.window import to_window
 
 CHANNELS = 32
 REGISTERING = 64  # at once
+STEPS_PER_S, IDLE_S = 40.0, 0.6  # IDLE_S: between two messages without steps
 BATCH_STEPS = 12.0  # mean number of steps between two changes of a worker's batch size
 LENGTH = 3
 RUNS = (0.3, 0.21, 0.147, 0.343)  # chances of accepted runs at that length, where 0.7 of drafted tokens are accepted
@@ -63,8 +65,10 @@ def made_up_steps(dice: random.Random, num: int, first_seq: int) -> list[tuple[i
 
 
 def messages_of(seed: int, num_messages: int, steps_each: int, added_up: bool) -> list[bytes]:
-    """What a worker sends, serialised. added_up: as windows; else every step by itself."""
+    """What a worker sends, serialised. added_up: as windows; else every step by itself. Without steps: empty messages."""
     dice, messages = random.Random(seed), []
+    if not steps_each:
+        return [b""] * num_messages
     for at in range(num_messages):
         records = made_up_steps(dice, steps_each, 1 + at * steps_each)
         if added_up:
@@ -80,26 +84,35 @@ class Sender(SimulatedWorker):
 
     def __init__(self, index: int, num_messages: int, steps_each: int) -> None:
         super().__init__(index, [])
-        self.last_seq, self.applied_seq = num_messages * steps_each, 0
+        self.last_seq, self.num_answers = num_messages * steps_each, 0 if steps_each else num_messages
+        self.interval_s = steps_each / STEPS_PER_S or IDLE_S
 
-    async def send(self, channel: aio.Channel, messages: list[bytes]) -> None:
-        """Send all, the next when all but one are answered, and return when all are durable."""
-        call, steps_each = open_stream(channel), self.last_seq // len(messages)
+    async def send(self, channel: aio.Channel, messages: list[bytes], phase_s: float) -> None:
+        """Send all, the first after phase_s, and return when all are durable."""
+        call, began = open_stream(channel), time.perf_counter() + phase_s
         first = pb.StreamReportsRequest(worker=self.identity).SerializeToString() + messages[0]  # fields add up
-        for number, message in enumerate([first, *messages[1:]]):
-            while self.applied_seq < (number - 1) * steps_each:
-                await self.hear(call)
-            await call.write(message)
-        while self.durable_seq < self.last_seq:
-            await self.hear(call)
-        call.cancel()
+        hearing = asyncio.create_task(self.hear(call))
+        try:
+            for number, message in enumerate([first, *messages[1:]]):
+                await asyncio.sleep(max(0.0, began + number * self.interval_s - time.perf_counter()))
+                await call.write(message)
+            while not hearing.done():  # as a worker without steps does: what is durable comes with the answer
+                await asyncio.wait([hearing], timeout=1.0)
+                if not hearing.done():
+                    await call.write(b"")
+            hearing.result()
+        finally:
+            hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+            call.cancel()
 
     async def hear(self, call: Any) -> None:
-        """Read an answer. Raises RuntimeError when the controller ends the stream."""
-        answer = await call.read()
-        if answer is EOF:
-            raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
-        self.applied_seq, self.durable_seq = answer.applied_seq, answer.durable_seq
+        """Read answers until all have come or all is durable. Raises RuntimeError when the controller ends the stream."""
+        while self.durable_seq < self.last_seq or self.num_answers > 0:
+            answer = await call.read()
+            if answer is EOF:
+                raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
+            self.durable_seq, self.num_answers = answer.durable_seq, self.num_answers - 1
 
 
 async def load_of(
@@ -118,7 +131,8 @@ async def load_of(
     cpu_s, began = process.cpu_s(), time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         for at, sender in enumerate(senders):
-            tasks.create_task(sender.send(channels[at % len(channels)], kinds[at % len(kinds)]))
+            phase_s = sender.interval_s * at / num_workers
+            tasks.create_task(sender.send(channels[at % len(channels)], kinds[at % len(kinds)], phase_s))
     seconds, cpu_s = time.perf_counter() - began, process.cpu_s() - cpu_s
     for channel in channels:
         await channel.close()

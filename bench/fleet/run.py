@@ -6,7 +6,8 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,57 +16,83 @@ import typer
 
 from speclen.bench.fleet.load import Load, load_of
 from speclen.bench.fleet.quality import Quality, Setting, delay_ticks, play, window_ticks
-from speclen.bench.fleet.staleness import Costs, Staleness, staleness
+from speclen.bench.fleet.staleness import Costs, Staleness, Workload, staleness
 from speclen.bench.fleet.world import Fleet
 from speclen.bench.service.controller import brackets, controller_process, machine_facts
 from speclen.bench.spread import spread
-from speclen.controller.service.thinning import MESSAGES_PER_S, SHORTEST_S
+from speclen.console.errors import UserError
+from speclen.controller.estimator.contexts.workers import MOST_WORKERS
+from speclen.controller.service.thinning import Windows
 
-SENDERS, MESSAGES_EACH, REPEATS, TRIES = 512, 24, 3, 3  # of a measurement of a real controller
-STEPS_PER_S = 40.0
-PROBED_S = 3.0  # simulated, to learn what a round of learning takes
+REPEATS, TRIES = 3, 3  # of a measurement of a real controller
+PROBED_S = 9.0  # simulated, to learn what a round of learning takes
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What the workers of a measurement send: so many of them, so many messages of so many steps each."""
+
+    num_workers: int
+    num_messages: int
+    steps_each: int
+    added_up: bool
+
+
+# Short windows, learned from; long ones, mostly counted alone; steps by themselves as a worker flushes them; empty messages,
+# each answered: of these two messages one is like that which tells a worker of a table.
+KINDS = {
+    "windows": Sent(512, 20, 12, True),
+    "rest": Sent(2048, 3, 104, True),
+    "single": Sent(192, 20, 8, False),
+    "empty": Sent(1024, 5, 0, False),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Ingest:
-    """What real controllers took: windows, and the same steps by themselves. message_s: of a core for a window."""
+    """What real controllers took, by kind of message, and seconds of a core: for a window that is learned from, for one that
+    is not, to tell a worker of a table.
+    """
 
     message_s: float
-    windows: tuple[Load, ...] = ()
-    single: tuple[Load, ...] = ()
+    rest_s: float
+    tell_s: float
+    loads: dict[str, list[Load]] = field(default_factory=dict)
 
 
-async def measured(window_s: float) -> Ingest:
+async def measured() -> Ingest:
     """The cost of real messages at real controllers, medians of interleaved repeats."""
-    loads: dict[bool, list[Load]] = {True: [], False: []}
+    loads: dict[str, list[Load]] = {kind: [] for kind in KINDS}
     for repeat in range(REPEATS):
-        for added_up, done in loads.items():
-            tell(f"a real controller, repeat {repeat + 1} of {REPEATS}, {'windows' if added_up else 'single steps'}")
-            done.append(await one_load(round(STEPS_PER_S * window_s), added_up))
+        for kind, done in loads.items():
+            tell(f"a real controller, repeat {repeat + 1} of {REPEATS}, {kind}")
+            done.append(await one_load(KINDS[kind]))
     await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
-    message_s = float(np.median([load.message_s for load in loads[True]]))
-    return Ingest(message_s, tuple(loads[True]), tuple(loads[False]))
+    cost = {kind: float(np.median([load.message_s for load in done])) for kind, done in loads.items()}
+    return Ingest(cost["windows"], cost["rest"], cost["empty"] / 2, loads)
 
 
-async def one_load(steps_each: int, added_up: bool) -> Load:
+async def one_load(sent: Sent) -> Load:
     """A measurement; again where a call is lost, as happens on a machine with much else to do."""
     for _ in range(TRIES - 1):
         with controller_process("sqlite", True) as process:
             try:
-                return await load_of(process, SENDERS, MESSAGES_EACH, steps_each, added_up)
+                return await load_of(process, *astuple(sent))
             except* grpc.RpcError as errors:
                 tell(f"again, since a call was lost: {errors.exceptions[0]!r}"[:200])
     with controller_process("sqlite", True) as process:
-        return await load_of(process, SENDERS, MESSAGES_EACH, steps_each, added_up)
+        return await load_of(process, *astuple(sent))
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A fleet of one size."""
+    """A fleet of one size. num_fresh: workers that are learned from; window_s, rest_s: windows of these and of the rest."""
 
     num_workers: int
     num_controllers: int
+    num_fresh: int
     window_s: float
+    rest_s: float
     messages_per_s: float
     staleness: Staleness
     quality: Quality
@@ -81,40 +108,59 @@ def point(
     num_workers: int, num_controllers: int, ingest: Ingest, kinds: int, seconds: float, seed: int, compare: bool
 ) -> Point:
     """Simulate a fleet; compare: also under one controller that sees everything at once."""
-    each = -(-num_workers // num_controllers)
-    window_s = max(each / MESSAGES_PER_S, SHORTEST_S)
+    load, share = load_of_one(num_workers, num_controllers, kinds)
     tell(f"{num_workers} workers, {num_controllers} controllers")
-    tried = play(Fleet(num_workers, kinds, PROBED_S, seed), Setting(num_controllers, window_ticks(window_s), 4), seed)
-    costs = Costs(ingest.message_s, tried.round_s, tried.call_s)
-    age = staleness(each, window_s, costs, seed=seed)
+    ticks, rest_ticks = window_ticks(load.window_s), window_ticks(load.rest_s)
+    tried = play(Fleet(num_workers, kinds, PROBED_S, seed), Setting(num_controllers, ticks, 4, share, rest_ticks), seed)
+    learning = tried.round_s, tried.call_s, ingest.tell_s, tried.urgent_per_s
+    costs = Costs(ingest.message_s, ingest.rest_s, *learning)
+    age = staleness(load, costs, seed=seed)
     fleet = Fleet(num_workers, kinds, seconds, seed)
-    late = Setting(num_controllers, window_ticks(window_s), delay_ticks(age.after_s))
-    quality = play(fleet, late, seed)
+    quality = play(fleet, Setting(num_controllers, ticks, delay_ticks(age.usual_s), share, rest_ticks), seed)
     if compare:
         tell(f"{num_workers} workers, one controller that sees everything at once")
     at_once = play(fleet, Setting(1, 1, 0), seed) if compare else None
-    return Point(num_workers, num_controllers, window_s, each / window_s, age, quality, at_once)
+    windows = load.window_s, load.rest_s, load.messages_per_s
+    return Point(num_workers, num_controllers, load.num_fresh * num_controllers, *windows, age, quality, at_once)
+
+
+def load_of_one(num_workers: int, num_controllers: int, kinds: int) -> tuple[Workload, float]:
+    """What a controller of the fleet gets, and the share of the workers not told apart that it learns from."""
+    each = -(-num_workers // num_controllers)
+    num_apart = min(each, MOST_WORKERS * max(1, kinds // num_controllers))
+    windows = Windows.of_fleet(each, num_apart)
+    num_fresh = num_apart + round(windows.share * (each - num_apart))
+    return Workload(each, num_fresh, windows.window_s, windows.rest_s or windows.window_s), windows.share
 
 
 def fleet(
     workers: int = typer.Option(10_000, min=100, max=1_000_000, help="Workers of the largest fleet."),
-    controllers: int = typer.Option(10, min=1, max=256, help="Controllers, a core each, of the largest fleet."),
+    controllers: int = typer.Option(4, min=1, max=256, help="Controllers, a core each, of the largest fleet."),
     kinds: int = typer.Option(4, min=1, max=64, help="Kinds of machine."),
     seconds: float = typer.Option(30.0, min=6.0, help="Simulated seconds; prompts and speed change once each."),
-    message_us: float = typer.Option(0.0, min=0.0, help="Cost of a message; 0: measured at real controllers."),
+    costs: Path | None = typer.Option(None, help="Earlier output, whose measured costs are taken."),
     compare: bool = typer.Option(True, help="Play each fleet also under one controller that sees everything at once."),
     seed: int = typer.Option(0, min=0, help="Seed of the simulated fleet."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Simulate fleets up to so many workers, with the real estimator and the measured cost of real messages.
 
-    Example: speclen bench fleet --workers 10000 --controllers 10
+    Example: speclen bench fleet --workers 10000 --controllers 4
     """
-    ingest = Ingest(1e-6 * message_us) if message_us else asyncio.run(measured(0.5))
+    ingest = asyncio.run(measured()) if costs is None else kept(costs)
     sizes = [(max(workers // 100, 1), 1), (workers // 10, max(controllers // 4, 1)), (workers, controllers)]
     points = [point(size, many, ingest, kinds, seconds, seed, compare) for size, many in sizes]
     document = {"machine": machine_facts(), "ingest": asdict(ingest), "points": [_as_dict(each) for each in points]}
     print(json.dumps(document, indent=2) if as_json else as_text(ingest, points))
+
+
+def kept(path: Path) -> Ingest:
+    """The costs that an earlier run measured. Raises UserError for a file without any."""
+    try:
+        told = json.loads(path.read_text())["ingest"]
+        return Ingest(float(told["message_s"]), float(told["rest_s"]), float(told["tell_s"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--costs {path} is no output of `speclen bench fleet --json`: {error!r}") from error
 
 
 def tell(what: str) -> None:
@@ -128,8 +174,6 @@ def _as_dict(each: Point) -> dict[str, Any]:
 
 def as_line(what: str, loads: Sequence[Load]) -> str:
     """What was measured of a real controller."""
-    if not loads:
-        return f"{what}: not measured"
     message_us = spread([1e6 * load.message_s for load in loads])
     steps = spread([load.steps_per_core_s for load in loads])
     return f"{what}: {brackets(message_us, '{:.0f}')} us a message, {brackets(steps, '{:,.0f}')} steps a core-second"
@@ -138,15 +182,16 @@ def as_line(what: str, loads: Sequence[Load]) -> str:
 def as_text(ingest: Ingest, points: list[Point]) -> str:
     """A table for people."""
     lines = [
-        *map(as_line, ("windows", "single steps"), (ingest.windows, ingest.single)),
-        f"{'workers':>8} {'controllers':>11} {'window s':>8} {'messages/s':>10} {'busy':>6} "
-        f"{'stale p50':>9} {'p99 s':>6} {'goodput':>8} {'at once':>8} {'lost':>7}",
+        *(as_line(kind, loads) for kind, loads in ingest.loads.items()),
+        f"{'workers':>8} {'controllers':>11} {'learned from':>12} {'window s':>8} {'others s':>8} {'messages/s':>10} "
+        f"{'busy':>6} {'stale p50':>9} {'p99 s':>6} {'goodput':>8} {'at once':>8} {'lost':>7}",
     ]
     for each in points:
         at_once = "" if each.at_once is None else f"{each.at_once.goodput:.4f}"
         lost, age, goodput = "" if each.lost is None else f"{each.lost:.2%}", each.staleness, each.quality.goodput
         lines.append(
-            f"{each.num_workers:>8,} {each.num_controllers:>11} {each.window_s:>8.2f} {each.messages_per_s:>10,.0f} "
+            f"{each.num_workers:>8,} {each.num_controllers:>11} {each.num_fresh:>12,} {each.window_s:>8.2f} "
+            f"{each.rest_s:>8.2f} {each.messages_per_s:>10,.0f} "
             f"{age.busy:>6.0%} {age.p50_s:>9.2f} {age.p99_s:>6.2f} {goodput:>8.4f} {at_once:>8} {lost:>7}"
         )
     lines.append(

@@ -19,6 +19,7 @@ import structlog
 
 from speclen.controller.estimator.core import (
     ContextKey,
+    Decision,
     DriftEvent,
     LearnedRow,
     Limits,
@@ -49,6 +50,8 @@ FOLLOWS_TABLE = ("", "adaptive")
 MANY_REPORTS = 512
 # Seconds for which reports wait for others. Simulated first minutes do not tell 50 ms of staleness from 300.
 LEARN_INTERVAL_S = 0.2
+# The same where reports are added up, and have waited for their window before.
+LEARN_THINNED_S = 0.1
 # Workers in one call of the estimator at most: it judges each one's step times against the others', and an answer may have
 # to wait for the call, which takes about a millisecond for so many.
 MANY_WORKERS = 4
@@ -64,6 +67,10 @@ MIX_INTERVAL_S = 5.0
 WAITS_S = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 # A worker that was heard so lately is alive: another one of its name, elsewhere, is no restart of it.
 RIVAL_HEARD_S = 5.0
+# Relative gain of a decision that is told at once to workers who add their steps up. A large fleet's lengths move several
+# times a second by what is worth less, and telling thousands each time would take more than a core. All are told again no
+# sooner than after a pause, in seconds.
+URGENT_GAIN, URGENT_PAUSE_S = 0.05, 0.25
 # Seconds after which the database is told that a worker without reports is alive.
 QUIET_NOTE_S = 10.0
 
@@ -73,6 +80,7 @@ class Totals:
     """Counts since the start of the process, for the metrics. Refused, drift: by reason, by factor."""
 
     num_reports: int = 0
+    num_thinned: int = 0  # counted, and neither learned from nor kept, since others' were fresher
     num_rows: int = 0  # what they came as: a sum of several is one
     num_repeated: int = 0
     num_missing: int = 0
@@ -220,8 +228,12 @@ class LearningService:
             new = seqs.admit_window(window.first_seq, window.last_seq)
             if new is None:
                 raise overlapping(window, seqs.applied_seq)
-            if new:
+            if new and worker.teaches:
                 refusals += read_window(window, worker.limits, origin, worker.group)
+            elif new:
+                self.totals.num_thinned += num_steps
+                worker.num_reports += num_steps
+            worker.teaches = self.learns_from(worker)  # what began before it was told is as old as its window was long
         except InvalidMessageError as error:
             refusals.append(error)
             worker.num_refused += num_steps - 1  # one is counted with the refusal
@@ -229,6 +241,14 @@ class LearningService:
         self.totals.num_missing += seqs.num_missing - missing
         self.totals.num_repeated += seqs.num_repeated - repeated
         return num_steps
+
+    def learns_from(self, worker: Worker) -> bool:
+        """Whether a worker is one of those that are learned from: all, except in a fleet that is too large for that."""
+        return self.thinning.windows.learns_from(worker.worker_id, self._is_told_apart(worker), self.clock())
+
+    def judge_load(self, now: float, workers: Sequence[Worker]) -> None:
+        """Choose anew what workers add up. workers: that have a stream; now: by time.monotonic, about a second later."""
+        self.thinning.judge(now, len(workers), sum(map(self._is_told_apart, workers)))
 
     def learn(self, *workers: Worker) -> None:
         """Learn from the reports that wait of some workers of one context, in one call of the estimator."""
@@ -283,7 +303,7 @@ class LearningService:
     async def learn_for_ever(self) -> None:
         """Learn a few times a second from what has come meanwhile; cancel to stop."""
         while True:
-            await asyncio.sleep(LEARN_INTERVAL_S)
+            await asyncio.sleep(LEARN_THINNED_S if self.thinning.windows.window_s else LEARN_INTERVAL_S)
             await self.learn_all()
 
     async def learn_all(self) -> None:
@@ -297,7 +317,7 @@ class LearningService:
     @property
     def most_workers(self) -> int:
         """In one call of the estimator, of those told apart."""
-        return MANY_WORKERS if not self.thinning.window_s else MANY_THINNED
+        return MANY_THINNED if self.thinning.windows.window_s else MANY_WORKERS
 
     def _is_told_apart(self, worker: Worker) -> bool:
         return self.estimator.tells_apart(worker.context.key, worker.worker_id)
@@ -332,6 +352,8 @@ class LearningService:
             self._tables.pop(context.key, None)
             if outcome.decisions:
                 self.news.note(context.workers)
+                if any(map(is_urgent, outcome.decisions)):
+                    tell_all(context, time.monotonic())
 
     def kind_of(self, worker: Worker) -> tuple[int, int]:
         """Workers of one context and kind have one table; (0, 0) is everybody who is not unlike the others."""
@@ -378,6 +400,8 @@ class LearningService:
         """An exploratory length or plan for one step of this worker, mostly none. lengths_alone: no plan that copies."""
         key = worker.context.key
         if worker.policy not in FOLLOWS_TABLE or not 0 < batch_size <= worker.limits.max_batch_size:
+            return None
+        if not worker.teaches:
             return None
         asked = self._no_probe.setdefault(key, set())
         place = self.kind_of(worker), self.estimator.bucket_index(key, batch_size)
@@ -439,6 +463,18 @@ def batches(
                 batch, num_rows = [], 0
         if batch:
             yield batch
+
+
+def is_urgent(decision: Decision) -> bool:
+    """Whether workers that add their steps up should hear of it before they ask: of the first one, and of a large gain."""
+    before, now = decision.previous_ms_per_token, decision.ms_per_token
+    return before is None or now is None or before > (1.0 + URGENT_GAIN) * now
+
+
+def tell_all(context: RegisteredContext, now: float) -> None:
+    """Have all workers hear of what is urgent: now, or after the pause that follows the last time."""
+    if context.urgent_at <= now:
+        context.urgent_at = max(now, context.urgent_at + URGENT_PAUSE_S)
 
 
 def num_steps_of(rows: Iterable[tuple[object, ...]]) -> int:

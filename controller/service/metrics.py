@@ -62,8 +62,11 @@ class ControllerCollector:
         totals = self.service.totals
         yield counter("reports", "Reports learned from", totals.num_reports)
         yield counter("report_rows", "What these came as: a sum of several reports is one", totals.num_rows)
-        window = self.service.thinning.window_s
-        yield gauge("report_window_seconds", "Seconds of steps that workers add up before they report; 0: none", window)
+        yield counter("reports_thinned", "Reports counted alone, since others' are fresher", totals.num_thinned)
+        windows = self.service.thinning.windows
+        words = "Seconds of steps that workers who are learned from add up before they report; 0: none"
+        yield gauge("report_window_seconds", words, windows.window_s)
+        yield gauge("learned_share", "Share of the workers not told apart who are learned from", windows.share)
         yield self._waits()
         yield counter("groups", "Groups of reports learned from", totals.num_groups)
         yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)

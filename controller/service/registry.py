@@ -32,13 +32,17 @@ class FullError(Exception):
 
 @dataclass(slots=True)
 class RegisteredContext:
-    """A kind of hardware and engine with its pair of models. limits: the largest of any worker's."""
+    """A kind of hardware and engine with its pair of models. limits: the largest of any worker's.
+
+    urgent_at: from when on all workers are to hear of a length that is much better than the one before; by time.monotonic.
+    """
 
     context_id: int
     key: ContextKey
     limits: Limits
     created_at: float
     workers: set[str] = field(default_factory=set)
+    urgent_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -46,7 +50,8 @@ class Worker:
     """The newest life of a worker. Times in seconds since 1970.
 
     group: reports that wait to be learned from, the oldest since waiting_since. durable_seq: every report up to it is on
-    disk, or given up as missing. noted_at: when last_seen_at last went into a commit. num_*: over all epochs.
+    disk, or given up as missing. noted_at: when last_seen_at last went into a commit. num_*: over all epochs. teaches:
+    whether its next window is learned from.
     """
 
     worker_key: int
@@ -65,6 +70,7 @@ class Worker:
     waiting_since: float = 0.0
     num_reports: int = 0
     num_refused: int = 0
+    teaches: bool = True
 
 
 @dataclass(slots=True)

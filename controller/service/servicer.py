@@ -106,7 +106,7 @@ class ControlServicer(rpc.ControlServiceServicer):
             table=self.streams.table(worker),
             durable_seq=worker.durable_seq,
             controller=self.identity,
-            thinning=self.service.thinning.message(),
+            thinning=self.service.thinning.message(self.service.learns_from(worker)),
         )
 
     @answering

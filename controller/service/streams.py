@@ -29,7 +29,9 @@ from speclen.v1 import control_pb2 as pb
 # many busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
 BUSY_S = 0.3
 # How often it is looked who has news and has fallen silent.
-NEWS_INTERVAL_S = 0.1
+NEWS_INTERVAL_S = 0.05
+# A worker that adds its steps up is answered at least so often; it gives a stream up after five seconds without a word.
+ANSWER_WITHIN_S = 0.7
 
 # Rounds of the event loop between two messages while more wait. A message makes two events: its answer is written, the
 # next one is read.
@@ -85,6 +87,8 @@ class Stream:
         self._sent_table: pb.LengthTable | None = None
         self._sent_durable_seq = -1
         self._sent_window_s = 0.0  # what a worker does that was told nothing
+        self._sent_refused = 0
+        self._sent_at = 0.0
         self._lock = asyncio.Lock()
 
     async def serve(self) -> None:
@@ -125,7 +129,8 @@ class Stream:
                 self._introduce(request)
             async with self.hub.turn():
                 probes = self._take(request)
-            await self._send(probes)
+            if probes or not request.windows or self._is_owed_an_answer():
+                await self._send(probes)
             await self.service.wait_for_room()
         await self._wait_until_durable()
 
@@ -169,10 +174,30 @@ class Stream:
             return False
         return worker.durable_seq != self._sent_durable_seq or self.hub.table(worker) is not self._sent_table
 
+    def _is_owed_an_answer(self) -> bool:
+        """Whether a window is answered at once: half of what it costs is the answer, and most would say little."""
+        told = self._num_refused == self._sent_refused and self._window_s() == self._sent_window_s
+        return not told or not self.is_patient or self.heard_at - self._sent_at > ANSWER_WITHIN_S
+
+    def _window_s(self) -> float:
+        """Seconds of steps that the worker is asked to add up."""
+        assert self.worker is not None
+        return self.service.thinning.window_s(self.service.learns_from(self.worker))
+
     @property
     def is_busy(self) -> bool:
-        """Whether an answer will carry the news."""
-        return time.monotonic() - self.heard_at < BUSY_S
+        """Whether its news waits: an answer will soon carry it, or all workers of the context have just been told some."""
+        now = time.monotonic()
+        if not self._sent_window_s or self.worker is None:
+            return now - self.heard_at < BUSY_S
+        return now < self.worker.context.urgent_at
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether its news may wait for an answer, be that late: of a worker that adds up, and that no decision concerns
+        which is worth a message to each of thousands.
+        """
+        return self._sent_window_s > 0.0 and self.worker is not None and self._sent_at >= self.worker.context.urgent_at
 
     async def tell(self) -> None:
         """Send durable_seq if it has moved."""
@@ -192,7 +217,8 @@ class Stream:
     def _response(self) -> pb.StreamReportsResponse:
         worker = self.worker
         assert worker is not None
-        self._sent_durable_seq = worker.durable_seq
+        self._sent_durable_seq, self._sent_refused = worker.durable_seq, self._num_refused
+        self._sent_at = time.monotonic()
         response = pb.StreamReportsResponse(
             applied_seq=worker.window.applied_seq,
             durable_seq=worker.durable_seq,
@@ -203,7 +229,7 @@ class Stream:
         if table is not self._sent_table:
             response.table.CopyFrom(table)
             self._sent_table = table
-        window_s = self.service.thinning.window_s
+        window_s = self._window_s()
         if window_s != self._sent_window_s:
             response.thinning.window_s = self._sent_window_s = window_s
         return response
@@ -330,7 +356,8 @@ class Streams:
                     self._with_news.discard(stream)
                 elif not stream.is_busy:
                     self._with_news.discard(stream)
-                    stream.news.set()
+                    if not stream.is_patient:
+                        stream.news.set()
 
     async def sweep(self, interval_s: float = 1.0) -> None:
         """For ever: end silent streams and keep expected times fresh.
@@ -342,7 +369,7 @@ class Streams:
             await asyncio.sleep(interval_s)
             self.service.refresh()
             now = time.monotonic()
-            self.service.thinning.judge(now, len(self.open))
+            self.service.judge_load(now, [stream.worker for stream in self.open if stream.worker is not None])
             asleep_s = max(0.0, now - expected)
             for stream in list(self.open):
                 stream.excuse(asleep_s)

@@ -27,10 +27,14 @@ from speclen.store.queries import view_rows
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.models.devices import processor_name
 
-CLIENTS = 4
+CLIENTS, HTTP_CLIENTS = 4, 1
+WORKERS, MAX_WORKERS, ROWS = 2, 3, 8
+CROWD = 24  # clients that are more than two workers should have
+SCALING_S = 180.0  # at most, until a worker has come or gone by load
 SIZES = (1, 2, 4)  # batch sizes whose lengths are shown
 RECOVERY_S = 90.0  # at most, before a fault counts as not recovered from
-TYPED = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED")
+TYPED = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "HTTP 5", "BROKEN_OFF")
+OF_DEATHS, OF_CROWD = ("before", "until recovered", "after"), ("before", "with the crowd", "after")
 WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
 
 
@@ -40,7 +44,9 @@ def main(
     settle_s: float = typer.Option(15.0, help="Seconds of load before and after each death."),
     out: Path | None = typer.Option(None, help="Markdown file to write; default: print only."),
 ) -> None:
-    """Two unlike workers behind one address; a worker, the controller and a node die. Exits 1 where a check fails."""
+    """Two unlike workers behind one address: a worker, the controller and a node die, a crowd comes and goes. Exits 1 where
+    a check fails.
+    """
     folder = folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -50,8 +56,9 @@ def main(
     up: Up | None = None
     try:
         began = time.monotonic()
-        up = Up.start(cluster.address, folder, workers=2)
-        report.say("", f"`speclen up --ray ADDRESS --workers 2` served after {time.monotonic() - began:.0f} s.")
+        up = Up.start(cluster.address, folder, WORKERS, MAX_WORKERS, ROWS)
+        asked = f"speclen up --ray ADDRESS --workers {WORKERS} --max-workers {MAX_WORKERS} --max-batch-size {ROWS}"
+        report.say("", f"`{asked}` served after {time.monotonic() - began:.0f} s.")
         # Only now, so that each kind of node has got a worker.
         nodes.append(add_node(cluster, "torch"))
         run(report, up, cluster, nodes, learn_s, settle_s)
@@ -78,20 +85,23 @@ def heading() -> list[str]:
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {processor_name()} x{os.cpu_count()}, {platform.system()}, commit "
         f"{commit.strip()}; Ray {ray.__version__}, four simulated nodes on one machine: a head without workers, one for "
         "a worker on OpenVINO, one for a worker on torch, a spare one; bundled:target with bundled:draft, one thread a "
-        f"worker. {CLIENTS} clients stream one request after the other through Ray Serve's gRPC address, greedy.",
+        f"worker. {CLIENTS} clients stream one request after the other through Ray Serve's gRPC address, and {HTTP_CLIENTS} "
+        "with OpenAI's client through its HTTP address, greedy. Milliseconds a token are those of gRPC.",
     ]
 
 
 def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, settle_s: float) -> None:
     assert up.client is not None
-    clients = Clients(up.client, up.address, CLIENTS)
+    clients = Clients(up.client, up.address, CLIENTS, up.http, up.token, HTTP_CLIENTS)
     clients.start()
+    loaded_at = datetime.now(UTC)
     try:
-        before = cold(report, up, learn_s)
+        before, learned_s = cold(report, up, learn_s)
         kill_worker(report, up, clients, settle_s)
         kill_controller(report, up, clients, settle_s)
         kill_node(report, up, clients, cluster, nodes, settle_s)
-        time.sleep(settle_s)
+        nodes.append(add_node(cluster, "torch"))
+        crowd(report, up, clients, settle_s)
     finally:
         clients.stop()
     report.say("", "## Lengths before and after", "")
@@ -101,16 +111,18 @@ def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, 
         for kind in after
     ]
     report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows, apart=True)
-    starts(report, cluster)
-    bad = [each for each in clients.requests if each.status not in ("OK", *TYPED)]
-    report.check(
-        not bad,
-        f"of {len(clients.requests)} requests every one ended with OK or a typed error: {statuses(clients.requests)}",
-    )
+    starts(report, loaded_at, learned_s)
+    for over in ("gRPC", "HTTP"):
+        mine = [each for each in clients.requests if each.over == over]
+        typed = all(each.status == "OK" or each.status.startswith(TYPED) for each in mine)
+        done = any(each.status == "OK" for each in mine)
+        report.check(
+            typed and done, f"{over}: of {len(mine)} requests all ended with OK or a typed error: {statuses(mine)}"
+        )
 
 
-def cold(report: Report, up: Up, learn_s: float) -> dict[str, dict[int, int]]:
-    """Load on an empty database: when the lengths at each size came to what they stayed at."""
+def cold(report: Report, up: Up, learn_s: float) -> tuple[dict[str, dict[int, int]], float]:
+    """Load on an empty database: the lengths in the end, and the seconds after which the last of them was found."""
     began, seen = time.monotonic(), []
     while time.monotonic() - began < learn_s:
         time.sleep(0.5)
@@ -119,17 +131,14 @@ def cold(report: Report, up: Up, learn_s: float) -> dict[str, dict[int, int]]:
     report.say(
         "", "## An empty database", "", f"{learn_s:g} s of load; from when on each length was what it was at the end:"
     )
-    rows = []
-    for kind, by_size in last.items():
-        settled = {
-            size: next(at for at, then in seen if then.get(kind, {}).get(size) == by_size[size]) for size in by_size
-        }
-        rows.append(
-            [kind, *(f"{by_size[size]} after {settled[size]:.1f} s" if size in by_size else "–" for size in SIZES)]
-        )
+    settled = {kind: {size: settling(seen, kind, size) for size in by_size} for kind, by_size in last.items()}
+    rows = [
+        [kind, *(f"{by_size[size]} after {settled[kind][size]:.1f} s" if size in by_size else "–" for size in SIZES)]
+        for kind, by_size in last.items()
+    ]
     report.table(["kind of worker", *(f"at {size}" for size in SIZES)], rows, apart=True)
     report.check(len(last) == 2, f"both kinds of worker have a table of their own: {len(last)} contexts")
-    return last
+    return last, max((at for by_size in settled.values() for at in by_size.values()), default=0.0)
 
 
 def settling(seen: list[tuple[float, dict[str, dict[int, int]]]], kind: str, size: int) -> float:
@@ -206,6 +215,49 @@ def kill_node(report: Report, up: Up, clients: Clients, cluster: Any, nodes: lis
     died(report, clients, kill, recovered, settle_s, WORKER_AIM_S, "a new worker serves on another node")
 
 
+def crowd(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
+    """Many more clients come, and go again: a worker is added, and taken away, and nobody loses a request by it."""
+    assert up.client is not None
+    report.say("", "## A crowd comes and goes", "")
+    crowded = Clients(up.client, up.address, CROWD)
+    began = time.monotonic()
+    crowded.start()
+    workers: dict[str, pb.GetServerInfoResponse] = {}
+
+    def has_grown() -> bool:
+        workers.update(distinct(up, MAX_WORKERS))
+        return len(workers) >= MAX_WORKERS
+
+    grown = took(has_grown)
+    processes = [Path(f"/proc/{each.server.process_id}") for each in workers.values()]
+    time.sleep(settle_s)
+    crowded.stop()
+    left = time.monotonic()
+    shrunk = took(lambda: not all(each.exists() for each in processes))
+    time.sleep(settle_s)
+    end = time.monotonic()
+    requests = clients.requests + crowded.requests
+    tell_what_was_seen(report, requests, [(began - settle_s, began), (began, left), (left, end)], OF_CROWD)
+    report.check(grown is not None, f"a third worker serves {told(grown)} after {CROWD} more clients came")
+    report.check(shrunk is not None, f"it is gone {told(shrunk)} after they left")
+    failed = [each for each in requests if began <= (each.ended or end) < end and each.status != "OK"]
+    report.check(not failed, f"no request was lost by it: {statuses(ended(requests, began, end))}")
+
+
+def took(look: Callable[[], bool]) -> float | None:
+    """Seconds until it is so; None where it does not come to that."""
+    began = time.monotonic()
+    while time.monotonic() - began < SCALING_S:
+        if quietly(look):
+            return time.monotonic() - began
+        time.sleep(0.5)
+    return None
+
+
+def told(seconds: float | None) -> str:
+    return f"not within {SCALING_S:g} s" if seconds is None else f"{seconds:.0f} s"
+
+
 def two_of(found: dict[str, pb.GetServerInfoResponse]) -> dict[str, pb.GetServerInfoResponse] | None:
     return found if len(found) == 2 else None
 
@@ -243,9 +295,11 @@ def died(
     )
 
 
-def tell_what_was_seen(report: Report, requests: list[Request], spans: list[tuple[float, float]]) -> None:
+def tell_what_was_seen(
+    report: Report, requests: list[Request], spans: list[tuple[float, float]], names: tuple[str, ...] = OF_DEATHS
+) -> None:
     report.table(
-        ["", "before", "until recovered", "after"],
+        ["", *names],
         [
             ["requests that ended", *(statuses(ended(requests, *span)) for span in spans)],
             ["ms a token, p50", *(f"{gap_ms(requests, *span, 0.5):.1f}" for span in spans)],
@@ -294,18 +348,35 @@ def count(database: Path, table: str) -> int:
         return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
-def starts(report: Report, cluster: Any) -> None:
+def starts(report: Report, loaded_at: datetime, learned_s: float) -> None:
     """From the workers' own logs: seconds from the start of loading models to the first table of the controller."""
-    report.say("", "## From start to the fleet's lengths", "")
-    rows = []
-    for log in sorted(Path("/tmp/ray/session_latest/logs").rglob("*"), key=lambda path: path.stat().st_mtime):
+    report.say("", "## From start to the first well-chosen length, cold and warm", "")
+    rows, warm = [], []
+    for at, worker, after_s in sorted(first_tables()):
+        is_warm = at > loaded_at
+        what = "the fleet's" if is_warm else f"a guess: under load the lengths were found within {learned_s:.1f} s more"
+        rows.append([f"{at:%H:%M:%S}", worker, f"{after_s:.1f} s", what])
+        warm += [after_s] if is_warm else []
+    report.table(["at", "worker", "first table, since the models began to load", "which was"], rows, apart=True)
+    report.check(
+        bool(warm) and max(warm) < learned_s,
+        f"a new worker has well-chosen lengths {max(warm, default=0.0):.1f} s after its start at most, before its first "
+        f"request; the first ones needed {learned_s:.1f} s of load",
+    )
+
+
+def first_tables() -> list[tuple[datetime, str, float]]:
+    """When each worker had its first table, its name, and the seconds since its start."""
+    found = []
+    for log in Path("/tmp/ray/session_latest/logs").rglob("*"):
         if log.suffix not in (".err", ".log") or not log.is_file():
             continue
         for line in log.read_text(errors="replace").splitlines():
             if "lengths are the fleet's" in line and line.startswith("{"):
                 told = json.loads(line)
-                rows.append([told["timestamp"][11:19], told["worker"].rpartition(":")[2], f"{told['after_s']:.1f} s"])
-    report.table(["at", "worker", "first table, since the models began to load"], sorted(rows), apart=True)
+                at = datetime.fromisoformat(told["timestamp"])
+                found.append((at, told["worker"].rpartition(":")[2], float(told["after_s"])))
+    return found
 
 
 def left_over(up: Up) -> bool:

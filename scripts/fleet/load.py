@@ -1,4 +1,4 @@
-"""Clients of the one address: each streams one request after the other, and notes what it saw."""
+"""Clients of the one address, over gRPC and over HTTP: each streams one request after the other, and notes what it saw."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import grpc
+import httpx
+import openai
 
 from speclen.console.client import Client
 from speclen.v1 import generation_pb2 as pb
@@ -21,13 +23,18 @@ PROMPTS = (
     "for key, value in ",
 )
 NUM_TOKENS = 96
+MODEL = "bundled:target"
 
 
 @dataclass(slots=True)
 class Request:
-    """One request as its client saw it. Times by time.monotonic. status: OK, or the code that ended it."""
+    """One request as its client saw it. Times by time.monotonic. status: OK, or the code that ended it.
+
+    over: "gRPC" or "HTTP", whose statuses are "HTTP 503" and the like, or BROKEN_OFF for a body that ended early.
+    """
 
     began: float
+    over: str = "gRPC"
     ended: float = 0.0
     status: str = "OK"
     words: str = ""
@@ -40,13 +47,16 @@ class Request:
 
 
 class Clients:
-    """So many clients, from `start` to `stop`."""
+    """So many clients over gRPC, and over HTTP, from `start` to `stop`."""
 
-    def __init__(self, client: Client, address: str, count: int) -> None:
-        self._client, self._address = client, address
+    def __init__(
+        self, client: Client, address: str, count: int, http: str = "", key: str = "", http_count: int = 0
+    ) -> None:
+        self._client, self._address, self._http, self._key = client, address, http, key
         self._ending = threading.Event()
         self.requests: list[Request] = []
-        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)]
+        ways = [self._run] * count + [self._run_http] * http_count
+        self._threads = [threading.Thread(target=way, args=(at,), daemon=True) for at, way in enumerate(ways)]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -71,6 +81,31 @@ class Clients:
                 number += 1
                 if request.status != "OK":
                     time.sleep(0.2)
+
+    def _run_http(self, number: int) -> None:
+        client = openai.OpenAI(base_url=f"http://{self._http}/v1", api_key=self._key, max_retries=1, timeout=120.0)
+        while not self._ending.is_set():
+            request = Request(time.monotonic(), over="HTTP")
+            self.requests.append(request)
+            self._one_http(client, request, PROMPTS[number % len(PROMPTS)])
+            number += 1
+            if request.status != "OK":
+                time.sleep(0.2)
+
+    def _one_http(self, client: openai.OpenAI, request: Request, prompt: str) -> None:
+        settings = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+        reason = None
+        try:
+            for event in client.completions.create(model=MODEL, prompt=prompt, stream=True, **settings):
+                request.num_tokens += bool(event.choices and event.choices[0].text)
+                reason = event.choices[0].finish_reason if event.choices else reason
+            if reason is None:
+                request.status, request.words = "BROKEN_OFF", "the stream ended without a finish_reason"
+        except openai.APIStatusError as error:
+            request.status, request.words = f"HTTP {error.status_code}", first_line(str(error))
+        except (openai.APIError, httpx.HTTPError) as error:
+            request.status, request.words = "BROKEN_OFF", first_line(f"{type(error).__name__}: {error}")
+        request.ended = time.monotonic()
 
     def _one(self, stub: rpc.GenerationServiceStub, request: Request, prompt: str) -> None:
         sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -51,10 +51,11 @@ class Up:
     client: Client | None = None
 
     @classmethod
-    def start(cls, ray_address: str, folder: Path, workers: int) -> Up:
+    def start(cls, ray_address: str, folder: Path, workers: int, max_workers: int, rows: int) -> Up:
         """Raises RuntimeError with the last words where it does not serve."""
         address, http, log = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}", folder / "up.log"
         command = [sys.executable, "-m", "speclen.cli.app", "up", "--ray", ray_address, "--workers", str(workers)]
+        command += ["--max-workers", str(max_workers), "--max-batch-size", str(rows)]
         command += ["--listen", address, "--http-listen", http, "--data-dir", str(folder / "data")]
         command += ["--backup-to", str(folder / "backups"), "--backup-every-s", "5"]
         with log.open("wb") as output:
@@ -70,6 +71,10 @@ class Up:
                 raise RuntimeError(f"speclen up --ray did not serve: {self.log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
         self.client = Client(token_file=self.data_dir / "ray.token")
+
+    @property
+    def token(self) -> str:
+        return (self.data_dir / "ray.token").read_text().strip()
 
     @property
     def database(self) -> Path:

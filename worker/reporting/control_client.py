@@ -57,6 +57,9 @@ class ControlSettings:
     rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
 
 
+LONGEST_PAUSE_S = (
+    10.0  # between two messages, however long a window is: a controller ends streams after 30 s of silence
+)
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
 
 
@@ -213,7 +216,7 @@ class ControlClient:
             except StreamClosedError:
                 reason = "closed by the controller"
             except TimeoutError:
-                reason = f"no answer for {self.settings.silence_s:g} s"
+                reason = f"no answer for {self.patience_s:g} s"
             if self.connected:
                 log.warning("controller lost, going on with the last table", controller=target, reason=reason)
                 self.connected = False
@@ -257,11 +260,21 @@ class ControlClient:
         outgoing, quiet_since = Outgoing(self.buffer, durable_seq, self.settings.group_size, self.clock), self.clock()
         while True:
             request = outgoing.next(self.window_s)
-            if request is not None or self.clock() - quiet_since >= self.settings.heartbeat_s:
+            if request is not None or self.clock() - quiet_since >= self.pause_s:
                 yield request or pb.StreamReportsRequest()
                 quiet_since = self.clock()
             if not outgoing.more:
                 await asyncio.sleep(outgoing.pause_s(self.window_s, self.settings.flush_interval_s))
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds after which a message goes out that says nothing: it would cost the controller as much as a window."""
+        return max(self.settings.heartbeat_s, min(self.window_s, LONGEST_PAUSE_S))
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without an answer after which the stream is given up: of messages, several have got none by then."""
+        return max(self.settings.silence_s, 3.0 * self.pause_s)
 
     async def _receive(self, call: aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]) -> None:
         async for response in call:
@@ -280,7 +293,7 @@ class ControlClient:
 
     async def _watch(self) -> None:
         """Give the stream up when the controller has been silent for too long."""
-        while self.clock() - self._last_answer < self.settings.silence_s:
+        while self.clock() - self._last_answer < self.patience_s:
             await asyncio.sleep(self.settings.silence_s / 5)
         raise TimeoutError
 
