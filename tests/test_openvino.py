@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import re
@@ -15,10 +16,13 @@ import torch
 from speclen.worker.backends import openvino
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import TOLERANCE, check_model, inspect_layers
+from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.backends.packed_linear import private_copy
 from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.models.naming import ModelError
+from speclen.worker.requests.request import FinishReason
 
 CPU = torch.device("cpu")
 needs_openvino = pytest.mark.skipif(
@@ -215,3 +219,68 @@ def test_sampled_outputs_are_those_of_torch() -> None:
         collected = engines.generate(engine, *requests)
         outputs.append([collected.ids(one.request_id) for one in requests])
     assert outputs[0] == outputs[1]
+
+
+def greedy_outputs(engine: Engine, num_requests: int = 12) -> list[list[int]]:
+    generator = random.Random(4)
+    prompts = [engines.random_prompt(generator) for _ in range(num_requests)]
+    requests = [engines.request(str(n), ids, max_tokens=5 + 3 * n, ignore_eos=True) for n, ids in enumerate(prompts)]
+    collected = engines.generate(engine, *requests)
+    return [collected.ids(one.request_id) for one in requests]
+
+
+@needs_openvino
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_rows_take_the_same_tokens_by_numpy_and_by_torch(dtype: torch.dtype) -> None:
+    """At lengths that change every step, all accepted and none: with the same passes, so equal in 16 bits, too."""
+    target, draft = (model.to(dtype) for model in copy.deepcopy(engines.models("llama")))
+    pair = engines.make_pair(target=target, draft=draft, dtype=dtype)
+    outputs, accepted, passes = [], [], []
+    for by_numpy in (True, False):
+        engine = engines.make_engine(pair, engines.RandomLengths(5), backend="openvino")
+        clock = ForwardClock(engine.target)
+        if not by_numpy:
+            engine.runner._hosts = None
+        outputs.append(greedy_outputs(engine))
+        accepted.append(engine.load().num_accepted_tokens)
+        passes.append(clock.num_forwards)
+    assert outputs[0] == outputs[1]
+    assert accepted[0] == accepted[1] > 20
+    assert passes[0] == passes[1] > 20, "each pass is counted once, however it was asked for"
+
+
+@needs_openvino
+def test_only_rows_whose_tokens_are_the_largest_logits_are_chosen_by_numpy() -> None:
+    engine = engines.make_engine(chooser=2, backend="openvino")
+    num_passes = 0
+    honest = engine.target.host_logits  # type: ignore[attr-defined]
+
+    def counting(*args: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        return honest(*args)
+
+    engine.target.host_logits = counting  # type: ignore[attr-defined]
+    prompt = engines.random_prompt(random.Random(1))
+    for others in ({"temperature": 0.7}, {"logprobs": 2}, {"repetition_penalty": 1.2}):
+        engines.generate(engine, engines.request("x", prompt, max_tokens=6, ignore_eos=True, **others))
+        assert num_passes == 0, others
+    engines.generate(engine, engines.request("x", prompt, max_tokens=6, ignore_eos=True))
+    assert num_passes > 0
+
+
+@needs_openvino
+def test_a_pass_that_fails_ends_its_requests_and_no_others() -> None:
+    engine = engines.make_engine(chooser=2, backend="openvino")
+    before = greedy_outputs(engine, 2)
+    honest = engine.target.host_logits  # type: ignore[attr-defined]
+
+    def failing(*args: Any) -> Any:
+        engine.target.host_logits = honest  # type: ignore[attr-defined]
+        raise MemoryError
+
+    engine.target.host_logits = failing  # type: ignore[attr-defined]
+    collected = engines.generate(engine, engines.request("x", engines.random_prompt(random.Random(1)), max_tokens=9))
+    assert collected.reason("x") is FinishReason.ABORT
+    assert "MemoryError" in (collected.last("x").error or "")
+    assert greedy_outputs(engine, 2) == before

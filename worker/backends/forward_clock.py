@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-import torch
+from speclen.worker.backends.passes import HostModel, PassModel
 
-from speclen.worker.backends.passes import PassModel, PassPart, RaggedPart
+Arguments = ParamSpec("Arguments")
+Logits = TypeVar("Logits")
 
 
 class ForwardClock:
@@ -19,13 +22,18 @@ class ForwardClock:
     def __init__(self, model: PassModel | None) -> None:
         self.seconds = 0.0
         self.num_forwards = 0
+        if isinstance(model, HostModel):
+            model.host_logits = self._timed(model.host_logits)  # type: ignore[method-assign]
         if model is not None:
-            self._forward = model.forward
-            model.forward = self._timed  # type: ignore[method-assign]
+            model.forward = self._timed(model.forward)  # type: ignore[method-assign]
 
-    def _timed(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
-        started = time.perf_counter()
-        logits = self._forward(parts)
-        self.seconds += time.perf_counter() - started
-        self.num_forwards += 1
-        return logits
+    def _timed(self, run: Callable[Arguments, Logits]) -> Callable[Arguments, Logits]:
+        @functools.wraps(run)
+        def timed(*args: Arguments.args, **options: Arguments.kwargs) -> Logits:
+            started = time.perf_counter()
+            logits = run(*args, **options)
+            self.seconds += time.perf_counter() - started
+            self.num_forwards += 1
+            return logits
+
+        return timed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -173,3 +173,11 @@ class PassModel(Protocol):
 
     def use_threads(self, num_threads: int) -> None:
         """Compute with that many CPU threads from the next pass on, where they are the backend's to choose."""
+
+
+@runtime_checkable
+class HostModel(PassModel, Protocol):
+    """A model whose logits lie in memory that numpy can look at."""
+
+    def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
+        """As `forward` of one part, as float32 arrays: ids [rows, queries], logits [rows, num_logits, vocab]."""

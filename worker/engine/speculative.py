@@ -14,8 +14,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from speclen.worker.backends.passes import PassModel, PassPart, StepRows
+from speclen.worker.backends.passes import HostModel, PassModel, PassPart, StepRows
 from speclen.worker.sampling.rules import TokenRule
+from speclen.worker.sampling.verification import num_leading
 
 # num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1; then the target's
 # logits: [b, k + 1, vocab], and [1, 1, vocab] after each of the prompts.
@@ -65,6 +66,29 @@ def speculative_step(
     return num_accepted, tokens, logits
 
 
+def greedy_step(
+    target: HostModel, draft: HostModel | None, num_tokens: np.ndarray, recent_ids: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The speculative step of rows that are all greedy and draft equally far, where logits are arrays: without torch.
+
+    After a pass the caches hold weights, and what runs next comes from memory again: of torch that is far more than of
+    numpy. num_tokens: [b], recent_ids: [b, w]: as in StepBatch. Returns StepOutcome's num_accepted and tokens.
+    """
+    num_rows, width = recent_ids.shape
+    rows = StepRows(num_tokens - width, width + length, target.device)
+    fed = np.empty((num_rows, 1 + length), np.int64)
+    fed[:, 0] = recent_ids[:, -1]
+    ids, column = recent_ids, 0
+    for drafted in range(1, length + 1):
+        assert draft is not None
+        fed[:, drafted] = draft.host_logits(rows, ids, 1, column)[:, 0].argmax(-1)
+        column += ids.shape[1]
+        ids = fed[:, drafted : drafted + 1]
+    chosen = target.host_logits(rows, fed, length + 1, width - 1).argmax(-1)
+    num_accepted = num_leading(fed[:, 1:] == chosen[:, :-1]) if length else np.zeros(num_rows, np.int64)
+    return num_accepted, chosen
+
+
 def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch.Tensor, rule: TokenRule) -> None:
     """Fill draft_ids [b, k] for the drafting rows, one pass of the draft per token.
 
@@ -78,3 +102,18 @@ def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch
         draft_ids[: drafting.num_rows, drafted] = rule.propose(logits, draft_ids[: drafting.num_rows, :drafted])
         column += ids.shape[1]
         ids = draft_ids[: drafting.num_rows, drafted : drafted + 1]
+
+
+def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, HostModel | None] | None:
+    """The same two, where both have their logits on the host."""
+    if isinstance(target, HostModel) and (draft is None or isinstance(draft, HostModel)):
+        return target, draft
+    return None
+
+
+def new_tokens(num_accepted: torch.Tensor, ids: torch.Tensor) -> list[list[int]]:
+    """Each row's first num_accepted + 1 tokens. On a GPU the step's one synchronisation with it."""
+    if ids.is_cpu:
+        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
+    table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
+    return [row[1 : row[0] + 2] for row in table]

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.engine.logprobs import token_logprobs
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
-from speclen.worker.engine.speculative import StepOutcome, speculative_step
+from speclen.worker.engine.speculative import StepOutcome, greedy_step, host_models, new_tokens, speculative_step
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan, make_batch
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
@@ -50,6 +51,7 @@ class StepRunner:
         self._prefill_chunk = prefill_chunk
         self._generator = generator
         self._device = target.device
+        self._hosts = host_models(target, draft)
         self._greedy = GreedyRule()
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
@@ -108,11 +110,18 @@ class StepRunner:
         self._speculating = plan.speculation_length > 0 or (
             plan.copies is not None and plan.copies.plan.draft_length > 0
         )
-        take = self._ragged_step if self._is_ragged(plan) else self._even_step
-        num_accepted, ids, (logits, *prompt_logits) = take(plan, prompts, tokens.flags)
-        tokens.ids += new_tokens(num_accepted, ids)
-        tokens.logprobs += self._logprobs(plan.rows, logits, ids)
-        shape = (len(plan.rows), ids.shape[1])
+        prompt_logits: list[torch.Tensor] = []
+        if not prompts and self._is_simple(plan):
+            new = self._host_step(plan, tokens.flags)
+            tokens.logprobs += [None] * len(plan.rows)
+            num_columns = plan.speculation_length + 1
+        else:
+            take = self._ragged_step if self._is_ragged(plan) else self._even_step
+            num_accepted, ids, (logits, *prompt_logits) = take(plan, prompts, tokens.flags)
+            tokens.logprobs += self._logprobs(plan.rows, logits, ids)
+            new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
+        tokens.ids += new
+        shape = (len(plan.rows), num_columns)
         if shape not in self._seen_shapes:
             tokens.flags.add(StepFlag.FIRST_USE)
         self._seen_shapes.add(shape)
@@ -124,6 +133,22 @@ class StepRunner:
         """Whether rows propose different numbers of tokens, and that is worth a step of its own kind."""
         copied = plan.copies is not None and any(plan.copies.found)
         return copied or (plan.is_mixed and self.target.ragged)
+
+    def _is_simple(self, plan: StepPlan) -> bool:
+        """Whether `greedy_step` does what the plan says."""
+        if self._hosts is None or plan.is_mixed or self._is_ragged(plan):
+            return False
+        plain = self._batch_rule(plan.rows) is self._greedy
+        return plain and all(row.request.sampling.logprobs is None for row in plan.rows)
+
+    def _host_step(self, plan: StepPlan, flags: set[StepFlag]) -> list[list[int]]:
+        """Each row's new tokens."""
+        assert self._hosts is not None
+        width = self._catch_up(plan, flags) if plan.speculation_length else 1
+        num_tokens = np.array([len(row.tokens) for row in plan.rows])
+        recent_ids = np.array([row.tokens[-width:] for row in plan.rows])
+        num_accepted, ids = greedy_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length)
+        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
 
     def _even_step(self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag]) -> StepOutcome:
         """A step whose rows all propose the same number of tokens, or are treated as if."""
@@ -237,11 +262,3 @@ class StepRunner:
             return [None] * len(rows)
         found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
         return [found.get(at) for at in range(len(rows))]
-
-
-def new_tokens(num_accepted: torch.Tensor, ids: torch.Tensor) -> list[list[int]]:
-    """Each row's first num_accepted + 1 tokens. On a GPU the step's one synchronisation with it."""
-    if ids.device.type == "cpu":
-        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
-    table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
-    return [row[1 : row[0] + 2] for row in table]

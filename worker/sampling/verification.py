@@ -66,7 +66,7 @@ def most_likely(values: torch.Tensor) -> torch.Tensor:
 
     On a CPU by numpy: torch's argmax looks at one element after the other.
     """
-    if values.device.type != "cpu":
+    if not values.is_cpu:
         return values.argmax(-1)
     # numpy knows no bfloat16, and is slow with float16; wider values keep their precision.
     wide = values.float() if values.itemsize == 2 else values
@@ -84,15 +84,20 @@ def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: tor
     draft_ids: [rows, k]; target_ids: [rows, k + 1]; caps: [rows], the longest prefix allowed per row, None for k.
     On a CPU by numpy: on so few numbers torch mostly starts operators.
     """
-    if draft_ids.device.type == "cpu":
+    if draft_ids.is_cpu:
         agree = draft_ids.numpy() == target_ids.numpy()[:, :-1]
         if caps is not None:
             agree &= np.arange(agree.shape[1]) < caps.numpy()[:, None]
-        return torch.from_numpy(np.logical_and.accumulate(agree, axis=1).sum(axis=1))
+        return torch.from_numpy(num_leading(agree))
     matches = draft_ids == target_ids[:, :-1]
     if caps is not None:
         matches &= _within(caps, draft_ids.shape[1])
     return matches.cumprod(dim=1).sum(dim=1)
+
+
+def num_leading(agree: np.ndarray) -> np.ndarray:
+    """How many of each row's first columns are true. agree: [rows, k]."""
+    return np.logical_and.accumulate(agree, axis=1).sum(axis=1)
 
 
 def acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:

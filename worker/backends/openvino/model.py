@@ -15,7 +15,7 @@ from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
 from speclen.worker.backends.openvino.huge_pages import NewMemory
-from speclen.worker.backends.passes import PassPart, RaggedPart
+from speclen.worker.backends.passes import PassPart, RaggedPart, StepRows
 
 log = logging.getLogger(__name__)
 
@@ -103,24 +103,46 @@ class OpenVinoModel:
             block_indices_begins=block_begins,
             max_context_len=int(ends.max()),
         )
-        pieces = logits.split([int(part.num_logits.sum()) for part in ragged])
+        pieces = torch.from_numpy(logits).split([int(part.num_logits.sum()) for part in ragged])
         return [
             piece if isinstance(part, RaggedPart) else piece.unflatten(0, (len(part.ids), -1))
             for piece, part in zip(pieces, parts, strict=True)
         ]
 
+    def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
+        """As HostModel."""
+        return self._logits_of(rows, ids, num_logits, column)
+
+    def _logits_of(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int) -> np.ndarray:
+        layout = _layout(((*ids.shape, num_logits),))
+        past = rows.starts + column
+        ends = past + layout.counts
+        logits = self._infer_same(layout, ids.reshape(-1), past, ends, self.pool.reach(rows.first_row, ends))
+        return logits.reshape(rows.num_rows, num_logits, -1)
+
     def _forward_same(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits of parts whose rows are fed equally many tokens, whose layout is remembered."""
+        """Logits of parts whose rows are fed equally many tokens."""
+        if len(parts) == 1:
+            (part,) = parts
+            return [torch.from_numpy(self._logits_of(part.rows, part.ids.numpy(), part.num_logits, part.column))]
         layout = _layout(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
         past = _joined([part.rows.starts + part.column for part in parts])
-        ends = past + layout.counts
-        blocks, begins = self._blocks(parts, ends)
+        ids, ends = _joined([part.ids.numpy().reshape(-1) for part in parts]), past + layout.counts
+        logits = torch.from_numpy(self._infer_same(layout, ids, past, ends, self._blocks(parts, ends)))
+        pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
+        return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
+
+    def _infer_same(
+        self, layout: _Layout, ids: np.ndarray, past: np.ndarray, ends: np.ndarray, held: tuple[np.ndarray, np.ndarray]
+    ) -> np.ndarray:
+        """As `_infer`, for tokens whose layout is remembered. held: blocks of the rows, and where each row's begin."""
+        blocks, begins = held
         longest = int(ends.max())
         positions = past if layout.is_single else past[layout.rows] + layout.offsets
         if longest > self.max_context_length:
             positions = np.minimum(positions, self.max_context_length - 1)
-        logits = self._infer(
-            input_ids=_joined([part.ids.numpy().reshape(-1) for part in parts]),
+        return self._infer(
+            input_ids=ids,
             position_ids=positions,
             wanted=layout.wanted,
             past_lens=past,
@@ -129,15 +151,9 @@ class OpenVinoModel:
             block_indices_begins=begins,
             max_context_len=longest,
         )
-        if len(parts) == 1:
-            return [logits.view(parts[0].rows.num_rows, parts[0].num_logits, -1)]
-        pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
-        return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
     def _blocks(self, parts: Sequence[PassPart], ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks of all rows of the pass, row after row, and where each row's begin."""
-        if len(parts) == 1:
-            return self.pool.reach(parts[0].rows.first_row, ends)
         found, at = [], 0
         for part in parts:
             found.append(self.pool.reach(part.rows.first_row, ends[at : at + part.rows.num_rows]))
@@ -145,19 +161,19 @@ class OpenVinoModel:
         blocks, begins = zip(*found, strict=True)
         return np.concatenate(blocks), begins_of(np.concatenate([np.diff(one) for one in begins]))
 
-    def _infer(self, **inputs: np.ndarray | int) -> torch.Tensor:
+    def _infer(self, **inputs: np.ndarray | int) -> np.ndarray:
         """Logits [wanted, vocab]; they lie in the request's own memory."""
         for name, array in inputs.items():
             self._inputs[name].fill(array)
-        # Not the wrapper's default, which would copy the logits.
-        logits = self._requests[self._threads].infer(share_outputs=True)[0]
+        # Not the wrapper's default, which would copy the logits; nor its look-up of outputs by number, which takes longer.
+        (logits,) = self._requests[self._threads].infer(share_outputs=True).values()
         shape = self._threads, self._inputs["input_ids"].size, len(logits)
         if shape not in self._seen:
             self._seen.add(shape)
             self.num_first_uses += 1
             if (memory := self._new_memory.pop(self._threads, None)) is not None:
                 memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
-        return torch.from_numpy(logits)
+        return logits
 
 
 class _Input:
