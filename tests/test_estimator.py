@@ -1,6 +1,7 @@
 """The law: what is believed follows from what was seen, doubt grows away from it, and no report can break it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -286,6 +287,15 @@ def test_wider_limits_keep_what_is_believed():
     assert estimator.limits(PAIR) == Limits(32, 8)
     assert estimator.context(PAIR).main.choice.seconds[3, 2] == pytest.approx(before, rel=0.05)
     estimator.observe(PAIR, group(rng, batch=16), "w")
+
+
+def test_a_context_with_shorter_lengths_than_another_of_its_pair_is_shown():
+    """What was learned of the pair was not saved any more: its acceptance has as many lengths as the longest context."""
+    estimator, rng = taught(batch=4), np.random.default_rng(8)
+    other = replace(PAIR, device="another")
+    estimator.add_context(other, Limits(8, 2))
+    estimator.observe(other, group(rng, batch=4, length=2), "w")
+    assert len(estimator.learned_rows(other)) == 8 * 3
 
 
 def test_step_times_are_predicted_from_rows_passes_and_tokens_not_from_a_length():

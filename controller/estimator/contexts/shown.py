@@ -25,7 +25,8 @@ def learned_rows(context: Context, group: Group) -> list[LearnedRow]:
     tokens, bounds, seconds = context.tokens(group).reshape(-1), interval(times), group.choice.seconds.reshape(-1)
     kind = context.mix.argmax(axis=1).tolist()
     unsure = np.array([group.acceptance.log_tokens_variance(kind[band], band) for band in range(len(kind))])
-    spread = np.exp(1.96 * np.sqrt(unsure))[context.bands].reshape(-1)
+    # The pair's acceptance may have longer lengths than this context.
+    spread = np.exp(1.96 * np.sqrt(unsure))[context.bands, :num_lengths].reshape(-1)
     low, high = bounds[0] * 1e3 / tokens / spread, bounds[1] * 1e3 / tokens * spread
     rows = []
     for cell in range(times.num_cells):
