@@ -20,7 +20,7 @@ from speclen.bench.comparison.tables import SHOWN, tables
 from speclen.bench.marked import begin_of, insert
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = (SHOWN, "mixed", "copying")  # tracks that are drawn
+FIGURES = (SHOWN, "time-varying", "copying")  # tracks that are drawn
 
 
 def pages_of(folder: Path) -> list[Path]:

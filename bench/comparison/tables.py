@@ -34,7 +34,7 @@ AIMS = (
 )
 COLD_AIM = 1.05
 # The track whose picture README shows.
-SHOWN = "time-varying"
+SHOWN = "mixed"
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -184,7 +184,7 @@ def tables(folder: Path) -> dict[str, str]:
         "survey": survey_table(folder / "serve" / "survey.json"),
         "paper": paper_table.table(folder / "lengths.json"),
         "peers": peers_table.table(folder / "peers.json"),
-        "readme": in_a_sentence(results.get(SHOWN)),
+        "readme": in_sentences(results),
         "readme_figure": picture_of(SHOWN, results, "docs/results/serve/"),
     }
 
@@ -198,24 +198,36 @@ def picture_of(track: str, results: dict[str, dict[str, Any]], place: str) -> st
     )
 
 
-def in_a_sentence(document: dict[str, Any] | None) -> str:
-    """What README says about latency, from the track that is shown there."""
-    if document is None:
+def in_sentences(results: dict[str, dict[str, Any]]) -> str:
+    """What README says about latency: of the track that is shown there, and of text that repeats its prompts."""
+    if SHOWN not in results:
         return "What that is worth has not been measured in this state."
+    document = results[SHOWN]
+    cores, target, learned_s = document["machine"]["cores"], document["worker"]["target"], document.get("learn_s", 0.0)
+    first = (
+        f"On {cores} CPU cores with `{target}`, a load that varies, and {learned_s / 60:g} minutes of it to learn from,\n"
+        "mean latency with requests of all kinds and temperatures is\n"
+    )
+    found = first + against_others(document)
+    if "copying" in results:
+        found += "\nWith edits, extraction and quotes, whose answers repeat their prompts, it is\n"
+        found += against_others(results["copying"])
+    return found
+
+
+def against_others(document: dict[str, Any]) -> str:
     comparison = comparison_of(document)
     best = comparison.best_fixed()
     named = {
         "none": "plain decoding's",
-        best: f"that of the best fixed length (`{best}`)",
+        best: "plain decoding's, the best fixed length"
+        if best == "none"
+        else f"that of the best fixed length (`{best}`)",
+        "copy": "that of copying alone",
         "profile": "that of a frozen table",
     }
     found = []
     for name, words in named.items():
         if name in comparison.policies and (interval := comparison.ratio("adaptive", name).interval):
             found.append(f"{interval.value:.2f} times {words} ({interval.low:.2f} to {interval.high:.2f})")
-    cores, target = document["machine"]["cores"], document["worker"]["target"]
-    return (
-        f"On {cores} CPU cores with `{target}`, mixed requests and a load that varies, learning included, mean latency is\n"
-        + ",\n".join(found)
-        + "."
-    )
+    return ",\n".join(found) + "."
