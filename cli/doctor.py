@@ -16,7 +16,7 @@ from rich.text import Text
 
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
-from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, sqlite3
+from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, in_one_line, sqlite3
 from speclen.store.files import is_locked
 from speclen.store.queries import view_rows
 from speclen.store.schema.migrations import applied_steps, refuse_newer
@@ -110,7 +110,7 @@ def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
         problems = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
         orphans = connection.execute("PRAGMA foreign_key_check").fetchall()
     except sqlite3.DatabaseError as error:
-        yield Finding("integrity", "failed", str(error), advice)
+        yield Finding("integrity", "failed", in_one_line(error), advice)
         return
     if problems != ["ok"]:
         yield Finding("integrity", "failed", problems[0].splitlines()[-1], advice)

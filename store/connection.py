@@ -22,6 +22,7 @@ __all__ = [
     "StoreError",
     "connect_reader",
     "connect_writer",
+    "in_one_line",
     "sqlite3",
 ]
 
@@ -33,6 +34,8 @@ OLDEST_SAFE_SQLITE = (3, 51, 3)
 
 # STRICT tables, upserts and -> operators; below this nothing here works.
 OLDEST_USABLE_SQLITE = (3, 38, 0)
+
+MOST_SAID = 200  # characters of an error that are repeated
 
 # sqlite3.Connection of whichever module was found above.
 Connection = Any
@@ -95,12 +98,19 @@ def require_ours(path: Path, connection: Connection) -> None:
 
 def refusal(path: Path, error: Exception, damaged: bool = False) -> StoreError:
     """The sentence for an error of SQLite while opening a file. damaged: a check found so, whatever its code."""
+    said = in_one_line(error)
     if damaged or is_corruption(error):
         return CorruptStoreError(
-            f"{path} is damaged ({error}): restore a backup over it, or let the controller start anew with "
+            f"{path} is damaged ({said}): restore a backup over it, or let the controller start anew with "
             "--move-corrupt-aside."
         )
-    return StoreError(f"{path} cannot be opened ({error}): check the folder, its permissions and the free space.")
+    return StoreError(f"{path} cannot be opened ({said}): check the folder, its permissions and the free space.")
+
+
+def in_one_line(error: Exception) -> str:
+    """SQLite's words, which quote what a damaged file has in its place: line ends, control characters, any length."""
+    words = " ".join(str(error).split())
+    return "".join(each if each.isprintable() else "?" for each in words)[:MOST_SAID]
 
 
 def is_corruption(error: Exception) -> bool:

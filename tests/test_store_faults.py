@@ -315,20 +315,27 @@ def test_a_clock_that_jumps_ahead_makes_no_report_too_old(tmp_path, monkeypatch)
     assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,), (4,), (5,)]
 
 
-@pytest.mark.parametrize("what", ["schema", "column"])
+@pytest.mark.parametrize("what", ["schema", "column", "line end"])
 def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_path, what):
-    """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more."""
+    """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more;
+    where it was the rest of a script, the sentence had many lines."""
     path = tmp_path / "s.db"
     store = Store.open(path)
     assert store_now(store, moment([1])) is None
     store.close()
     content = path.read_bytes()
-    old = b"CREATE TABLE workers (" if what == "schema" else b"cpu:test"
+    old = b"cpu:test" if what == "column" else b"CREATE TABLE workers ("
     assert old in content
-    new = b"CREATE TAB\xed\xff workers (" if what == "schema" else b"cpu:\xed\xff\xed\xff"
-    path.write_bytes(content.replace(old, new))
-    with pytest.raises(CorruptStoreError, match=r"is damaged .*--move-corrupt-aside"):
+    new = {
+        "schema": b"CREATE TAB\xed\xff workers (",
+        "column": b"cpu:\xed\xff\xed\xff",
+        "line end": b"CREATE '\n\x02E workers (",
+    }[what]
+    path.write_bytes(content.replace(old, new.ljust(len(old))))
+    with pytest.raises(CorruptStoreError, match=r"is damaged .*--move-corrupt-aside") as refused:
         Store.open(path)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < len(str(path)) + 400
     store = Store.open(path, move_corrupt_aside=True)
     assert store_now(store, moment([1])) is None
     store.close()
