@@ -102,6 +102,8 @@ def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
         (pb.GenerateRequest(), "input is missing"),
         (pb.GenerateRequest(text="a", request_id="x" * 129), "request_id has 129 characters"),
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=0)), "top_p is 0"),
+        # Once something was made for each sequence before the number was looked at: one message ended the worker.
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(n=2**32 - 1)), "n is 4294967295"),
         (tokenized(1, 999), "prompt token 999 is unknown"),
         (tokenized(*[1] * 256), "prompt has 256 tokens"),
         (pb.GenerateRequest(text="x" * 1_000_000), "text has 1000000 bytes"),

@@ -106,7 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))
 
         write = functools.partial(self._write, stream, context)
-        sequences = [SequenceMessages(request_id, index) for index in range(generation.sampling.n)]
+        sequences: dict[int, SequenceMessages] = {}  # as they come: n is checked where the request is admitted
         patience_s = remaining if (remaining := context.time_remaining()) is not None else math.inf
         running = self._async_engine.running(
             [generation], stream, caller, arrived_at, tell_queue_time, origin_of(context), patience_s
@@ -114,11 +114,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with running as all_outputs:
             async for outputs in all_outputs:
                 for index, group in group_by_index(outputs).items():
-                    chunk = sequences[index].chunk(group)
+                    sequence = sequences.get(index) or sequences.setdefault(index, SequenceMessages(request_id, index))
+                    chunk = sequence.chunk(group)
                     if message.stream and (chunk.chunk.token_ids or chunk.chunk.text):
                         await write(chunk)
                     if group[-1].finish_reason is not None:
-                        await write(sequences[index].complete(group[-1]))
+                        await write(sequence.complete(group[-1]))
 
     async def _prompt_ids(self, message: pb.GenerateRequest, caller: str) -> Sequence[int]:
         kind = message.WhichOneof("input")
