@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from speclen.bench.simulation.copying.machine import CopyingMachine, Outcome, report_of, time_of
+from speclen.bench.simulation.copying.machine import TWO_CORES, CopyingMachine, Outcome, report_of, time_of
 from speclen.bench.simulation.copying.recorded import recorded_texts
 from speclen.bench.simulation.copying.score import Play
 from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, Text
@@ -232,7 +232,7 @@ def test_on_recorded_texts_one_plan_tells_what_the_others_put_out(taught):
     rows = played.rows = texts.rows(32, np.random.default_rng(0))
     for plan in (Plan(3), Plan(6), taught):
         for _ in range(60):
-            steps = [report_of(plan, rows.step(plan, 32), 0.02, MACHINE) for _ in range(8)]
+            steps = [report_of(plan, rows.step(plan, 32), 0.02, TWO_CORES) for _ in range(8)]
             played.estimator.observe(KEY, steps, "w")
     [group] = played.estimator.context(KEY).groups.values()
     group.plans.since_walked = 1e9

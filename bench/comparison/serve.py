@@ -20,7 +20,8 @@ from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
 from speclen.bench.serving.deployment import WorkerSettings
-from speclen.bench.serving.policies import Policy, make_policy
+from speclen.bench.serving.load import Prompt
+from speclen.bench.serving.policies import make_policy
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey
 from speclen.bench.serving.tracks import Block, make_block
@@ -151,8 +152,7 @@ class Session:
         prompts = self.drawer.for_arrivals(block.arrivals)
         served = {}
         for name in order:
-            self._begin(self.policies[name])
-            served[name] = self.worker.runner.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
+            served[name] = self._serve(name, block, prompts)
             say(line_of(number, name, served[name]))
         self.outputs.add(block.arrivals, prompts, {name: one.outcomes for name, one in served.items()})
         steps = self.plan.recipe.settle_steps
@@ -166,16 +166,15 @@ class Session:
         say(f"`adaptive` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
             block = self.block(number)
-            prompts = self.drawer.for_arrivals(block.arrivals)
-            self._begin(self.policies["adaptive"])
-            self.worker.runner.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
+            self._serve("adaptive", block, self.drawer.for_arrivals(block.arrivals))
 
-    def _begin(self, policy: Policy) -> None:
-        """Who starts from nothing does so in every block."""
-        if policy.name == "cold":
-            self.worker.close(policy.name)
-            self.worker.open(policy)
-        self.worker.use(policy.name)
+    def _serve(self, name: str, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
+        """One block by one policy; who starts from nothing does so in every block."""
+        if name == "cold":
+            self.worker.close(name)
+            self.worker.open(self.policies[name])
+        self.worker.use(name)
+        return self.worker.runner.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
 
     def facts(self, quick: bool) -> dict[str, Any]:
         """What the figures depend on."""

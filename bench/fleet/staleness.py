@@ -49,15 +49,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """p50_s, p99_s: of a step that is learned from, and a worker, drawn at random. after_s: the 99th percentile of what
-    follows a window's end, usual_s: its mean.
+    """p50_s, p99_s: of a step that is learned from, and a worker, drawn at random. usual_s: mean of what follows
+    a window's end.
 
     busy: share of the core; above 1 the queue grows for ever, and times are those of the simulated seconds alone.
     """
 
     p50_s: float
     p99_s: float
-    after_s: float
     usual_s: float
     busy: float
 
@@ -83,7 +82,7 @@ def staleness(load: Workload, costs: Costs, seconds: float = 20.0, seed: int = 0
     after = told - (arrivals[counted][pick] - NETWORK_S)
     age = after + rng.uniform(0.0, window_s, samples)
     p50, p99 = np.percentile(age, (50.0, 99.0))
-    return Staleness(float(p50), float(p99), float(np.percentile(after, 99.0)), float(after.mean()), busy_s / seconds)
+    return Staleness(float(p50), float(p99), float(after.mean()), busy_s / seconds)
 
 
 def _arrivals(rng: np.random.Generator, num_workers: int, window_s: float, seconds: float) -> FloatArray:

@@ -399,9 +399,8 @@ class LearningService:
     def take_probe(self, worker: Worker, batch_size: int, lengths_alone: bool = False) -> Probe | None:
         """An exploratory length or plan for one step of this worker, mostly none. lengths_alone: no plan that copies."""
         key = worker.context.key
-        if worker.policy not in FOLLOWS_TABLE or not 0 < batch_size <= worker.limits.max_batch_size:
-            return None
-        if not worker.teaches:
+        follows = worker.policy in FOLLOWS_TABLE and worker.teaches
+        if not follows or not 0 < batch_size <= worker.limits.max_batch_size:
             return None
         asked = self._no_probe.setdefault(key, set())
         place = self.kind_of(worker), self.estimator.bucket_index(key, batch_size)

@@ -111,9 +111,9 @@ def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, 
     return None
 
 
-def new_tokens(num_accepted: torch.Tensor, ids: torch.Tensor) -> list[list[int]]:
+def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.ndarray) -> list[list[int]]:
     """Each row's first num_accepted + 1 tokens. On a GPU the step's one synchronisation with it."""
-    if ids.is_cpu:
-        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
-    table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
-    return [row[1 : row[0] + 2] for row in table]
+    if isinstance(num_accepted, torch.Tensor) and isinstance(ids, torch.Tensor) and not ids.is_cpu:
+        table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
+        return [row[1 : row[0] + 2] for row in table]
+    return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]

@@ -147,8 +147,7 @@ class StepRunner:
         width = self._catch_up(plan, flags) if plan.speculation_length else 1
         num_tokens = np.array([len(row.tokens) for row in plan.rows])
         recent_ids = np.array([row.tokens[-width:] for row in plan.rows])
-        num_accepted, ids = greedy_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length)
-        return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]
+        return new_tokens(*greedy_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length))
 
     def _even_step(self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag]) -> StepOutcome:
         """A step whose rows all propose the same number of tokens, or are treated as if."""

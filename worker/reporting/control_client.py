@@ -57,9 +57,8 @@ class ControlSettings:
     rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
 
 
-LONGEST_PAUSE_S = (
-    10.0  # between two messages, however long a window is: a controller ends streams after 30 s of silence
-)
+# Between two messages, however long a window is: a controller ends streams after 30 s of silence.
+LONGEST_PAUSE_S = 10.0
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
 
 

@@ -2,8 +2,8 @@
 
 Texts are simulated by tokens, not by steps: stretches that repeat earlier text begin at random and have random lengths, so
 a plan that gets through them faster has fewer steps in them, as in the engine. Beside them there are matches by chance,
-whose continuation is mostly wrong. A step's time is that of a machine as in `world.py`: draft passes, and verified tokens up
-to a knee and beyond.
+whose continuation is mostly wrong. Or texts are recorded ones (`recorded.py`). A step's time is that of a machine
+(`machine.py`): draft passes, and verified tokens up to a knee and beyond.
 """
 
 from __future__ import annotations
@@ -142,10 +142,9 @@ class CopyWorld:
     def part(self, number: int) -> tuple[Text | RecordedTexts, CopyingMachine]:
         """Texts and machine of a part of the run."""
         repeating, slow = self.scenario.repeating, self.scenario.slow_draft
-        text: Text | RecordedTexts = replace(self.text, begins=self.text.begins * repeating[number % len(repeating)])
-        if self.recorded:
-            text = self.recorded[number % len(self.recorded)]
         factor = slow[number % len(slow)]
         machine = self.machine
         slower = replace(machine, draft_s=machine.draft_s * factor, draft_row_s=machine.draft_row_s * factor)
-        return text, slower
+        if self.recorded:
+            return self.recorded[number % len(self.recorded)], slower
+        return replace(self.text, begins=self.text.begins * repeating[number % len(repeating)]), slower

@@ -21,10 +21,8 @@ class Group:
         self, times: StepTimes, acceptance: Acceptance, choice: LengthChoice, plans: PlanChoice | None = None
     ) -> None:
         self.times, self.acceptance, self.choice, self.plans = times, acceptance, choice, plans
-        self.version, self.seen = (
-            0,
-            (-1, -1, -1),
-        )  # seen: versions of times, acceptance and plans that the choice rests on
+        self.version = 0
+        self.seen = -1, -1, -1  # versions of times, acceptance and plans that the choice rests on
         self.lengths: list[int] = []
         self.last_decision: dict[int, Decision] = {}
 

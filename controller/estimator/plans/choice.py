@@ -65,7 +65,7 @@ class ShownPlan(NamedTuple):
 class Assessed(NamedTuple):
     """All plans of the grid in some buckets, [buckets, plans]; shares: gradients of log times, [buckets, plans, weights].
 
-    own: variance of log time that is no other plan's; unsure: of log tokens per time.
+    own: variance of log time that is no other plan's; of_tokens, of_time: of log tokens, and of log time altogether.
     """
 
     tokens: FloatArray
@@ -73,7 +73,7 @@ class Assessed(NamedTuple):
     shares: FloatArray
     own: FloatArray
     of_tokens: FloatArray
-    unsure: FloatArray
+    of_time: FloatArray
 
 
 class Try(NamedTuple):
@@ -218,7 +218,7 @@ class PlanChoice:
         shape = per_row.shape
         return Assessed(
             *(per_row, seconds.reshape(shape), gradients.reshape(*shape, -1), own.reshape(shape)),
-            *(of_tokens, of_time + of_tokens),
+            *(of_tokens, of_time),
         )
 
     def due(self, recent: list[int]) -> np.ndarray:
@@ -239,7 +239,7 @@ class PlanChoice:
         self.started[fresh] = True
         self._follow_usual(self.draft_tokens(tokens))
         known = self.assess(buckets, tokens)
-        promised = np.log(known.tokens / known.seconds) - RISK * (known.unsure - known.of_tokens)
+        promised = np.log(known.tokens / known.seconds) - RISK * known.of_time
         best: list[int] = promised.argmax(axis=1).tolist()
         for at, bucket in enumerate(buckets.tolist()):
             length = choice.lengths[bucket]
@@ -329,7 +329,8 @@ class PlanChoice:
     def _estimate(self, known: Assessed, at: int, place: int) -> PlanEstimate:
         tokens, seconds = float(known.tokens[at, place]), float(known.seconds[at, place])
         ms = 1e3 * seconds / tokens
-        spread = float(np.exp(min(1.96 * float(np.sqrt(known.unsure[at, place])), 6.0)))
+        unsure = float(known.of_time[at, place] + known.of_tokens[at, place])
+        spread = float(np.exp(min(1.96 * np.sqrt(unsure), 6.0)))
         return PlanEstimate(self.grid[place], tokens, seconds, ms, ms / spread, ms * spread)
 
     def share_of(self, plan: Plan) -> float:

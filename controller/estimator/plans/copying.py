@@ -176,7 +176,7 @@ class Copying:
             further = self._at(self.goes_on, place + 1) if place + 1 < most else np.zeros(MAX_MATCH + 1)
             accepted = right * (1.0 + further * accepted)
             onward = onward + further[:, None] * (after - onward)
-            grows = right * self.stays[np.minimum(np.arange(MAX_MATCH + 1) + place, MAX_MATCH)]
+            grows = right * self.stays[_grown(place)]
             after = (1.0 - grows)[:, None] * self.begins + grows[:, None] * onward
         proposes[:, 0] = 1.0
         for place in range(1, most):
@@ -190,7 +190,7 @@ class Copying:
 
     def _walks(self, place: int) -> FloatArray:
         """Where a token more leads after so many right ones, by the match that a copy begins with."""
-        walks: FloatArray = self.walk[np.minimum(np.arange(MAX_MATCH + 1) + place, MAX_MATCH)]
+        walks: FloatArray = self.walk[_grown(place)]
         return walks
 
     def log_tokens_variance(self, least: np.ndarray, share: FloatArray, gain: FloatArray) -> FloatArray:
@@ -219,6 +219,11 @@ def _drawn(passed: FloatArray, reached: FloatArray, prior: FloatArray) -> FloatA
     sums = np.minimum(np.add.outer(np.arange(MAX_MATCH + 1), np.arange(POSITIONS)), MAX_MATCH)
     share: FloatArray = (passed + PRIOR_TOKENS * prior[sums]) / (reached + PRIOR_TOKENS)
     return share
+
+
+def _grown(place: int) -> np.ndarray:
+    """The match that each has become after so many right copies."""
+    return np.minimum(np.arange(MAX_MATCH + 1) + place, MAX_MATCH)
 
 
 def _before(values: FloatArray) -> FloatArray:

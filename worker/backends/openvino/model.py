@@ -110,7 +110,7 @@ class OpenVinoModel:
         ]
 
     def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
-        """As HostModel."""
+        """As HostModel. Not what `forward` calls: who times both counts each pass once."""
         return self._logits_of(rows, ids, num_logits, column)
 
     def _logits_of(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int) -> np.ndarray:
