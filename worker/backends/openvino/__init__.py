@@ -27,6 +27,9 @@ from speclen.worker.models.loading import cpu_has_bfloat16
 # The attention operator is not public, so another version may mean something else by it.
 TESTED_VERSION = "2026.4."
 
+# It would send the makers a message at every import, from a fork of a process that has threads. As if not installed:
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+
 
 def installed_version() -> str | None:
     """Of the openvino package, None when there is none."""
@@ -64,7 +67,7 @@ def load(
     num_threads: int,
     max_cached_tokens: int = 0,
 ) -> PassModel:
-    """The model with `num_rows` rows of up to `row_length` tokens. It reads the given model's weights, which must stay.
+    """The model with `num_rows` rows of up to `row_length` tokens. It shares the given model's weights.
 
     max_cached_tokens: of rows that have ended, remembered for others that begin alike.
     Raises whatever conversion and compilation raise for what they do not know, MemoryError when the rows do not fit.
@@ -76,4 +79,5 @@ def load(
 
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     pool = BlockPool(layers, num_rows, row_length, dtype, max_cached_tokens)
-    return OpenVinoModel(convert(model, layers), num_bytes, pool, max_context_length, num_threads)
+    converted, weights = convert(model, layers)
+    return OpenVinoModel(converted, weights, num_bytes, pool, max_context_length, num_threads)

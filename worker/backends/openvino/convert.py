@@ -32,8 +32,8 @@ def cache_names(num_layers: int) -> list[str]:
     return [f"{kind}_cache.{layer}" for layer in range(num_layers) for kind in ("key", "value")]
 
 
-def convert(model: Any, layers: Sequence[LayerShape]) -> ov.Model:
-    """The model with the inputs named above. It shares the weights' memory, which must outlive it.
+def convert(model: Any, layers: Sequence[LayerShape]) -> tuple[ov.Model, list[Weight]]:
+    """The model with the inputs named above, and the weights whose memory it reads: it does not keep them itself.
 
     Raises NotConvertibleError, or whatever OpenVINO raises for what it does not know.
     """
@@ -48,7 +48,7 @@ def convert(model: Any, layers: Sequence[LayerShape]) -> ov.Model:
     apply_moc_transformations(converted, cf=False, smart_reshape=False)
     _name_inputs(converted, layers)
     _fold_scalars(converted)
-    return converted
+    return converted, weights
 
 
 def _paged_attention(context: Any) -> list[ov.Output]:
@@ -104,7 +104,6 @@ def _constant(weight: Weight) -> ov.Output:
         return ops.multiply(_constant(weight.values), _constant(weight.scales)).output(0)
     if weight.dtype == torch.int8:
         return ops.convert(ops.constant(weight.numpy(), shared_memory=True), "f32").output(0)
-    weight = weight.contiguous()
     if weight.dtype == torch.float32:
         return ops.constant(weight.numpy(), shared_memory=True).output(0)
     raw = ov.Tensor(weight.view(torch.int16).numpy(), list(weight.shape), ov.Type.bf16)

@@ -15,6 +15,7 @@ from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
 from speclen.worker.backends.openvino.huge_pages import NewMemory
+from speclen.worker.backends.openvino.trace import Weight
 from speclen.worker.backends.passes import PassPart, RaggedPart, StepRows
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ MEMORY_MARGIN = 4  # times a model's weights that must be free before another co
 
 
 class OpenVinoModel:
-    """A `PassModel`. model: as converted; num_weight_bytes: of its weights, which it shares with the original.
+    """A `PassModel`. model, weights: as converted; num_weight_bytes: of the model's weights.
 
     A compiled model has a copy of the weights in its kernels' own layout, and a fixed number of threads.
     """
@@ -35,12 +36,19 @@ class OpenVinoModel:
     ragged = True
 
     def __init__(
-        self, model: ov.Model, num_weight_bytes: int, pool: BlockPool, max_context_length: int, num_threads: int
+        self,
+        model: ov.Model,
+        weights: Sequence[Weight],
+        num_weight_bytes: int,
+        pool: BlockPool,
+        max_context_length: int,
+        num_threads: int,
     ) -> None:
         self.pool = pool
         self.max_context_length = max_context_length
         self.num_first_uses = 0
         self._model = model
+        self._weights = weights  # kept, since compiled models read them at their first pass, whoever has let go of them
         self._num_weight_bytes = num_weight_bytes
         self._seen: set[tuple[int, ...]] = set()  # threads, tokens and wanted logits of passes
         self._threads = num_threads

@@ -200,7 +200,7 @@ def _copy_without_weights(model: Any) -> tuple[list[Weight], Any, dict[int, int]
         stand_in = nn.Parameter(torch.zeros(()).expand(module.weight.shape), requires_grad=False)
         memo[id(module.weight)] = stand_in
         numbers[id(stand_in)] = len(weights)
-        weights.append(int8_of(module.weight) or module.weight.detach())
+        weights.append(int8_of(module.weight) or module.weight.detach().contiguous())
     copied = copy.deepcopy(model, memo)
     for tensor in (*copied.parameters(), *copied.buffers()):
         if id(tensor) not in numbers and tensor.is_floating_point():
