@@ -42,7 +42,7 @@ def serve_arguments(pair, survey):
     target, draft = pair
     return [
         *("serve", "--track", SPELLED, "--target", target, "--draft", draft, "--device", "cpu", "--threads", "1"),
-        *("--max-batch-size", "4", "--max-length", "2", "--survey", str(survey), "--minutes", "5"),
+        *("--max-batch-size", "4", "--max-length", "2", "--survey", str(survey), "--minutes", "5", "--learn-s", "2"),
     ]
 
 
