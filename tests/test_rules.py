@@ -35,13 +35,27 @@ def step(
     return rule.decide(TARGET[context], draft_ids, caps)
 
 
-def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
+def rule_of(
+    batch: BatchSampling,
+    positions: torch.Tensor,
+    generator: torch.Generator | None,
+    num_copied: torch.Tensor | None = None,
+    on_host: bool = False,
+) -> TokenRule:
+    """The rule for rows of all kinds, or that of the host."""
+    if not on_host:
+        return SamplingRule(batch, positions, generator, num_copied)
+    assert batch.on_host
+    return batch.host_rule(positions.numpy(), generator, None if num_copied is None else num_copied.numpy())
+
+
+def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0, on_host: bool = False) -> torch.Tensor:
     """Steps until every row has num_tokens; [rows, num_tokens]."""
     generator, batch = torch.Generator().manual_seed(seed), BatchSampling(rows, torch.device("cpu"))
     outputs: list[list[int]] = [[] for _ in rows]
     while min(len(output) for output in outputs) < num_tokens:
         last = torch.tensor([output[-1] if output else 0 for output in outputs])
-        rule = SamplingRule(batch, torch.tensor([len(output) for output in outputs]), generator)
+        rule = rule_of(batch, torch.tensor([len(output) for output in outputs]), generator, None, on_host)
         num_accepted, tokens = step(rule, last, k)
         for output, count, new in zip(outputs, num_accepted.tolist(), tokens.tolist(), strict=True):
             output += new[: count + 1]
@@ -50,11 +64,12 @@ def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0) -> torc
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("seeded", [False, True])
-def test_sampled_rows_follow_the_target(k: int, seeded: bool) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_sampled_rows_follow_the_target(k: int, seeded: bool, on_host: bool) -> None:
     """Chi-square of the first two tokens over 20,000 rows, 24 degrees of freedom: over 51.2 once in 1,000 seeds."""
     n = 20_000
     rows = [RowSampling(temperature=0.8, key=make_key(row, 0) if seeded else None) for row in range(n)]
-    outputs = run(rows, k, 2, seed=k)
+    outputs = run(rows, k, 2, seed=k, on_host=on_host)
     probs = torch.softmax(TARGET / 0.8, dim=-1)
     expected = n * (probs[0][:, None] * probs).flatten()
     counts = torch.bincount(outputs[:, 0] * VOCAB + outputs[:, 1], minlength=VOCAB**2)
@@ -72,12 +87,18 @@ def test_rows_with_seeds_draw_no_other_noise() -> None:
 
 
 def copied_step(
-    batch: BatchSampling, last: torch.Tensor, position: int, num_copied: torch.Tensor, num_drafted: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, SamplingRule]:
+    batch: BatchSampling,
+    last: torch.Tensor,
+    position: int,
+    num_copied: torch.Tensor,
+    num_drafted: int,
+    seed: int,
+    on_host: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One step in which rows first copy tokens, whatever these are, and draft more behind them."""
     generator = torch.Generator().manual_seed(seed)
     k, n = int(num_copied.max()) + num_drafted, len(last)
-    rule = SamplingRule(batch, torch.full((n,), position), generator, num_copied)
+    rule = rule_of(batch, torch.full((n,), position), generator, num_copied, on_host)
     ids = torch.randint(VOCAB, (n, k), generator=generator)  # copied ones; drafted ones go over the rest
     context = torch.cat([last[:, None], ids], dim=1)
     rows = torch.arange(n)
@@ -87,21 +108,22 @@ def copied_step(
         current = rule.propose(DRAFT[current][:, None], drafted[:, :column])
         drafted[:, column] = current
         ids[rows, num_copied + column] = current
-    num_accepted, tokens = rule.decide(TARGET[torch.cat([last[:, None], ids], dim=1)], ids, num_copied + num_drafted)
-    return num_accepted, tokens, rule
+    return rule.decide(TARGET[torch.cat([last[:, None], ids], dim=1)], ids, num_copied + num_drafted)
 
 
 @pytest.mark.parametrize("num_drafted", [0, 2])
 @pytest.mark.parametrize("seeded", [False, True])
-def test_sampled_rows_that_copy_follow_the_target(num_drafted: int, seeded: bool) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_sampled_rows_that_copy_follow_the_target(num_drafted: int, seeded: bool, on_host: bool) -> None:
     """Rows that copy 0, 1 or 2 tokens at random. Chi-square of the first two output tokens of the rows that have two or
     get the second in another step, over 30,000 rows, 24 degrees of freedom: over 51.2 once in 1,000 seeds."""
     n = 30_000
     rows = [RowSampling(temperature=0.8, key=make_key(row, 0) if seeded else None) for row in range(n)]
     batch = BatchSampling(rows, torch.device("cpu"))
     num_copied = torch.arange(n) % 3
-    num_accepted, tokens, _ = copied_step(batch, torch.zeros(n, dtype=torch.long), 0, num_copied, num_drafted, seed=2)
-    again = SamplingRule(batch, num_accepted + 1, torch.Generator().manual_seed(9))
+    start = torch.zeros(n, dtype=torch.long)
+    num_accepted, tokens = copied_step(batch, start, 0, num_copied, num_drafted, seed=2, on_host=on_host)
+    again = rule_of(batch, num_accepted + 1, torch.Generator().manual_seed(9), None, on_host)
     last = tokens.gather(1, num_accepted[:, None])[:, 0]
     _, following = step(again, last, 0)
     first = tokens[:, 0]
@@ -114,14 +136,15 @@ def test_sampled_rows_that_copy_follow_the_target(num_drafted: int, seeded: bool
     assert (num_accepted > num_copied).any() == (num_drafted > 0)
 
 
-def test_a_seeded_row_puts_out_the_same_tokens_whatever_it_copies() -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_seeded_row_puts_out_the_same_tokens_whatever_it_copies(on_host: bool) -> None:
     batch = BatchSampling(
         [RowSampling(temperature=1.0, key=make_key(row, 0)) for row in range(60)], torch.device("cpu")
     )
     last, plain = torch.zeros(60, dtype=torch.long), run(batch.rows, 0, 5)
     for number in range(4):
         num_copied = (torch.arange(60) + number) % 4
-        num_accepted, tokens, _ = copied_step(batch, last, 0, num_copied, 1, seed=number)
+        num_accepted, tokens = copied_step(batch, last, 0, num_copied, 1, seed=number, on_host=on_host)
         for row, count in enumerate(num_accepted.tolist()):
             assert tokens[row, : count + 1].tolist() == plain[row, : count + 1].tolist()
 
@@ -157,18 +180,22 @@ def test_a_seeded_row_accepts_a_draft_that_is_the_target() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_rows_that_draft_less_are_capped(sampled: bool) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_rows_that_draft_less_are_capped(sampled: bool, on_host: bool) -> None:
     """Rows that opted out come last and accept nothing; a draft that is the target fills every other row's cap."""
     rows = [RowSampling(temperature=1.0 if sampled else 0.0)] * 6
     batch = BatchSampling(rows, torch.device("cpu"))
     caps = torch.tensor([4, 2, 0, 1, 0, 0])
-    rule: TokenRule = SamplingRule(batch, torch.zeros(6, dtype=torch.long), None) if sampled else GreedyRule()
+    rule: TokenRule = GreedyRule()
+    if sampled or on_host:
+        rule = rule_of(batch, torch.zeros(6, dtype=torch.long), None, None, on_host)
     num_accepted, tokens = step(rule, torch.zeros(6, dtype=torch.long), 4, draft=TARGET, num_drafting=4, caps=caps)
     assert num_accepted.tolist() == caps.tolist()
     assert tokens.shape == (6, 5)
 
 
-def test_rejection_accepts_more_often_than_matching() -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_rejection_accepts_more_often_than_matching(on_host: bool) -> None:
     """Why only rows with a seed match: the price of reproducible output is acceptance.
 
     Rejection accepts the overlap of both distributions, two races with one noise sum_v 1 / sum_u max(p_u / p_v, q_u / q_v);
@@ -178,7 +205,7 @@ def test_rejection_accepts_more_often_than_matching() -> None:
     for key in (None, 1):
         rows = [RowSampling(temperature=1.0, key=None if key is None else make_key(row, 0)) for row in range(n)]
         batch = BatchSampling(rows, torch.device("cpu"))
-        rule = SamplingRule(batch, torch.zeros(n, dtype=torch.long), torch.Generator().manual_seed(0))
+        rule = rule_of(batch, torch.zeros(n, dtype=torch.long), torch.Generator().manual_seed(0), None, on_host)
         num_accepted, _ = step(rule, torch.zeros(n, dtype=torch.long), 1)
         accepted.append(num_accepted.float().mean().item())
     target, draft = torch.softmax(TARGET[0], -1), torch.softmax(DRAFT[0], -1)

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import TypeAlias
 
 import torch
 
 from speclen.worker.requests.request import TokenLogprobs
 
+RowLogits: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # by row, [columns, vocab]
+
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[tuple[int, int]]
+    logits: RowLogits, tokens: torch.Tensor, wanted: Sequence[tuple[int, int]]
 ) -> dict[int, list[TokenLogprobs]]:
     """For each (row, k) wanted, one entry per column: that of the row's token and of the k most likely ones.
 
-    logits: [rows, columns, vocab] as the model gave them; tokens: [rows, columns]. Natural logarithms.
+    logits: of each row, [columns, vocab] as the model gave them; tokens: [rows, the most columns]. Natural logarithms.
     """
     if not wanted:
         return {}
-    rows = torch.tensor([row for row, _ in wanted], device=logits.device)
-    logprobs = torch.log_softmax(logits[rows].float(), dim=-1)
-    chosen = logprobs.gather(-1, tokens[rows][..., None])[..., 0].tolist()
+    columns = [len(logits[row]) for row, _ in wanted]
+    logprobs = torch.log_softmax(torch.cat([logits[row] for row, _ in wanted]).float(), dim=-1)
+    ids = torch.cat([tokens[row, :count] for (row, _), count in zip(wanted, columns, strict=True)])
     top = logprobs.topk(max(k for _, k in wanted), dim=-1)
-    top_values, top_ids = top.values.tolist(), top.indices.tolist()
+    found = zip(
+        logprobs.gather(-1, ids[:, None])[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+    )
     return {
         row: [
-            TokenLogprobs(logprob, tuple(ids[:k]), tuple(values[:k]))
-            for logprob, ids, values in zip(chosen[at], top_ids[at], top_values[at], strict=True)
+            TokenLogprobs(logprob, tuple(ids[:k]), tuple(values[:k])) for logprob, ids, values in islice(found, count)
         ]
-        for at, (row, k) in enumerate(wanted)
+        for (row, k), count in zip(wanted, columns, strict=True)
     }

@@ -17,6 +17,7 @@ import torch
 from speclen.worker.backends.passes import PassModel, PassPart, RaggedPart, StepRows, padded_width, prompt_part
 from speclen.worker.engine.speculative import StepOutcome
 from speclen.worker.engine.step_plan import StepPlan
+from speclen.worker.sampling.host import HostRule, on_host, places_of
 from speclen.worker.sampling.rules import TokenRule
 
 
@@ -39,9 +40,14 @@ class RaggedBatch:
         return self.num_copied + self.num_drafted
 
     @property
+    def places(self) -> np.ndarray:
+        """[b], of the pending tokens."""
+        return np.array([len(text) - 1 for text in self.texts])
+
+    @property
     def ends(self) -> np.ndarray:
         """[b], tokens that each row holds, copied ones included."""
-        return np.array([len(text) for text in self.texts]) + self.num_copied
+        return self.places + 1 + self.num_copied
 
     def tail(self, row: int, start: int) -> list[int]:
         """The row's tokens from a place on, copied ones included."""
@@ -74,31 +80,45 @@ def ragged_step(
     if batch.num_drafted.any():
         assert draft is not None
         _append(proposed, batch, _propose(draft, batch, rule))
-    logits, *prompt_logits = _verify(target, batch, proposed, prompts)
     caps = torch.from_numpy(batch.num_proposed).to(target.device)
-    num_accepted, tokens = rule.decide(logits, proposed, caps)
-    return num_accepted, tokens, [logits, *prompt_logits]
+    if not target.ragged:
+        logits, *prompt_logits = _verify_filled(target, batch, proposed, prompts)
+        return *rule.decide(logits, proposed, caps), logits, prompt_logits
+    rows, columns = places_of(batch.num_proposed)
+    flat, *prompt_logits = _verify_ragged(target, batch, proposed, prompts)
+    if isinstance(rule, HostRule):
+        found = rule.verify(on_host(flat), rows, columns, proposed.numpy(), batch.num_proposed)
+        decided = torch.from_numpy(found[0]), torch.from_numpy(found[1])
+    else:
+        filled = flat.new_zeros(len(proposed), proposed.shape[1] + 1, flat.shape[-1])
+        filled[torch.from_numpy(rows), torch.from_numpy(columns)] = flat
+        decided = rule.decide(filled, proposed, caps)
+    return *decided, flat.split((batch.num_proposed + 1).tolist()), prompt_logits
 
 
-def _verify(
+def _verify_filled(
     target: PassModel, batch: RaggedBatch, proposed: torch.Tensor, prompts: Sequence[PassPart]
 ) -> list[torch.Tensor]:
-    """Logits [b, k + 1, vocab] after the pending tokens and the proposed ones, 0 beyond; then those of the prompts."""
-    pending = torch.tensor([text[-1:] for text in batch.texts], device=target.device)
-    starts = np.array([len(text) - 1 for text in batch.texts])
-    fed = torch.cat([pending, proposed], dim=1)
-    if not target.ragged:
-        fed = torch.nn.functional.pad(fed, (0, padded_width(proposed.shape[1]) - proposed.shape[1]))
-        part = PassPart(StepRows(starts, fed.shape[1], target.device), fed, num_logits=fed.shape[1])
-        logits, *prompt_logits = target.forward([part, *prompts])
-        return [logits[:, : proposed.shape[1] + 1], *prompt_logits]
+    """Logits [b, k + 1, vocab] after the pending tokens and the proposed ones; then those of the prompts."""
+    fed = torch.cat([_pending(batch, target.device), proposed], dim=1)
+    fed = torch.nn.functional.pad(fed, (0, padded_width(proposed.shape[1]) - proposed.shape[1]))
+    part = PassPart(StepRows(batch.places, fed.shape[1], target.device), fed, num_logits=fed.shape[1])
+    logits, *prompt_logits = target.forward([part, *prompts])
+    return [logits[:, : proposed.shape[1] + 1], *prompt_logits]
+
+
+def _verify_ragged(
+    target: PassModel, batch: RaggedBatch, proposed: torch.Tensor, prompts: Sequence[PassPart]
+) -> list[torch.Tensor]:
+    """Logits [n, vocab] after each row's pending token and its proposals, row after row; then those of the prompts."""
     counts = batch.num_proposed + 1
-    inside = torch.from_numpy(np.arange(fed.shape[1]) < counts[:, None])
-    ragged = RaggedPart(np.arange(len(counts)), starts, counts, fed[inside], counts)
-    flat, *prompt_logits = target.forward([ragged, *prompts])
-    logits = flat.new_zeros(*fed.shape, flat.shape[-1])
-    logits[inside] = flat
-    return [logits, *prompt_logits]
+    fed = torch.cat([_pending(batch, target.device), proposed], dim=1)
+    ids = fed[torch.from_numpy(np.arange(fed.shape[1]) < counts[:, None])]
+    return target.forward([RaggedPart(np.arange(len(counts)), batch.places, counts, ids, counts), *prompts])
+
+
+def _pending(batch: RaggedBatch, device: torch.device) -> torch.Tensor:
+    return torch.tensor([text[-1:] for text in batch.texts], device=device)
 
 
 def _append(proposed: torch.Tensor, batch: RaggedBatch, drafted: torch.Tensor) -> None:
@@ -121,7 +141,10 @@ def _propose(draft: PassModel, batch: RaggedBatch, rule: TokenRule) -> torch.Ten
         else:
             rows = rows[batch.num_drafted[rows] > column] if draft.ragged else rows
             logits = _next_logits(draft, batch, rows, drafted[:, column - 1], column)
-        drafted[:, column] = rule.propose(_spread(logits, rows, num_rows), drafted[:, :column])
+        if isinstance(rule, HostRule) and len(logits) == len(rows):
+            drafted[torch.from_numpy(rows), column] = torch.from_numpy(rule.draft(on_host(logits), rows, column))
+        else:
+            drafted[:, column] = rule.propose(_spread(logits, rows, num_rows), drafted[:, :column])
     return drafted
 
 

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from speclen.worker.backends.passes import HostModel, PassModel, PassPart, StepRows
+from speclen.worker.engine.logprobs import RowLogits
+from speclen.worker.sampling.host import HostRule, places_of
 from speclen.worker.sampling.rules import TokenRule
-from speclen.worker.sampling.verification import num_leading
 
 # num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1; then the target's
-# logits: [b, k + 1, vocab], and [1, 1, vocab] after each of the prompts.
-StepOutcome: TypeAlias = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+# logits: of every row, [its proposals + 1 or more, vocab], and [1, 1, vocab] after each of the prompts.
+StepOutcome: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowLogits, list[torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -61,32 +62,37 @@ def speculative_step(
 
     pending = batch.recent_ids[:, -1:]
     ids = torch.cat([pending, draft_ids], dim=1) if length else pending
-    logits = target.forward([PassPart(rows, ids, num_logits=length + 1, column=width - 1), *prompts])
-    num_accepted, tokens = rule.decide(logits[0], draft_ids, batch.caps)
-    return num_accepted, tokens, logits
+    logits, *prompt_logits = target.forward([PassPart(rows, ids, num_logits=length + 1, column=width - 1), *prompts])
+    num_accepted, tokens = rule.decide(logits, draft_ids, batch.caps)
+    return num_accepted, tokens, logits, prompt_logits
 
 
-def greedy_step(
-    target: HostModel, draft: HostModel | None, num_tokens: np.ndarray, recent_ids: np.ndarray, length: int
+def host_step(
+    target: HostModel,
+    draft: HostModel | None,
+    num_tokens: np.ndarray,
+    recent_ids: np.ndarray,
+    length: int,
+    rule: HostRule,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The speculative step of rows that are all greedy and draft equally far, where logits are arrays: without torch.
+    """The speculative step of rows that all draft equally far, where logits are arrays: without torch.
 
     After a pass the caches hold weights, and what runs next comes from memory again: of torch that is far more than of
     numpy. num_tokens: [b], recent_ids: [b, w]: as in StepBatch. Returns StepOutcome's num_accepted and tokens.
     """
     num_rows, width = recent_ids.shape
-    rows = StepRows(num_tokens - width, width + length, target.device)
+    rows, every = StepRows(num_tokens - width, width + length, target.device), np.arange(num_rows)
     fed = np.empty((num_rows, 1 + length), np.int64)
     fed[:, 0] = recent_ids[:, -1]
     ids, column = recent_ids, 0
     for drafted in range(1, length + 1):
         assert draft is not None
-        fed[:, drafted] = draft.host_logits(rows, ids, 1, column)[:, 0].argmax(-1)
+        fed[:, drafted] = rule.draft(draft.host_logits(rows, ids, 1, column)[:, 0], every, drafted - 1)
         column += ids.shape[1]
         ids = fed[:, drafted : drafted + 1]
-    chosen = target.host_logits(rows, fed, length + 1, width - 1).argmax(-1)
-    num_accepted = num_leading(fed[:, 1:] == chosen[:, :-1]) if length else np.zeros(num_rows, np.int64)
-    return num_accepted, chosen
+    logits = target.host_logits(rows, fed, length + 1, width - 1)
+    num_proposed = np.full(num_rows, length)
+    return rule.verify(logits.reshape(fed.size, -1), *places_of(num_proposed), fed[:, 1:], num_proposed)
 
 
 def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch.Tensor, rule: TokenRule) -> None:

@@ -14,12 +14,13 @@ import torch
 
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
 from speclen.worker.engine.length_chooser import StepFlag
-from speclen.worker.engine.logprobs import token_logprobs
+from speclen.worker.engine.logprobs import RowLogits, token_logprobs
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
-from speclen.worker.engine.speculative import StepOutcome, greedy_step, host_models, new_tokens, speculative_step
+from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, new_tokens, speculative_step
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan, make_batch
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
+from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import BatchSampling, GreedyRule, SamplingRule, TokenRule
 
 # A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
@@ -52,7 +53,6 @@ class StepRunner:
         self._generator = generator
         self._device = target.device
         self._hosts = host_models(target, draft)
-        self._greedy = GreedyRule()
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
         self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
@@ -111,13 +111,14 @@ class StepRunner:
             plan.copies is not None and plan.copies.plan.draft_length > 0
         )
         prompt_logits: list[torch.Tensor] = []
-        if not prompts and self._is_simple(plan):
-            new = self._host_step(plan, tokens.flags)
+        rule = self._step_rule(plan)
+        if not prompts and isinstance(rule, HostRule) and self._is_even(plan):
+            new = self._host_step(plan, tokens.flags, rule)
             tokens.logprobs += [None] * len(plan.rows)
             num_columns = plan.speculation_length + 1
         else:
             take = self._ragged_step if self._is_ragged(plan) else self._even_step
-            num_accepted, ids, (logits, *prompt_logits) = take(plan, prompts, tokens.flags)
+            num_accepted, ids, logits, prompt_logits = take(plan, prompts, tokens.flags, rule)
             tokens.logprobs += self._logprobs(plan.rows, logits, ids)
             new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
         tokens.ids += new
@@ -134,38 +135,38 @@ class StepRunner:
         copied = plan.copies is not None and any(plan.copies.found)
         return copied or (plan.is_mixed and self.target.ragged)
 
-    def _is_simple(self, plan: StepPlan) -> bool:
-        """Whether `greedy_step` does what the plan says."""
-        if self._hosts is None or plan.is_mixed or self._is_ragged(plan):
-            return False
-        plain = self._batch_rule(plan.rows) is self._greedy
-        return plain and all(row.request.sampling.logprobs is None for row in plan.rows)
+    def _is_even(self, plan: StepPlan) -> bool:
+        """Whether `host_step` does what the plan says."""
+        even = self._hosts is not None and not plan.is_mixed and not self._is_ragged(plan)
+        return even and all(row.request.sampling.logprobs is None for row in plan.rows)
 
-    def _host_step(self, plan: StepPlan, flags: set[StepFlag]) -> list[list[int]]:
+    def _host_step(self, plan: StepPlan, flags: set[StepFlag], rule: HostRule) -> list[list[int]]:
         """Each row's new tokens."""
         assert self._hosts is not None
         width = self._catch_up(plan, flags) if plan.speculation_length else 1
         num_tokens = np.array([len(row.tokens) for row in plan.rows])
         recent_ids = np.array([row.tokens[-width:] for row in plan.rows])
-        return new_tokens(*greedy_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length))
+        return new_tokens(*host_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length, rule))
 
-    def _even_step(self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag]) -> StepOutcome:
+    def _even_step(
+        self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
+    ) -> StepOutcome:
         """A step whose rows all propose the same number of tokens, or are treated as if."""
         length = plan.speculation_length
         width = self._catch_up(plan, flags) if length else 1
         batch = make_batch(plan, width, self._device)
-        return speculative_step(self.target, self.draft, batch, length, self._batch_rule(plan.rows), prompts)
+        return speculative_step(self.target, self.draft, batch, length, rule, prompts)
 
-    def _ragged_step(self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag]) -> StepOutcome:
+    def _ragged_step(
+        self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
+    ) -> StepOutcome:
         """A step whose rows propose different numbers of tokens."""
         drafting = [row for row, length in zip(plan.rows, plan.draft_lengths, strict=True) if length]
         behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
         if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
             flags.add(StepFlag.CATCH_UP)
             self._feed_missing(drafting)
-        batch = make_ragged_batch(plan)
-        rule = self._batch_rule(plan.rows, torch.from_numpy(batch.num_copied).to(self._device))
-        return ragged_step(self.target, self.draft, batch, rule, prompts)
+        return ragged_step(self.target, self.draft, make_ragged_batch(plan), rule, prompts)
 
     def _num_first_uses(self) -> int:
         return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
@@ -237,24 +238,28 @@ class StepRunner:
 
     # Choosing.
 
-    def _batch_rule(self, rows: list[SequenceState], num_copied: torch.Tensor | None = None) -> TokenRule:
-        """How the rows choose their tokens. Of its own for every try of a step, since a rule keeps what was drafted."""
-        if rows != self._sampled_rows:
-            self._sampling = BatchSampling([row.sampling for row in rows], self._device)
-            self._sampled_rows = rows
-        return self._rule(self._sampling, rows, num_copied)
+    def _step_rule(self, plan: StepPlan) -> TokenRule:
+        """How the plan's rows choose their tokens. Of its own for every try of a step: a rule keeps what was drafted."""
+        if plan.rows != self._sampled_rows:
+            self._sampling = BatchSampling([row.sampling for row in plan.rows], self._device)
+            self._sampled_rows = plan.rows
+        num_copied = np.array(plan.num_copied) if self._is_ragged(plan) else None
+        return self._rule(self._sampling, plan.rows, num_copied)
 
     def _rule(
-        self, sampling: BatchSampling, rows: Sequence[SequenceState], num_copied: torch.Tensor | None = None
+        self, sampling: BatchSampling, rows: Sequence[SequenceState], num_copied: np.ndarray | None = None
     ) -> TokenRule:
+        positions = [row.num_output_tokens for row in rows]
+        if sampling.on_host:
+            return sampling.host_rule(np.array(positions), self._generator, num_copied)
         if sampling.is_plain_greedy:
-            return GreedyRule(sampling.grammars()) if sampling.has_grammars else self._greedy
-        positions = torch.tensor([row.num_output_tokens for row in rows], device=self._device)
-        return SamplingRule(sampling, positions, self._generator, num_copied)
+            return GreedyRule(sampling.grammars())
+        copied = None if num_copied is None else torch.from_numpy(num_copied).to(self._device)
+        return SamplingRule(sampling, torch.tensor(positions, device=self._device), self._generator, copied)
 
     @staticmethod
     def _logprobs(
-        rows: Sequence[SequenceState], logits: torch.Tensor, ids: torch.Tensor
+        rows: Sequence[SequenceState], logits: RowLogits, ids: torch.Tensor
     ) -> list[list[TokenLogprobs] | None]:
         wanted = [(at, row.request.sampling.logprobs) for at, row in enumerate(rows)]
         if all(k is None for _, k in wanted):

@@ -23,7 +23,9 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     which is fine-grained there.
     """
     if keys.device.type == "cpu":
-        return torch.from_numpy(_exponential_on_cpu(keys.numpy(), positions.numpy(), vocab_size))
+        every = np.broadcast_to(keys.numpy()[:, None], positions.shape).ravel()
+        on_host = exponential_on_host(every, positions.numpy().ravel(), vocab_size)
+        return torch.from_numpy(on_host).unflatten(0, tuple(positions.shape))
     rows = _mix_tensor(keys[:, None] + positions * _signed(_GOLDEN))
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)
     bits = _mix_tensor(rows[:, :, None] + counters)
@@ -31,26 +33,27 @@ def exponential(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) ->
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
 
 
-def _exponential_on_cpu(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The same by numpy, which has unsigned numbers, works in place, and does not wait for other threads.
+def exponential_on_host(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The same for n pairs of a key and a position, int64: [n, vocab_size]. By numpy, whose numbers are unsigned.
 
-    A few distributions at a time, whose numbers then stay in the cache.
+    Worked on in pieces that stay in the cache, so that a large vocabulary costs no more per token than a small one.
     """
-    golden, found = np.uint64(_GOLDEN), np.empty((positions.size, vocab_size), np.float32)
-    rows = _mix_array(keys.astype(np.uint64)[:, None] + positions.astype(np.uint64) * golden).ravel()
+    golden, found = np.uint64(_GOLDEN), np.empty((len(keys), vocab_size), np.float32)
+    rows = _mix_array(keys.astype(np.uint64) + positions.astype(np.uint64) * golden)
+    num_rows, num_tokens = max(1, CACHED // vocab_size), min(vocab_size, CACHED)
     counters = np.arange(1, vocab_size + 1, dtype=np.uint64) * golden
-    at_a_time = max(1, CACHED // vocab_size)
-    for start in range(0, len(rows), at_a_time):
-        bits = _mix_array(rows[start : start + at_a_time, None] + counters)
-        bits >>= np.uint64(11)
-        uniform = bits.astype(np.float32)
-        uniform += np.float32(0.5)
-        uniform *= np.float32(2.0**-53)
-        np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
-        np.negative(uniform, out=uniform)
-        np.log1p(uniform, out=uniform)
-        np.negative(uniform, out=found[start : start + at_a_time])
-    return found.reshape(*positions.shape, vocab_size)
+    for row in range(0, len(rows), num_rows):
+        for token in range(0, vocab_size, num_tokens):
+            bits = _mix_array(rows[row : row + num_rows, None] + counters[token : token + num_tokens])
+            bits >>= np.uint64(11)
+            uniform = bits.astype(np.float32)
+            uniform += np.float32(0.5)
+            uniform *= np.float32(2.0**-53)
+            np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
+            np.negative(uniform, out=uniform)
+            np.log1p(uniform, out=uniform)
+            np.negative(uniform, out=found[row : row + num_rows, token : token + num_tokens])
+    return found
 
 
 def _mix_array(value: np.ndarray) -> np.ndarray:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from speclen.worker.sampling import noise
 from speclen.worker.sampling.grammar import GrammarState, StepGrammars
+from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.logits import LogitEdits, RowEdits
 from speclen.worker.sampling.verification import accept_matching, choose, distribution, most_likely, verify
 
@@ -30,6 +32,12 @@ class RowSampling:
     def is_plain_greedy(self) -> bool:
         """Whether the token is simply the largest logit, of those that a grammar allows."""
         return self.temperature == 0 and self.edits is None
+
+    @property
+    def is_unrestricted(self) -> bool:
+        """Whether all tokens may come, with the probabilities that the temperature gives them, or the most likely one."""
+        every = self.top_k == 0 and self.top_p >= 1 and self.min_p <= 0
+        return not self.looks_back and (self.temperature == 0 or every)
 
     @property
     def looks_back(self) -> bool:
@@ -100,6 +108,14 @@ class BatchSampling:
         self.any_matching, self.all_matching = any(matching), all(matching)
         self.has_edits = any(row.edits is not None for row in rows)
         self.has_grammars = any(row.grammar is not None for row in rows)
+        self.on_host = device.type == "cpu" and all(row.is_unrestricted for row in rows)
+
+    def host_rule(
+        self, positions: np.ndarray, generator: torch.Generator | None, num_copied: np.ndarray | None = None
+    ) -> HostRule:
+        """For rows that are `on_host`; arguments as HostRule has them."""
+        keys, seeded = self.keys.numpy(), self.seeded.numpy()
+        return HostRule(self.temperature.numpy(), keys, seeded, positions, generator, num_copied)
 
     def grammars(self) -> StepGrammars | None:
         """Those of the rows, for one step; None where no row has any."""

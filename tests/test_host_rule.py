@@ -1,0 +1,106 @@
+"""The rule of the host gives every row the tokens that the rule for rows of all kinds gives it, and draws no noise twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from speclen.worker.sampling import noise
+from speclen.worker.sampling.host import HostRule
+from speclen.worker.sampling.noise import make_key
+from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
+
+VOCAB, ROWS, K = 40, 60, 4
+CPU = torch.device("cpu")
+
+
+def batch_of(seeded: bool = True) -> BatchSampling:
+    """Rows of several temperatures, greedy ones among them."""
+    temperatures = [0.0, 0.5, 1.0, 1e-9]
+    keys = [make_key(row, 0) if seeded else None for row in range(ROWS)]
+    return BatchSampling([RowSampling(temperatures[row % 4], key=key) for row, key in enumerate(keys)], CPU)
+
+
+def logits_of(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3.0
+
+
+def both(batch: BatchSampling, num_copied: np.ndarray | None = None) -> tuple[HostRule, SamplingRule]:
+    positions, generator = np.arange(ROWS) % 7, torch.Generator().manual_seed(0)
+    copied = None if num_copied is None else torch.from_numpy(num_copied)
+    host = batch.host_rule(positions, generator, num_copied)
+    return host, SamplingRule(batch, torch.from_numpy(positions), generator, copied)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("copies", [False, True])
+def test_drafts_and_decisions_are_those_of_the_rule_for_all_rows(copies: bool, dtype: torch.dtype) -> None:
+    num_copied = np.arange(ROWS) % 3 if copies else None
+    host, general = both(batch_of(), num_copied)
+    ids = torch.zeros(ROWS, 0, dtype=torch.long)
+    for column in range(K):
+        logits = logits_of(column, ROWS, 1).to(dtype)
+        proposed = host.propose(logits, ids)
+        assert torch.equal(proposed, general.propose(logits, ids))
+        ids = torch.cat([ids, proposed[:, None]], dim=1)
+    for caps in (None, torch.arange(ROWS) % (K + 1)):
+        logits = logits_of(9, ROWS, K + 1).to(dtype)
+        (accepted, tokens), (expected, wanted) = host.decide(logits, ids, caps), general.decide(logits, ids, caps)
+        assert torch.equal(accepted, expected)
+        for row, count in enumerate(accepted.tolist()):
+            assert tokens[row, : count + 1].tolist() == wanted[row, : count + 1].tolist()
+
+
+def test_rows_that_draft_alone_propose_what_they_propose_among_others() -> None:
+    host, _ = both(batch_of(), np.arange(ROWS) % 3)
+    logits, some = logits_of(5, ROWS, 1), np.arange(1, ROWS, 3)
+    everybody = host.propose(logits, torch.zeros(ROWS, 2, dtype=torch.long))
+    assert np.array_equal(host.draft(logits[some, 0].numpy(), some, 2), everybody[some].numpy())
+
+
+def test_what_was_not_proposed_is_not_looked_at() -> None:
+    """Nor would what the model made of it matter: behind a row's cap nothing but NaN."""
+    for seeded in (True, False):
+        batch, caps = batch_of(seeded), torch.arange(ROWS) % (K + 1)
+        logits = logits_of(4, ROWS, K + 1)
+        logits[torch.arange(K + 1) > caps[:, None]] = torch.nan
+        ids = torch.randint(VOCAB, (ROWS, K), generator=torch.Generator().manual_seed(3))
+        accepted, tokens = both(batch)[0].decide(logits, ids, caps)
+        assert (accepted <= caps).all()
+        assert tokens.min() >= 0
+        assert tokens.max() < VOCAB
+
+
+def test_numbers_that_are_none_give_some_token() -> None:
+    """A broken model's logits: no index beyond the vocabulary, which would end the step for everybody."""
+    host, _ = both(batch_of(seeded=False))
+    logits = torch.full((ROWS, K + 1, VOCAB), torch.nan)
+    _, tokens = host.decide(logits, torch.zeros(ROWS, K, dtype=torch.long), None)
+    assert tokens.max() < VOCAB
+
+
+def test_noise_of_a_draft_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = 0
+    original = noise.exponential_on_host
+
+    def counted(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> np.ndarray:
+        nonlocal drawn
+        drawn += len(keys)
+        return original(keys, positions, vocab_size)
+
+    monkeypatch.setattr(noise, "exponential_on_host", counted)
+    host, _ = both(batch_of())
+    ids = torch.zeros(ROWS, 0, dtype=torch.long)
+    for column in range(K):
+        ids = torch.cat([ids, host.propose(logits_of(column, ROWS, 1), ids)[:, None]], dim=1)
+    host.decide(logits_of(9, ROWS, K + 1), ids, None)
+    assert drawn == ROWS * 3 // 4 * (K + 1), "for every place of every row that samples"
+
+
+def test_a_large_vocabulary_is_worked_on_in_pieces_with_the_same_numbers() -> None:
+    keys, positions = np.array([make_key(1, 0), make_key(2, 0)]), np.array([5, 6])
+    large = noise.exponential_on_host(keys, positions, 3 * noise.CACHED + 5)
+    assert np.array_equal(large[:, :VOCAB], noise.exponential_on_host(keys, positions, VOCAB))
+    last = noise.exponential(torch.from_numpy(keys[1:]), torch.from_numpy(positions[1:, None]), 3 * noise.CACHED + 5)
+    assert np.array_equal(large[1], last[0, 0].numpy())

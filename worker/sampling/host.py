@@ -1,0 +1,177 @@
+"""How rows choose whose tokens may be any, with the probabilities that their temperature gives. On the host and in numpy.
+
+Both ways to accept drafts are here as in `verification`, for one distribution after the other: what nobody proposed is not
+looked at, nor what lies behind a token that was rejected; noise that a draft was drawn with is drawn once. For rows of all
+kinds, on any device, there is `rules.SamplingRule`: it gives rows with seeds and greedy ones the same tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from speclen.worker.sampling import noise
+from speclen.worker.sampling.verification import num_leading
+
+MIN_TEMPERATURE = 1e-6  # below it the division could overflow, and nothing but the most likely token is left anyway
+
+
+class HostRule:
+    """A `TokenRule` for one step.
+
+    temperatures: [rows], 0 for the most likely token; positions: [rows], how many tokens were put out before the step;
+    keys: [rows], int64, of `noise`, for rows that are `seeded`; the others draw from the generator. num_copied: [rows], the
+    first tokens of each row's proposal that were copied, after which the draft model goes on; None for none.
+    """
+
+    def __init__(
+        self,
+        temperatures: np.ndarray,
+        keys: np.ndarray,
+        seeded: np.ndarray,
+        positions: np.ndarray,
+        generator: torch.Generator | None,
+        num_copied: np.ndarray | None = None,
+    ) -> None:
+        self._temperatures = np.maximum(temperatures, MIN_TEMPERATURE).astype(np.float32)
+        self._races, self._draws = (temperatures > 0) & seeded, (temperatures > 0) & ~seeded
+        self._any_races, self._any_draws = bool(self._races.any()), bool(self._draws.any())
+        self._keys, self._positions, self._generator = keys, positions, generator
+        self._num_copied = np.zeros(len(keys), np.int64) if num_copied is None else num_copied
+        # By row and place after its output:
+        self._noise: dict[tuple[int, int], np.ndarray] = {}
+        self._drawn_from: dict[tuple[int, int], tuple[np.ndarray, float]] = {}  # scores of the draft, and their sum
+
+    def draft(self, logits: np.ndarray, rows: np.ndarray, num_drafted: int) -> np.ndarray:
+        """Draft tokens [n] of some rows, each of which has drafted so many. logits: [n, vocab]."""
+        ahead = self._num_copied[rows] + num_drafted
+        ids = self._choose(logits, rows, ahead)
+        if self._any_draws:
+            (drawing,) = np.nonzero(self._draws[rows])
+            uniform = self._uniform(len(drawing))
+            for at, share in zip(drawing.tolist(), uniform, strict=True):
+                scores = self._scores(logits[at], rows[at])
+                ids[at], total = _drawn(scores, share)
+                self._drawn_from[int(rows[at]), int(ahead[at])] = scores, total
+        return ids
+
+    def verify(
+        self, logits: np.ndarray, rows: np.ndarray, columns: np.ndarray, proposed: np.ndarray, num_proposed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Accepted lengths [b], and tokens [b, k + 1] of which row r's first accepted + 1 are its output.
+
+        logits: [n, vocab], row after row: what follows columns[i] of the proposed tokens [b, k] of rows[i]; row r proposes
+        the first num_proposed[r] of them.
+        """
+        tokens = np.zeros((len(proposed), proposed.shape[1] + 1), np.int64)
+        tokens[rows, columns] = self._choose(logits, rows, columns)
+        agree = (tokens[:, :-1] == proposed) & (np.arange(proposed.shape[1]) < num_proposed[:, None])
+        num_accepted = num_leading(agree)
+        if self._any_draws:
+            shares = self._uniform(len(rows))
+            begins = rows.searchsorted(np.arange(len(proposed) + 1)).tolist()
+            for row in np.nonzero(self._draws)[0].tolist():
+                mine = slice(begins[row], begins[row + 1])
+                num_accepted[row], following = self._accept(row, logits[mine], proposed[row], shares[mine])
+                tokens[row, : num_accepted[row]] = proposed[row, : num_accepted[row]]
+                tokens[row, num_accepted[row]] = following
+        return num_accepted, tokens
+
+    def _choose(self, logits: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """The largest logit, or for rows with seeds what wins the race; of rows that draw the first, too."""
+        ids = logits.argmax(-1)
+        if self._any_races:
+            (racing,) = np.nonzero(self._races[rows])
+            if len(racing):
+                scores = logits[racing]
+                scores -= logits[racing, ids[racing], None]
+                ids[racing] = self._race(scores, rows[racing], ahead[racing])
+        return ids
+
+    def _race(self, scores: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """argmax of probabilities over Exp(1) noise; that they are not normalised changes nothing.
+
+        scores: logits below the largest, [n, vocab], written over.
+        """
+        scores /= self._temperatures[rows, None]
+        np.exp(scores, out=scores)
+        places = list(zip(rows.tolist(), ahead.tolist(), strict=True))
+        new = [at for at, place in enumerate(places) if place not in self._noise]
+        if new:
+            positions = self._positions[rows[new]] + ahead[new]
+            drawn = noise.exponential_on_host(self._keys[rows[new]], positions, scores.shape[-1])
+            self._noise.update(zip([places[at] for at in new], drawn, strict=True))
+        for score, place in zip(scores, places, strict=True):
+            score /= self._noise[place]
+        return scores.argmax(-1)
+
+    def _accept(self, row: int, logits: np.ndarray, proposed: np.ndarray, shares: list[float]) -> tuple[int, int]:
+        """How many of a row's proposals are accepted by rejection sampling, and the token that follows.
+
+        As `verification.verify`; a copied token is one that was drawn from a distribution with nothing else in it. logits:
+        [proposals + 1, vocab]; shares: as many numbers in [0, 1).
+        """
+        num_proposed = len(logits) - 1
+        for column in range(num_proposed):
+            scores, token = self._scores(logits[column], row), int(proposed[column])
+            total = float(scores.sum(dtype=np.float64))
+            drafted = self._drawn_from.get((row, column))
+            likely = float(scores[token]) / total
+            if shares[column] < (likely if drafted is None else likely * drafted[1] / float(drafted[0][token])):
+                continue
+            if drafted is None:
+                left = scores.copy()
+                left[token] = 0.0
+            else:
+                left = np.maximum(scores - drafted[0] * np.float32(total / drafted[1]), 0.0)
+            # Where both distributions agree to rounding, nothing may be left: then the target itself is right.
+            return column, _drawn(left if left.any() else scores, shares[-1])[0]
+        return num_proposed, _drawn(self._scores(logits[-1], row), shares[-1])[0]
+
+    def _scores(self, logits: np.ndarray, row: int) -> np.ndarray:
+        """Probabilities over that of the most likely token."""
+        scores = logits - logits.max()
+        scores /= self._temperatures[row]
+        return np.exp(scores, out=scores)
+
+    def _uniform(self, count: int) -> list[float]:
+        drawn: list[float] = torch.rand(count, generator=self._generator, dtype=torch.float64).tolist()
+        return drawn
+
+    # As TokenRule, which speaks of tensors.
+
+    def propose(self, logits: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
+        """As TokenRule."""
+        return torch.from_numpy(self.draft(on_host(logits[:, 0]), np.arange(len(logits)), draft_ids.shape[1]))
+
+    def decide(
+        self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As TokenRule; tokens beyond a row's cap mean nothing."""
+        num_rows, length = draft_ids.shape
+        num_proposed = np.full(num_rows, length) if caps is None else np.minimum(caps.numpy(), length)
+        rows, columns = places_of(num_proposed)
+        flat = logits.flatten(0, 1) if caps is None else logits[torch.from_numpy(rows), torch.from_numpy(columns)]
+        num_accepted, tokens = self.verify(on_host(flat), rows, columns, draft_ids.numpy(), num_proposed)
+        return torch.from_numpy(num_accepted), torch.from_numpy(tokens)
+
+
+def places_of(num_proposed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of every distribution that follows a row's pending token or one of its proposals, row after row."""
+    counts = num_proposed + 1
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
+
+
+def on_host(logits: torch.Tensor) -> np.ndarray:
+    """numpy knows no bfloat16, and is slow with float16."""
+    array: np.ndarray = (logits.float() if logits.itemsize == 2 else logits).numpy()
+    return array
+
+
+def _drawn(scores: np.ndarray, share: float) -> tuple[int, float]:
+    """The token at a share, in [0, 1), of the scores' sum; and the sum. Scores: some above 0."""
+    sums = scores.cumsum(dtype=np.float64)
+    total = float(sums[-1])
+    token = int(sums.searchsorted(min(share * total, np.nextafter(total, 0.0)), side="right"))
+    return min(token, len(scores) - 1), total  # beyond the last where the model gave no numbers
