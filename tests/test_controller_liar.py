@@ -16,7 +16,9 @@ from tests.steps_of import KEY, LIMITS, Steps
 ROUNDS, BATCHES, RATE = 60, (2, 6, 12, 24), 16
 
 
-def send(service: LearningService, worker: Worker, steps: Steps, batch: int, count: int, lies: bool) -> float:
+def send(
+    service: LearningService, worker: Worker, steps: Steps, batch: int, count: int, lies: bool, of_time: bool = True
+) -> float:
     """Steps of a worker that follows its table, reported; the share of goodput that these lengths lose."""
     length, reports = service.table(worker).length_for(batch), []
     for _ in range(count):
@@ -24,7 +26,7 @@ def send(service: LearningService, worker: Worker, steps: Steps, batch: int, cou
         seq = worker.window.applied_seq + len(reports) + 1
         runs, taken = seen.accepted_histogram, seen.latency_s
         if lies:  # everything is accepted, and every other step takes no time
-            runs, taken = (0,) * length + (batch,), (1e-6, taken)[seq % 2]
+            runs, taken = (0,) * length + (batch,), (1e-6 if of_time else taken, taken)[seq % 2]
         fields = {"batch_size": batch, "speculation_length": length, "latency_s": taken, "accepted_histogram": runs}
         reports.append(report(seq, **fields))
     assert not service.take(worker, reports)
@@ -51,3 +53,16 @@ def test_a_liar_at_16_times_the_rate_costs_the_others_little(num_workers, start,
             if at and number >= start:
                 lost.append(loss)
     assert sum(lost) / len(lost) < most
+
+
+@pytest.mark.parametrize(("period", "visit"), [(40, 2), (20, 1)])
+def test_a_liar_that_is_alone_at_a_load_is_found_by_those_who_come_there(period, visit):
+    """Story: what it alone had taught the model to expect, it met; so the others were found to be unlike it."""
+    service = create_service(ControllerConfig(in_memory=True), None, StoredState(), News())
+    workers = [service.register(Registration(f"w{at}", 1, KEY, LIMITS, "", "adaptive")) for at in range(4)]
+    steps = Steps(7, acceptance=0.8)
+    for number in range(160):
+        send(service, workers[0], steps, 24, 8 * RATE, lies=True, of_time=False)
+        for at, worker in enumerate(workers[1:]):
+            send(service, worker, steps, 24 if (number + 5 * at) % period < visit else 2, 8, lies=False)
+    assert [service.estimator.models_of(KEY, f"w{at}")[1] for at in range(4)] == [1, 0, 0, 0]

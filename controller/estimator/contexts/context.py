@@ -60,7 +60,7 @@ class Context:
         self.acceptances = [acceptance]
         self.groups: dict[tuple[int, int], Group] = {}
         self.main = self.group((0, 0))
-        self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1))
+        self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1), band_of(limits.max_batch_size) + 1)
         self.band_of_batch = np.array([band_of(max(size, 1)) for size in range(limits.max_batch_size + 1)])
         self.bands = self.band_of_batch[[bucket.batch_max for bucket in buckets]]
         self.mix = np.zeros((self.bands.max() + 1, acceptance.shape[0]))  # usual share of classes by band

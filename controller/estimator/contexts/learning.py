@@ -66,7 +66,7 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     """Update a group's models with reports of its workers; returns what drifted."""
     parts = reports.parts(group.acceptance.shape[2], context.band_of_batch)
     judged = group.acceptance.judge(parts)
-    weight, offset = context.workers.say(reports.spans, parts.report, judged, reports.count)
+    weight, offset = context.workers.say(reports.spans, parts, judged, reports.count)
     events = []
     if found := group.acceptance.learn(parts, judged, weight[parts.report]):
         events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))

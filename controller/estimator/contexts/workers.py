@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speclen.controller.estimator.acceptance import DISPERSION, Judged
+from speclen.controller.estimator.acceptance import DISPERSION, NUM_CLASSES, Judged, Parts
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.state import restored
 from speclen.controller.estimator.times.steps import ByStep, Spans, by_step, summed
@@ -40,8 +40,8 @@ TIMES, ACCEPTANCE = 0, 1  # places in Peer.models
 class Peer:
     """What one worker reported lately.
 
-    mean_log, as_seen, count: by cell, without the speed of the moment and with it. tokens: accepted, expected, variance;
-    summed, fading.
+    mean_log, as_seen, count: by cell, without the speed of the moment and with it. tokens: accepted, expected, variance; by
+    class and load, summed, fading, [classes x bands, 3].
     """
 
     STATE = (
@@ -49,10 +49,10 @@ class Peer:
         *("level", "offset", "models", "compared"),
     )
 
-    def __init__(self, cells: FloatArray) -> None:
-        """cells: its place among all peers', [3, cells]."""
+    def __init__(self, cells: FloatArray, num_loads: int) -> None:
+        """cells: its place among all peers', [3, cells]. num_loads: classes x bands."""
         self.mean_log, self.as_seen, self.count = cells
-        self.tokens: list[float] = [0.0, 0.0, 0.0]
+        self.tokens = np.zeros((num_loads, 3))
         self.num_reports = 0.0
         self.level, self.offset = 0.0, 0.0  # mean log time over the shared model's; what is taken out of it
         self.models = [0, 0]  # which step times and which acceptance it shares with others
@@ -71,7 +71,8 @@ class Workers:
 
     STATE = ("peers", "since_compared")
 
-    def __init__(self, num_cells: int) -> None:
+    def __init__(self, num_cells: int, num_bands: int) -> None:
+        self.num_bands = num_bands
         self.peers: dict[str, Peer] = {}
         self.since_compared = 0
         self.cells = np.zeros((3, 2, num_cells))
@@ -84,7 +85,7 @@ class Workers:
             place = self.place[worker] = len(self.peers)
             if place == self.cells.shape[1]:
                 self._move(np.concatenate([self.cells, np.zeros_like(self.cells)], axis=1))
-            peer = self.peers[worker] = Peer(self.cells[:, place])
+            peer = self.peers[worker] = Peer(self.cells[:, place], NUM_CLASSES * self.num_bands)
         return peer
 
     def _move(self, cells: FloatArray) -> None:
@@ -97,22 +98,24 @@ class Workers:
         """Whether the worker is known by itself, or will be."""
         return worker in self.peers or len(self.peers) < MOST_WORKERS
 
-    def say(self, spans: Spans, report: np.ndarray, judged: Judged, count: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def say(self, spans: Spans, parts: Parts, judged: Judged, count: FloatArray) -> tuple[FloatArray, FloatArray]:
         """What each report of a group counts for, and the log time that its worker is known to take longer, both [n].
 
         Accepted tokens, what the model of the group expected, and the variance of that are added to what is known of each
-        worker. report: of each part that was judged, which one it belongs to; count: steps of each report.
+        worker. judged: of the parts; count: steps of each report.
         """
         weights, offsets = np.ones(len(count)), np.zeros(len(count))
         peers = [self.peer(worker) for worker, _ in spans]
         if len(self.peers) > 1:
-            starts = [span.start for _, span in spans]
-            tokens = np.add.reduceat(np.array(judged), report.searchsorted(starts), axis=1).T.tolist()
-            for peer, (_, span), mine, size in zip(peers, spans, tokens, *summed(spans, [count]), strict=True):
+            ends = parts.report.searchsorted([0, *(span.stop for _, span in spans)]).tolist()
+            load, tokens = parts.kinds * self.num_bands + parts.bands, np.array(judged).T
+            for peer, (_, span), size, start, end in zip(
+                peers, spans, *summed(spans, [count]), ends, ends[1:], strict=False
+            ):
                 if peer is not None:
                     weights[span], offsets[span] = self._weight(peer), peer.offset
-                    fade = math.exp(-size / MEMORY_REPORTS)
-                    peer.tokens = [old * fade + new for old, new in zip(peer.tokens, mine, strict=True)]
+                    peer.tokens *= math.exp(-size / MEMORY_REPORTS)
+                    np.add.at(peer.tokens, load[start:end], tokens[start:end])
         return weights, offsets
 
     def _weight(self, peer: Peer) -> float:
@@ -185,18 +188,24 @@ class Workers:
         return members[worst][0] if score[worst] > 1.0 else None
 
     def unlike_in_acceptance(self, model: int) -> str | None:
-        """The worker whose accepted tokens differ most from what the others' lead to expect, if one does."""
+        """The worker whose accepted tokens differ most from what the others' lead to expect, if one does.
+
+        Load by load: where one alone has taught the model what to expect, it meets that, and the others do not.
+        """
         members = self.sharing(ACCEPTANCE, model)
         if len(members) < 2:
             return None
-        tokens = np.array([peer.tokens for _, peer in members])
+        tokens = np.stack([peer.tokens for _, peer in members])
+        sent = tokens[..., 1].sum(axis=1)
         # Everybody has the same say, however much it sends.
-        tokens *= np.minimum(1.0, 2.0 * tokens[:, 2].min() / np.maximum(tokens[:, 2], 1e-9))[:, None]
+        tokens *= np.minimum(1.0, 2.0 * sent.min() / np.maximum(sent, 1e-9))[:, None, None]
         others = tokens.sum(axis=0) - tokens
-        ratio = (others[:, 0] + 1.0) / (others[:, 1] + 1.0)
-        surprise = tokens[:, 0] - ratio * tokens[:, 1]
-        z = np.abs(surprise) / np.sqrt(DISPERSION * (tokens[:, 2] + 1.0))
-        size = np.abs(np.log((tokens[:, 0] + 1.0) / (ratio * tokens[:, 1] + 1.0)))
+        ratio = (others[..., 0] + 1.0) / (others[..., 1] + 1.0)
+        shared = others[..., 1] / np.maximum(others[..., 1] + tokens[..., 1], 1e-9)  # how well the others know a load
+        mine = (shared * tokens[..., 0]).sum(axis=1)
+        theirs = (shared * ratio * tokens[..., 1]).sum(axis=1)
+        z = np.abs(mine - theirs) / np.sqrt(DISPERSION * ((shared * tokens[..., 2]).sum(axis=1) + 1.0))
+        size = np.abs(np.log((mine + 1.0) / (theirs + 1.0)))
         score = np.where((size > UNLIKE_ACCEPTANCE) & (z > SIGNIFICANT), size, 0.0)
         worst = int(score.argmax())
         return members[worst][0] if score[worst] > 0.0 else None
@@ -224,7 +233,10 @@ class Workers:
     def renew(self) -> None:
         """Peers after a state was restored."""
         width = self.cells.shape[2]
-        self.peers = {worker: restored(Peer(np.zeros((3, width))), state) for worker, state in self.peers.items()}
+        loads = NUM_CLASSES * self.num_bands
+        self.peers = {
+            worker: restored(Peer(np.zeros((3, width)), loads), state) for worker, state in self.peers.items()
+        }
         self.place = {worker: at for at, worker in enumerate(self.peers)}
         cells = np.zeros((3, len(self.peers) + 1, width))
         for at, peer in enumerate(self.peers.values()):
