@@ -2,7 +2,7 @@
 
 Workers here are streams without models. What they send is what a worker's own code makes of made-up steps, serialised
 before the clock starts, each at its own time as a worker of 40 steps a second would. What counts is the controller's
-processor time, learning and storage included, until all is on disk: that other programs want the cores as well hardly
+processor time, learning and storage included, while all of them send: that other programs want the cores as well hardly
 changes it.
 """
 
@@ -33,7 +33,7 @@ RUNS = (0.3, 0.21, 0.147, 0.343)  # chances of accepted runs at that length, whe
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a controller took and the processor time that it spent, all threads. seconds: until all was durable."""
+    """What a controller took, in how many seconds, and the processor time that it spent meanwhile, all threads."""
 
     num_workers: int
     num_messages: int
@@ -116,9 +116,16 @@ class Sender(SimulatedWorker):
 
 
 async def load_of(
-    process: ControllerProcess, num_workers: int, num_messages: int, steps_each: int, added_up: bool = True
+    process: ControllerProcess,
+    num_workers: int,
+    num_messages: int,
+    steps_each: int,
+    added_up: bool = True,
+    num_warm: int = 0,
 ) -> Load:
-    """Have so many workers send so many messages each."""
+    """Have so many workers send so many messages each, and measure from when each has sent the first num_warm of them until
+    each has sent the last. What was asked for afterwards, whether all is durable, is no part of it.
+    """
     kinds = [messages_of(seed, num_messages, steps_each, added_up) for seed in range(min(num_workers, 16))]
     senders = [Sender(at, num_messages, steps_each) for at in range(num_workers)]
     channels, turns = await connect(process.address, min(num_workers, CHANNELS)), asyncio.Semaphore(REGISTERING)
@@ -128,13 +135,18 @@ async def load_of(
             await senders[at].register(channels[at % len(channels)])
 
     await asyncio.gather(*map(register, range(num_workers)))
-    cpu_s, began = process.cpu_s(), time.perf_counter()
+
+    async def clock(num_sent: int) -> tuple[float, float]:
+        await asyncio.sleep(num_sent * senders[0].interval_s)
+        return process.cpu_s(), time.perf_counter()
+
     async with asyncio.TaskGroup() as tasks:
+        clocks = tasks.create_task(clock(num_warm)), tasks.create_task(clock(num_messages))
         for at, sender in enumerate(senders):
             phase_s = sender.interval_s * at / num_workers
             tasks.create_task(sender.send(channels[at % len(channels)], kinds[at % len(kinds)], phase_s))
-    seconds, cpu_s = time.perf_counter() - began, process.cpu_s() - cpu_s
+    (before_s, began), (after_s, ended) = (each.result() for each in clocks)
     for channel in channels:
         await channel.close()
-    total = num_workers * num_messages
-    return Load(num_workers, total, total * steps_each, cpu_s, seconds)
+    total = num_workers * (num_messages - num_warm)
+    return Load(num_workers, total, total * steps_each, after_s - before_s, ended - began)

@@ -30,20 +30,25 @@ PROBED_S = 9.0  # simulated, to learn what a round of learning takes
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the workers of a measurement send: so many of them, so many messages of so many steps each."""
+    """What the workers of a measurement send: so many of them, so many messages of so many steps each.
+
+    num_warm: messages of each, of those, that are sent before the clock starts.
+    """
 
     num_workers: int
     num_messages: int
     steps_each: int
     added_up: bool
+    num_warm: int = 0
 
 
-# Short windows, learned from; long ones, mostly counted alone; steps by themselves as a worker flushes them; empty messages,
-# each answered: of these two messages one is like that which tells a worker of a table.
+# Short windows, learned from; long ones, mostly counted alone once the controller has chosen who is learned from; steps by
+# themselves as a worker flushes them; empty messages, each answered: of these two messages one is like that which tells a
+# worker of a table.
 KINDS = {
-    "windows": Sent(512, 20, 12, True),
-    "rest": Sent(2048, 3, 104, True),
-    "single": Sent(192, 20, 8, False),
+    "windows": Sent(512, 20, 12, True, num_warm=3),
+    "rest": Sent(2048, 5, 104, True, num_warm=2),
+    "single": Sent(192, 20, 8, False, num_warm=3),
     "empty": Sent(1024, 5, 0, False),
 }
 

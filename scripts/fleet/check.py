@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +48,7 @@ def main(
     """Two unlike workers behind one address: a worker, the controller and a node die, a crowd comes and goes. Exits 1 where
     a check fails.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is born ignoring it
     folder = folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

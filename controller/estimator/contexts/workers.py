@@ -190,12 +190,15 @@ class Workers:
     def unlike_in_acceptance(self, model: int) -> str | None:
         """The worker whose accepted tokens differ most from what the others' lead to expect, if one does.
 
-        Load by load: where one alone has taught the model what to expect, it meets that, and the others do not.
+        Load by load: where one alone has taught the model what to expect, it meets that, and the others do not. Of two it
+        does not matter which is set apart, so little evidence is enough: all loads together.
         """
         members = self.sharing(ACCEPTANCE, model)
         if len(members) < 2:
             return None
         tokens = np.stack([peer.tokens for _, peer in members])
+        if len(members) == 2:
+            tokens = tokens.sum(axis=1, keepdims=True)
         sent = tokens[..., 1].sum(axis=1)
         # Everybody has the same say, however much it sends.
         tokens *= np.minimum(1.0, 2.0 * sent.min() / np.maximum(sent, 1e-9))[:, None, None]
