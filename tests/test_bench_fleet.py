@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import typer
 from control_fakes import run, served
 from typer.testing import CliRunner
 
+from speclen.bench.fleet.crowd import crowd
 from speclen.bench.fleet.load import load_of, messages_of
 from speclen.bench.fleet.quality import Setting, play
 from speclen.bench.fleet.run import fleet
@@ -52,6 +54,30 @@ def test_what_is_sent_is_taken_whole_by_a_real_controller(tmp_path):
     run(story)
     window = pb.StreamReportsRequest.FromString(messages_of(1, 1, 20, True)[0]).windows[0]
     assert (window.first_seq, window.last_seq) == (1, 20)
+
+
+def test_a_crowd_sends_what_it_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("speclen.controller.service.thinning.THIN_ABOVE", 100.0)
+    monkeypatch.setattr("speclen.controller.service.thinning.THICK_BELOW", 50.0)
+    monkeypatch.setattr("speclen.bench.fleet.crowd.FIRST_WINDOW_S", 0.5)
+
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+
+            class Process:
+                address = at.address
+                cpu_s = staticmethod(time.perf_counter)
+
+            found = await crowd(Process(), 20, warm_s=6.0, measured_s=3.0)
+            totals = at.service.totals
+            assert (sum(totals.refused.values()), totals.num_missing) == (0, 0)
+            assert found.num_workers == 20
+            assert 0.2 * 800 < found.steps_per_s < 5 * 800
+            assert found.messages_per_s > 1.2 * 20 / 0.5, "windows of a quarter of a second, as they are asked for"
+            assert found.busy == pytest.approx(1.0, abs=0.3)
+            assert 0.0 < found.call_p50_s <= found.call_p99_s
+
+    run(story)
 
 
 def test_a_fleet_is_the_same_whoever_decides_and_staleness_costs_a_little():

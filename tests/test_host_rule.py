@@ -29,7 +29,7 @@ def logits_of(seed: int, *shape: int) -> torch.Tensor:
 def both(batch: BatchSampling, num_copied: np.ndarray | None = None) -> tuple[HostRule, SamplingRule]:
     positions, generator = np.arange(ROWS) % 7, torch.Generator().manual_seed(0)
     copied = None if num_copied is None else torch.from_numpy(num_copied)
-    host = batch.host_rule(positions, generator, num_copied)
+    host = HostRule(batch.for_host, positions.tolist(), generator, num_copied)
     return host, SamplingRule(batch, torch.from_numpy(positions), generator, copied)
 
 

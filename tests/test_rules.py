@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.noise import make_key
 from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule, TokenRule
 
@@ -46,7 +47,7 @@ def rule_of(
     if not on_host:
         return SamplingRule(batch, positions, generator, num_copied)
     assert batch.on_host
-    return batch.host_rule(positions.numpy(), generator, None if num_copied is None else num_copied.numpy())
+    return HostRule(batch.for_host, positions.tolist(), generator, None if num_copied is None else num_copied.numpy())
 
 
 def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0, on_host: bool = False) -> torch.Tensor:

@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import typer
 
+from speclen.bench.fleet.crowd import Crowd, crowd
 from speclen.bench.fleet.load import Load, load_of
 from speclen.bench.fleet.quality import Quality, Setting, delay_ticks, play, window_ticks
 from speclen.bench.fleet.staleness import Costs, Staleness, Workload, staleness
@@ -25,6 +26,7 @@ from speclen.controller.estimator.contexts.workers import MOST_WORKERS
 from speclen.controller.service.thinning import Windows
 
 REPEATS, TRIES = 3, 3  # of a measurement of a real controller
+MOST_STREAMS = 4096  # that a controller admits
 PROBED_S = 9.0  # simulated, to learn what a round of learning takes
 
 
@@ -56,25 +58,31 @@ KINDS = {
 @dataclass(frozen=True, slots=True)
 class Ingest:
     """What real controllers took, by kind of message, and seconds of a core: for a window that is learned from, for one that
-    is not, to tell a worker of a table.
+    is not, to tell a worker of a table. crowds: of as many workers as each controller of the fleet has.
     """
 
     message_s: float
     rest_s: float
     tell_s: float
     loads: dict[str, list[Load]] = field(default_factory=dict)
+    crowds: list[Crowd] = field(default_factory=list)
 
 
-async def measured() -> Ingest:
-    """The cost of real messages at real controllers, medians of interleaved repeats."""
+async def measured(num_workers: int) -> Ingest:
+    """The cost of real messages at real controllers, medians of interleaved repeats; and so many workers at one."""
     loads: dict[str, list[Load]] = {kind: [] for kind in KINDS}
     for repeat in range(REPEATS):
         for kind, done in loads.items():
             tell(f"a real controller, repeat {repeat + 1} of {REPEATS}, {kind}")
             done.append(await one_load(KINDS[kind]))
+    crowds = []
+    for repeat in range(REPEATS):
+        tell(f"a real controller of {num_workers} workers, repeat {repeat + 1} of {REPEATS}")
+        with controller_process("sqlite", True) as process:
+            crowds.append(await crowd(process, num_workers))
     await asyncio.sleep(1.0)  # gRPC has word of the ended streams for this loop
     cost = {kind: float(np.median([load.message_s for load in done])) for kind, done in loads.items()}
-    return Ingest(cost["windows"], cost["rest"], cost["empty"] / 2, loads)
+    return Ingest(cost["windows"], cost["rest"], cost["empty"] / 2, loads, crowds)
 
 
 async def one_load(sent: Sent) -> Load:
@@ -152,7 +160,7 @@ def fleet(
 
     Example: speclen bench fleet --workers 10000 --controllers 4
     """
-    ingest = asyncio.run(measured()) if costs is None else kept(costs)
+    ingest = asyncio.run(measured(min(-(-workers // controllers), MOST_STREAMS))) if costs is None else kept(costs)
     sizes = [(max(workers // 100, 1), 1), (workers // 10, max(controllers // 4, 1)), (workers, controllers)]
     points = [point(size, many, ingest, kinds, seconds, seed, compare) for size, many in sizes]
     document = {"machine": machine_facts(), "ingest": asdict(ingest), "points": [_as_dict(each) for each in points]}
@@ -188,6 +196,12 @@ def as_text(ingest: Ingest, points: list[Point]) -> str:
     """A table for people."""
     lines = [
         *(as_line(kind, loads) for kind, loads in ingest.loads.items()),
+        *(
+            f"{each.num_workers:,} workers at a real controller: {each.messages_per_s:,.0f} messages and "
+            f"{each.steps_per_s:,.0f} steps a second take {each.busy:.0%} of a core; a call beside them takes "
+            f"{1e3 * each.call_p50_s:.0f} ms, {1e3 * each.call_p99_s:.0f} at the 99th percentile"
+            for each in ingest.crowds
+        ),
         f"{'workers':>8} {'controllers':>11} {'learned from':>12} {'window s':>8} {'others s':>8} {'messages/s':>10} "
         f"{'busy':>6} {'stale p50':>9} {'p99 s':>6} {'goodput':>8} {'at once':>8} {'lost':>7}",
     ]

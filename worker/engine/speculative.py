@@ -16,7 +16,7 @@ import torch
 
 from speclen.worker.backends.passes import HostModel, PassModel, PassPart, StepRows
 from speclen.worker.engine.logprobs import RowLogits
-from speclen.worker.sampling.host import HostRule, places_of
+from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import TokenRule
 
 # num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1; then the target's
@@ -90,9 +90,7 @@ def host_step(
         fed[:, drafted] = rule.draft(draft.host_logits(rows, ids, 1, column)[:, 0], every, drafted - 1)
         column += ids.shape[1]
         ids = fed[:, drafted : drafted + 1]
-    logits = target.host_logits(rows, fed, length + 1, width - 1)
-    num_proposed = np.full(num_rows, length)
-    return rule.verify(logits.reshape(fed.size, -1), *places_of(num_proposed), fed[:, 1:], num_proposed)
+    return rule.verify_even(target.host_logits(rows, fed, length + 1, width - 1), fed[:, 1:])
 
 
 def propose(draft: PassModel, batch: StepBatch, rows: StepRows, draft_ids: torch.Tensor, rule: TokenRule) -> None:

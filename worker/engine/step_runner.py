@@ -251,7 +251,7 @@ class StepRunner:
     ) -> TokenRule:
         positions = [row.num_output_tokens for row in rows]
         if sampling.on_host:
-            return sampling.host_rule(np.array(positions), self._generator, num_copied)
+            return HostRule(sampling.for_host, positions, self._generator, num_copied)
         if sampling.is_plain_greedy:
             return GreedyRule(sampling.grammars())
         copied = None if num_copied is None else torch.from_numpy(num_copied).to(self._device)

@@ -7,6 +7,8 @@ kinds, on any device, there is `rules.SamplingRule`: it gives rows with seeds an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -16,44 +18,63 @@ from speclen.worker.sampling.verification import num_leading
 MIN_TEMPERATURE = 1e-6  # below it the division could overflow, and nothing but the most likely token is left anyway
 
 
-class HostRule:
-    """A `TokenRule` for one step.
+class HostSettings:
+    """A batch's rows, made once for every change of the batch. temperatures: [rows], 0 for the most likely token.
 
-    temperatures: [rows], 0 for the most likely token; positions: [rows], how many tokens were put out before the step;
-    keys: [rows], int64, of `noise`, for rows that are `seeded`; the others draw from the generator. num_copied: [rows], the
-    first tokens of each row's proposal that were copied, after which the draft model goes on; None for none.
+    keys: [rows], int64, of `noise`, for rows that are `seeded`; the others draw.
+    """
+
+    def __init__(self, temperatures: np.ndarray, keys: np.ndarray, seeded: np.ndarray) -> None:
+        self.temperatures = np.maximum(temperatures, MIN_TEMPERATURE).astype(np.float32)
+        self.keys = keys
+        self.races, self.draws = (temperatures > 0) & seeded, (temperatures > 0) & ~seeded
+        self.any_races, self.any_draws = bool(self.races.any()), bool(self.draws.any())
+
+
+class HostRule:
+    """A `TokenRule` for one step. positions: of each row, how many tokens it has put out before the step.
+
+    num_copied: [rows], the first tokens of each row's proposal that were copied, after which the draft model goes on; None
+    for none.
     """
 
     def __init__(
         self,
-        temperatures: np.ndarray,
-        keys: np.ndarray,
-        seeded: np.ndarray,
-        positions: np.ndarray,
+        rows: HostSettings,
+        positions: Sequence[int],
         generator: torch.Generator | None,
         num_copied: np.ndarray | None = None,
     ) -> None:
-        self._temperatures = np.maximum(temperatures, MIN_TEMPERATURE).astype(np.float32)
-        self._races, self._draws = (temperatures > 0) & seeded, (temperatures > 0) & ~seeded
-        self._any_races, self._any_draws = bool(self._races.any()), bool(self._draws.any())
-        self._keys, self._positions, self._generator = keys, positions, generator
-        self._num_copied = np.zeros(len(keys), np.int64) if num_copied is None else num_copied
+        # After a pass every operation on arrays comes from memory, so rows that take the largest logit are spared most.
+        self._rows, self._positions, self._generator = rows, positions, generator
+        self._num_copied = num_copied
         # By row and place after its output:
         self._noise: dict[tuple[int, int], np.ndarray] = {}
         self._drawn_from: dict[tuple[int, int], tuple[np.ndarray, float]] = {}  # scores of the draft, and their sum
 
     def draft(self, logits: np.ndarray, rows: np.ndarray, num_drafted: int) -> np.ndarray:
         """Draft tokens [n] of some rows, each of which has drafted so many. logits: [n, vocab]."""
-        ahead = self._num_copied[rows] + num_drafted
+        if not (self._rows.any_races or self._rows.any_draws):
+            return logits.argmax(-1)
+        ahead = np.full(len(rows), num_drafted) + (0 if self._num_copied is None else self._num_copied[rows])
         ids = self._choose(logits, rows, ahead)
-        if self._any_draws:
-            (drawing,) = np.nonzero(self._draws[rows])
+        if self._rows.any_draws:
+            (drawing,) = np.nonzero(self._rows.draws[rows])
             uniform = self._uniform(len(drawing))
             for at, share in zip(drawing.tolist(), uniform, strict=True):
                 scores = self._scores(logits[at], rows[at])
                 ids[at], total = _drawn(scores, share)
                 self._drawn_from[int(rows[at]), int(ahead[at])] = scores, total
         return ids
+
+    def verify_even(self, logits: np.ndarray, proposed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `verify`, where all rows propose equally many tokens. logits: [b, k + 1, vocab]."""
+        if self._rows.any_races or self._rows.any_draws:
+            num_proposed = np.full(len(proposed), proposed.shape[1])
+            return self.verify(logits.reshape(-1, logits.shape[-1]), *places_of(num_proposed), proposed, num_proposed)
+        chosen = logits.argmax(-1)
+        accepted = num_leading(proposed == chosen[:, :-1]) if proposed.shape[1] else np.zeros(len(proposed), np.int64)
+        return accepted, chosen
 
     def verify(
         self, logits: np.ndarray, rows: np.ndarray, columns: np.ndarray, proposed: np.ndarray, num_proposed: np.ndarray
@@ -67,10 +88,10 @@ class HostRule:
         tokens[rows, columns] = self._choose(logits, rows, columns)
         agree = (tokens[:, :-1] == proposed) & (np.arange(proposed.shape[1]) < num_proposed[:, None])
         num_accepted = num_leading(agree)
-        if self._any_draws:
+        if self._rows.any_draws:
             shares = self._uniform(len(rows))
             begins = rows.searchsorted(np.arange(len(proposed) + 1)).tolist()
-            for row in np.nonzero(self._draws)[0].tolist():
+            for row in np.nonzero(self._rows.draws)[0].tolist():
                 mine = slice(begins[row], begins[row + 1])
                 num_accepted[row], following = self._accept(row, logits[mine], proposed[row], shares[mine])
                 tokens[row, : num_accepted[row]] = proposed[row, : num_accepted[row]]
@@ -80,8 +101,8 @@ class HostRule:
     def _choose(self, logits: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
         """The largest logit, or for rows with seeds what wins the race; of rows that draw the first, too."""
         ids = logits.argmax(-1)
-        if self._any_races:
-            (racing,) = np.nonzero(self._races[rows])
+        if self._rows.any_races:
+            (racing,) = np.nonzero(self._rows.races[rows])
             if len(racing):
                 scores = logits[racing]
                 scores -= logits[racing, ids[racing], None]
@@ -93,13 +114,13 @@ class HostRule:
 
         scores: logits below the largest, [n, vocab], written over.
         """
-        scores /= self._temperatures[rows, None]
+        scores /= self._rows.temperatures[rows, None]
         np.exp(scores, out=scores)
         places = list(zip(rows.tolist(), ahead.tolist(), strict=True))
         new = [at for at, place in enumerate(places) if place not in self._noise]
         if new:
-            positions = self._positions[rows[new]] + ahead[new]
-            drawn = noise.exponential_on_host(self._keys[rows[new]], positions, scores.shape[-1])
+            positions = np.array(self._positions)[rows[new]] + ahead[new]
+            drawn = noise.exponential_on_host(self._rows.keys[rows[new]], positions, scores.shape[-1])
             self._noise.update(zip([places[at] for at in new], drawn, strict=True))
         for score, place in zip(scores, places, strict=True):
             score /= self._noise[place]
@@ -131,7 +152,7 @@ class HostRule:
     def _scores(self, logits: np.ndarray, row: int) -> np.ndarray:
         """Probabilities over that of the most likely token."""
         scores = logits - logits.max()
-        scores /= self._temperatures[row]
+        scores /= self._rows.temperatures[row]
         return np.exp(scores, out=scores)
 
     def _uniform(self, count: int) -> list[float]:

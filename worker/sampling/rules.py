@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from speclen.worker.sampling import noise
 from speclen.worker.sampling.grammar import GrammarState, StepGrammars
-from speclen.worker.sampling.host import HostRule
+from speclen.worker.sampling.host import HostSettings
 from speclen.worker.sampling.logits import LogitEdits, RowEdits
 from speclen.worker.sampling.verification import accept_matching, choose, distribution, most_likely, verify
 
@@ -110,12 +110,10 @@ class BatchSampling:
         self.has_grammars = any(row.grammar is not None for row in rows)
         self.on_host = device.type == "cpu" and all(row.is_unrestricted for row in rows)
 
-    def host_rule(
-        self, positions: np.ndarray, generator: torch.Generator | None, num_copied: np.ndarray | None = None
-    ) -> HostRule:
-        """For rows that are `on_host`; arguments as HostRule has them."""
-        keys, seeded = self.keys.numpy(), self.seeded.numpy()
-        return HostRule(self.temperature.numpy(), keys, seeded, positions, generator, num_copied)
+    @cached_property
+    def for_host(self) -> HostSettings:
+        """The same for HostRule, of rows that are `on_host`."""
+        return HostSettings(self.temperature.numpy(), self.keys.numpy(), self.seeded.numpy())
 
     def grammars(self) -> StepGrammars | None:
         """Those of the rows, for one step; None where no row has any."""
