@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 
+import chaos.run
 import pytest
 from chaos.fault import FAULTS, BreachError, CannotRunError, Fault, Place
 from chaos.page import BEGIN, END, PAGE, markdown
-from chaos.run import RESULTS, Finding, make, stored_findings
+from chaos.run import RESULTS, Finding, arguments, make, run, stored_findings
 
 BRIEF_S = 2.0  # of each fault beyond its least number of rounds
 
@@ -45,6 +46,20 @@ def test_a_breach_is_told_from_what_cannot_be_made(tmp_path, error, passed) -> N
     finding = make(dummy(run), 1.0, 1, tmp_path / "place")
     assert finding.passed is passed
     assert isinstance(finding, Finding)
+
+
+def test_logs_of_a_broken_promise_stay(tmp_path, monkeypatch, capsys) -> None:
+    """Story: a worker had ended in one of 23 faults, and its log had gone with the folder."""
+
+    def run_it(place: Place) -> str:
+        (place.folder / "worker.log").write_text("why")
+        raise BreachError("it ended")
+
+    monkeypatch.setattr(chaos.run, "BROKEN", tmp_path)
+    run([dummy(run_it)], arguments(["--minutes", "0.01"]))
+    (left,) = tmp_path.iterdir()
+    assert (left / "worker.log").read_text() == "why"
+    assert f"logs: {left}" in capsys.readouterr().err
 
 
 def test_dice_are_the_same_for_the_same_seed(tmp_path) -> None:

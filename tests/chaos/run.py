@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ from chaos.page import markdown, write_page
 
 HELP = "Do every fault to real processes and print one table: fault, promise, what was found."
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "chaos.json"
+BROKEN = Path(__file__).parents[2] / "build" / "chaos"  # logs of faults whose promise was broken, without --keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +123,17 @@ def run(faults: list[Fault], options: argparse.Namespace) -> list[Finding]:
             finding = make(fault, share_s, options.seed, folder / f"{fault.name}-{os.getpid()}")
             mark = {True: "held", False: "BROKEN", None: "not run"}[finding.passed]
             print(f"  {mark} after {finding.seconds:.0f} s: {finding.found}", file=sys.stderr, flush=True)
+            if finding.passed is False and not options.keep:
+                print(f"  logs: {keep_logs(folder / f'{fault.name}-{os.getpid()}')}", file=sys.stderr, flush=True)
             findings.append(finding)
     return findings
+
+
+def keep_logs(folder: Path) -> Path:
+    """Where the logs of a fault's folder are from now on."""
+    there = BROKEN / folder.name
+    for log in folder.rglob("*.log"):
+        at = there / log.relative_to(folder)
+        at.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, at)
+    return there

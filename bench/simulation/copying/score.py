@@ -20,8 +20,8 @@ from speclen.bench.simulation.copying.recorded import RecordedTexts
 from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Text
 from speclen.controller.estimator.core import ContextKey, Limits, Probe, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.plans.choice import MATCHES, MOSTS
 from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.prediction import MATCHES, MOSTS
 
 KEY = ContextKey("target", "draft", "simulated", "float32")
 MAX_LENGTH, MOST_COPIED, GROUP = 8, 16, 8

@@ -1,9 +1,7 @@
-"""Which plan to play in each bucket, and which to try: every plan of a small grid, predicted from the same few factors.
+"""Which plan to play in each bucket, and which to try.
 
-The walk of texts over match lengths (copying.py), taken in a plan's strides, says how many rows copy, what they propose and
-put out. Verified tokens, draft passes and rows in them follow, and from those the time (times.py). No plan is learned for
-itself: a step under one tells about all. The best length without copies is `choice.py`'s; a plan that copies takes
-its place where it promises more after doubt, and pays for its probes from the same account.
+The best length without copies is `choice.py`'s of the estimator; a plan that copies takes its place where it promises more
+after doubt (`prediction.py`), and pays for its probes from the same account.
 """
 
 from __future__ import annotations
@@ -14,26 +12,15 @@ import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.choice import CAP_STEPS, LEAST_CHARGE, OPTIMISM, RISK, LengthChoice
-from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
-from speclen.controller.estimator.plans.plan import MAX_MATCH, Plan
-from speclen.controller.estimator.plans.times import CopyTimes
+from speclen.controller.estimator.plans.copying import Copying
+from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction
 from speclen.controller.estimator.times.step_time import StepTimes
 
-# The grid: copy from matches of so many tokens on; at most so many; with up to so many draft lengths.
-MATCHES, MOSTS, NUM_LENGTHS = (2, 3, 5, 8), (4, 8, 16), 9
 # Relative gain that a change to, between and from plans must promise.
 MARGIN = 0.005
 # Buckets of a group that are chosen in anew; groups after which one is although there is no news of plans.
 MOST_BUCKETS, IDLE_GROUPS = 6, 8
-# Reports that copied after which the walk is followed anew; tokens by which the usual ones may be off until then.
-WALK_REPORTS, USUAL_MOVED = 32, 0.2
-# Drafts of rows without a match: acceptance of a position over everybody's, before anything was seen, and the rows that
-# counts for.
-COLD_RATIO, PRIOR_ROWS = 0.95, 20.0
-LEAST_RATIO, MOST_RATIO = 0.1, 1.3
-# Columns that a rectangle grows by with each further token of its longest proposal: widths 1, 2, 3, 4, 6, 8, 12, 16.
-COLUMNS = np.array([1, 1, 1, 1, 2, 0, 2, 0, 4, 0, 0, 0, 4, 0, 0, 0], dtype=float)
-REACHED, PASSED, EXPECTED = range(3)
 
 
 class PlanEstimate(NamedTuple):
@@ -47,33 +34,11 @@ class PlanEstimate(NamedTuple):
     ms_per_token_high: float
 
 
-class Walk(NamedTuple):
-    """By plan: share of rows that copy, what those put out per row of all, share of rows that propose 1, 2, ... copies."""
-
-    share: FloatArray
-    copied: FloatArray
-    proposes: FloatArray
-
-
 class ShownPlan(NamedTuple):
     """A plan as people see it. is_best: in use."""
 
     estimate: PlanEstimate
     is_best: bool
-
-
-class Assessed(NamedTuple):
-    """All plans of the grid in some buckets, [buckets, plans]; shares: gradients of log times, [buckets, plans, weights].
-
-    own: variance of log time that is no other plan's; of_tokens, of_time: of log tokens, and of log time altogether.
-    """
-
-    tokens: FloatArray
-    seconds: FloatArray
-    shares: FloatArray
-    own: FloatArray
-    of_tokens: FloatArray
-    of_time: FloatArray
 
 
 class Try(NamedTuple):
@@ -85,141 +50,27 @@ class Try(NamedTuple):
     goodput: float
 
 
-class PlanChoice:
-    """Plans of the workers of a group. chosen: by bucket, None where the length without copies is played.
-
-    drafts: rows without a match whose drafts reached and passed each position, and how many were expected to, [3, n].
-    """
+class PlanChoice(PlanPrediction):
+    """Plans of the workers of a group. chosen: by bucket, None where the length without copies is played."""
 
     STATE = ("times", "drafts", "usual", "started", "turn", "since_walked")
 
     def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int) -> None:
-        self.copying, self.step_times = copying, step_times
-        self.times = CopyTimes(step_times)
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
-        self.drafts = np.zeros((3, step_times.num_lengths - 1))
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
         self.last: dict[str, Plan] = {}  # plan of each worker's newest step
-        self.turn, self.decided_with, self.since_walked = 0, -1, 0
-        self.extend(max_copied)
+        self.turn, self.decided_with = 0, -1
+        super().__init__(step_times, copying, max_copied)
 
     def extend(self, max_copied: int) -> None:
         """Make the grid that workers can play."""
-        lengths = drafted_lengths(self.step_times.num_lengths)
-        self.lengths = np.array(lengths)
-        self.mosts = sorted({min(each, max_copied) for each in MOSTS})
-        self.grid = [Plan(drafted, match, most) for match in MATCHES for most in self.mosts for drafted in lengths]
-        self.place = {plan: at for at, plan in enumerate(self.grid)}
-        self.length_at = np.array([lengths.index(plan.draft_length) for plan in self.grid])
-        self.bounds = np.array([plan.copy_min_match for plan in self.grid])
-        self.usual = np.zeros(len(lengths))  # tokens of rows that draft, by length of the grid
-        self.walked: Walk | None = None
+        super().extend(max_copied)
         self.chosen = [plan if plan in self.place else None for plan in self.chosen]
-
-    @property
-    def version(self) -> int:
-        """Grows with every change of what plans rest on."""
-        return self.copying.version + self.times.version
 
     @property
     def news(self) -> bool:
         """Whether anything came since the last choice."""
         return self.decided_with != self.version
-
-    @property
-    def sound(self) -> bool:
-        """Whether all numbers are of a believable size."""
-        return self.times.sound and bool(np.isfinite(self.drafts).all())
-
-    def learn_drafts(self, histograms: FloatArray, accepted: FloatArray, num_reports: int) -> None:
-        """Learn of rows without a match that drafted. histograms: rows by accepted run, summed by draft length, [n, runs].
-
-        Row i: of steps of length i. accepted: everybody's acceptance by position.
-        """
-        self.drafts *= np.exp(-num_reports / MEMORY_REPORTS)
-        size = self.drafts.shape[1]
-        at_least = histograms[:, ::-1].cumsum(axis=1)[:, ::-1]
-        inside = np.arange(size) < np.arange(len(histograms))[:, None]
-        reached = (at_least[:, :size] * inside).sum(axis=0)
-        self.drafts[REACHED] += reached
-        self.drafts[PASSED] += (at_least[:, 1 : size + 1] * inside).sum(axis=0)
-        self.drafts[EXPECTED] += reached * accepted[:size]
-
-    def draft_tokens(self, tokens: FloatArray) -> FloatArray:
-        """Expected tokens of rows without a match at the grid's lengths, [buckets, lengths]. tokens: everybody's."""
-        counted = self.drafts[PASSED] + COLD_RATIO * PRIOR_ROWS, self.drafts[EXPECTED] + PRIOR_ROWS
-        ratio = np.clip(counted[0] / counted[1], LEAST_RATIO, MOST_RATIO).cumprod()
-        survival = np.minimum(np.diff(tokens, axis=1) * ratio, 1.0)
-        mine = np.ones_like(tokens)
-        mine[:, 1:] += survival.cumsum(axis=1)
-        return mine[:, self.lengths]
-
-    def walk(self, drafted: FloatArray) -> Walk:
-        """What rows do under every plan of the grid. drafted: usual tokens of rows that draft, by length of the grid."""
-        copying = self.copying
-        powers = [copying.walk]
-        while len(powers) < self.lengths[-1] + 1:
-            powers.append(powers[-1] @ copying.walk)
-        survival = np.append(1.0, np.diff(np.interp(np.arange(self.lengths[-1] + 1), self.lengths, drafted)))
-        ends = np.append(survival, 0.0)
-        free = [np.tensordot(np.append(-np.diff(ends[: d + 1]), ends[d]), powers[: d + 1], 1) for d in self.lengths]
-        strides = {most: copying.strides(most) for most in self.mosts}
-        copies = np.arange(MAX_MATCH + 1) >= self.bounds[:, None]
-        by_length = {int(length): kernel for length, kernel in zip(self.lengths, free, strict=True)}
-        after = np.stack([strides[plan.copy_max_tokens][2] for plan in self.grid])
-        alone = np.stack([by_length[plan.draft_length] for plan in self.grid])
-        looked = copies[:, :, None] * copying.looked_at
-        stands = _stationary(looked * after + (1.0 - looked) * alone) * copies * copying.looked_at
-        tokens = np.stack([strides[plan.copy_max_tokens][0] for plan in self.grid])
-        proposes = np.zeros((len(self.grid), self.mosts[-1]))
-        for at, plan in enumerate(self.grid):
-            proposes[at, : plan.copy_max_tokens] = stands[at] @ strides[plan.copy_max_tokens][1]
-        return Walk(stands.sum(axis=1), (stands * (1.0 + tokens)).sum(axis=1), proposes)
-
-    def now(self) -> Walk:
-        """The walk by what was known some reports ago at most: it takes more than a millisecond."""
-        if self.walked is None or self.since_walked >= WALK_REPORTS:
-            self.walked, self.since_walked = self.walk(self.usual), 0
-        return self.walked
-
-    def _follow_usual(self, drafted: FloatArray) -> None:
-        """Where they have moved far: the walk hangs little on it and is dear."""
-        usual = drafted.mean(axis=0)
-        if np.abs(usual - self.usual).max() > USUAL_MOVED:
-            self.usual, self.since_walked = usual, WALK_REPORTS
-
-    def assess(self, buckets: np.ndarray, tokens: FloatArray) -> Assessed:
-        """Predict every plan in these buckets. tokens: expected without copies, [buckets, lengths]."""
-        drafted = self.draft_tokens(tokens)
-        if not self.usual.any():
-            self._follow_usual(drafted)
-        share, copied, proposes = self.now()
-        drafts = self.lengths[self.length_at]
-        rows = self.times.rows[buckets][:, None]
-        alone = drafted[:, self.length_at]  # tokens of rows that do not copy, [buckets, plans]
-        per_row = copied + (1.0 - share) * alone
-        some = 1.0 - share**rows
-        if self.times.rectangular:
-            width = max(proposes.shape[1], int(self.lengths[-1]))
-            going = np.zeros((len(self.grid), width))
-            going[:, : proposes.shape[1]] = proposes
-            going += (1.0 - share)[:, None] * (np.arange(width) < drafts[:, None])
-            columns = np.resize(COLUMNS, width)
-            fed = (columns * (1.0 - (1.0 - np.minimum(going, 1.0)) ** rows[:, :, None])).sum(axis=-1)
-            in_passes = rows * some * drafts
-        else:
-            fed = np.broadcast_to(proposes.sum(axis=1) + (1.0 - share) * drafts, per_row.shape)
-            in_passes = rows * (1.0 - share) * drafts
-        flat = [each.reshape(-1) for each in (some * drafts, in_passes, rows * (1.0 + fed))]
-        seconds, gradients, own = self.times.predict(np.repeat(buckets, len(self.grid)), *flat)
-        gain = (copied / np.maximum(share, 1e-9) - alone) / per_row
-        of_tokens = self.copying.log_tokens_variance(self.bounds, share, gain)
-        of_time = (self.times.surface.variance(gradients) + own).reshape(per_row.shape)
-        shape = per_row.shape
-        return Assessed(
-            *(per_row, seconds.reshape(shape), gradients.reshape(*shape, -1), own.reshape(shape)),
-            *(of_tokens, of_time),
-        )
 
     def due(self, recent: list[int]) -> np.ndarray:
         """Buckets to choose in anew: the newest reports', and one more in turn; none while there is little news of plans."""
@@ -333,16 +184,6 @@ class PlanChoice:
         spread = float(np.exp(min(1.96 * np.sqrt(unsure), 6.0)))
         return PlanEstimate(self.grid[place], tokens, seconds, ms, ms / spread, ms * spread)
 
-    def share_of(self, plan: Plan) -> float:
-        """Of rows that copy under a plan of the grid."""
-        return float(self.now().share[self.place[plan]]) if self.usual.any() else 0.0
-
-    def right_behind(self, plan: Plan) -> tuple[float, ...]:
-        """Share of copied tokens accepted at position 1, 2, ..., behind matches that the plan copies from, as seen."""
-        counts = self.copying.runs[:, plan.copy_min_match :, : plan.copy_max_tokens].sum(axis=1)
-        shares: list[float] = (counts[1] / np.maximum(counts[0], 1e-9)).tolist()
-        return tuple(shares)
-
     def restore(self, chosen: list[list[int] | None], news: bool) -> None:
         """Go on with these plans, which may be of a larger grid. news: whether anything came since the last choice."""
         plans = [None if each is None else Plan(each[0], each[1], each[2], bool(each[3])) for each in chosen]
@@ -355,22 +196,3 @@ def _charge(seconds: FloatArray | float, goodput: FloatArray | float, usual: Try
     """Expected loss of a step that takes so long and makes so much, in usual steps."""
     loss: FloatArray = np.maximum(seconds / usual.seconds * (1.0 - goodput / usual.goodput), LEAST_CHARGE)
     return loss
-
-
-def _stationary(kernels: FloatArray) -> FloatArray:
-    """Where walks with these transitions stand, [n, states]."""
-    size = kernels.shape[-1]
-    equations = np.swapaxes(kernels, 1, 2) - np.eye(size)
-    equations[:, -1] = 1.0
-    stands: FloatArray = np.linalg.solve(equations, np.broadcast_to(np.eye(size)[-1][:, None], (len(kernels), size, 1)))
-    return np.maximum(stands[..., 0], 0.0)
-
-
-def drafted_lengths(num_lengths: int) -> list[int]:
-    """Draft lengths of the grid: all, or some of many."""
-    if num_lengths <= NUM_LENGTHS:
-        return list(range(num_lengths))
-    return sorted({round(each) for each in np.geomspace(1, num_lengths - 1, NUM_LENGTHS - 1).tolist()} | {0})
-
-
-assert max(MATCHES) <= MAX_MATCH

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from speclen.controller.estimator.plans.choice import PlanChoice, Walk
+from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.prediction import Walk
 from speclen.controller.estimator.state import exported, restored
 
 
