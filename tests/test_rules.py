@@ -67,8 +67,8 @@ def run(rows: list[RowSampling], k: int, num_tokens: int, seed: int = 0, on_host
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_sampled_rows_follow_the_target(k: int, seeded: bool, on_host: bool) -> None:
-    """Chi-square of the first two tokens over 20,000 rows, 24 degrees of freedom: over 51.2 once in 1,000 seeds."""
-    n = 20_000
+    """Chi-square of the first two tokens over 5,000 rows or more, 24 degrees of freedom: over 51.2 once in 1,000 seeds."""
+    n = 5_000 if on_host else 20_000  # on the host row after row
     rows = [RowSampling(temperature=0.8, key=make_key(row, 0) if seeded else None) for row in range(n)]
     outputs = run(rows, k, 2, seed=k, on_host=on_host)
     probs = torch.softmax(TARGET / 0.8, dim=-1)
@@ -117,8 +117,8 @@ def copied_step(
 @pytest.mark.parametrize("on_host", [False, True])
 def test_sampled_rows_that_copy_follow_the_target(num_drafted: int, seeded: bool, on_host: bool) -> None:
     """Rows that copy 0, 1 or 2 tokens at random. Chi-square of the first two output tokens of the rows that have two or
-    get the second in another step, over 30,000 rows, 24 degrees of freedom: over 51.2 once in 1,000 seeds."""
-    n = 30_000
+    get the second in another step, over 9,000 rows or more, 24 degrees of freedom: over 51.2 once in 1,000 seeds."""
+    n = 9_000 if on_host else 30_000
     rows = [RowSampling(temperature=0.8, key=make_key(row, 0) if seeded else None) for row in range(n)]
     batch = BatchSampling(rows, torch.device("cpu"))
     num_copied = torch.arange(n) % 3
@@ -200,9 +200,9 @@ def test_rejection_accepts_more_often_than_matching(on_host: bool) -> None:
     """Why only rows with a seed match: the price of reproducible output is acceptance.
 
     Rejection accepts the overlap of both distributions, two races with one noise sum_v 1 / sum_u max(p_u / p_v, q_u / q_v);
-    four standard deviations of 100,000 rows are 0.0046, and so far the two are apart.
+    four standard deviations of 100,000 rows are 0.0046, of 25,000 twice that, and so far the two are apart.
     """
-    n, accepted = 100_000, []
+    n, accepted = 25_000 if on_host else 100_000, []
     for key in (None, 1):
         rows = [RowSampling(temperature=1.0, key=None if key is None else make_key(row, 0)) for row in range(n)]
         batch = BatchSampling(rows, torch.device("cpu"))
@@ -212,6 +212,7 @@ def test_rejection_accepts_more_often_than_matching(on_host: bool) -> None:
     target, draft = torch.softmax(TARGET[0], -1), torch.softmax(DRAFT[0], -1)
     overlap = torch.minimum(target, draft).sum().item()
     matched = sum(1 / float(torch.maximum(target / target[v], draft / draft[v]).sum()) for v in range(VOCAB))
-    assert accepted[0] == pytest.approx(overlap, abs=0.0046)
-    assert accepted[1] == pytest.approx(matched, abs=0.0046)
+    near = 0.0092 if on_host else 0.0046
+    assert accepted[0] == pytest.approx(overlap, abs=near)
+    assert accepted[1] == pytest.approx(matched, abs=near)
     assert accepted[1] < accepted[0]
