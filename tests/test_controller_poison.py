@@ -73,6 +73,33 @@ def test_plausible_reports_in_any_order_are_survived(sent):
     assert again.learned_rows(KEY) == estimator.learned_rows(KEY)
 
 
+def test_what_a_model_says_that_starts_anew_is_not_kept_of_its_workers():
+    """Story: in the report that took it out of what can be represented, a worker's level became no number, for ever."""
+    long = 999_999_999.0
+    quick = [StepObservation(1, 0, 1e-6, (1,), 0.0, True, False)] * 2 + [StepObservation(1, 2, 1e-6, (1, 0, 0))]
+    slow = [StepObservation(4, 0, 1.0, (4,)), StepObservation(4, 2, 1e-6, (4, 0, 0), long)]
+    wild = [
+        StepObservation(31, 0, 1121.1464897868298, (31,), long),
+        StepObservation(31, 1, 1e-6, (31, 0)),
+        *[StepObservation(1, 0, 1e-6, (1,), 0.0, False, False)] * 4,
+        StepObservation(1, 0, 1.0, (1,), long, True, False),
+    ]
+    last = [
+        StepObservation(4, 0, 1.000001, (4,)),
+        StepObservation(4, 0, 2454.830044932128, (4,)),
+        StepObservation(32, 0, 1036.0, (32,)),
+        StepObservation(32, 1, 1e-6, (32, 0), long, True, False),
+    ]
+    estimator = Estimator()
+    estimator.add_context(KEY, LIMITS)
+    estimator.observe(KEY, [StepObservation(1, 0, 1e-6, (1,), 0.0, False, False)], "b")
+    for steps_sent, worker_id, repetitions in ((quick, "c", 16), (slow, "c", 9), (wild, "a", 3), (last, "a", 29)):
+        for _ in range(repetitions):
+            estimator.observe(KEY, steps_sent, worker_id)
+        estimator.take_probe(KEY)
+        check_sound(estimator, KEY)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 32), st.integers(0, 4), EXTREME_S), min_size=1, max_size=12), st.booleans())
 def test_plausible_profiles_are_survived(cells, as_prior):

@@ -183,4 +183,6 @@ class Context:
         if len(cell) == len(steps.batch):  # else nothing was known yet
             speeds, _ = group.times.watch.now(steps.spans)
             over = surprise + steps.offset
+            if not (np.isfinite(over).all() and np.isfinite(speeds).all()):
+                return  # the model's numbers are none any more: it starts anew, and is no yardstick
             self.workers.record_times(steps.spans, cell, log_s + steps.offset, over, speeds, steps.num_steps)

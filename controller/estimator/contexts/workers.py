@@ -60,7 +60,8 @@ class Peer:
 
     def over(self, log_seconds: FloatArray) -> float:
         """Mean log time of its reports over a model's."""
-        return float(self.count @ (self.as_seen - log_seconds)) / max(float(self.count.sum()), 1e-9)
+        over = float(self.count @ (self.as_seen - log_seconds)) / max(float(self.count.sum()), 1e-9)
+        return over if math.isfinite(over) else 0.0
 
 
 class Workers:
