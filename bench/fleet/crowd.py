@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from grpc import aio
 
-from speclen.bench.fleet.load import CHANNELS, REGISTERING, STEPS_PER_S, made_up_steps
+from speclen.bench.fleet.load import STEPS_PER_S, heard, made_up_steps, next_answer, registered
 from speclen.bench.service.controller import ControllerProcess
-from speclen.bench.service.swarm import EOF, SimulatedWorker, connect, open_stream
+from speclen.bench.service.swarm import SimulatedWorker, connect
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.reporting.window import to_window
@@ -51,26 +51,19 @@ class Obedient(SimulatedWorker):
 
     async def serve(self, channel: aio.Channel) -> None:
         """Report until cancelled. Raises RuntimeError when the controller ends the stream."""
-        call = open_stream(channel)
-        hearing = asyncio.create_task(self._hear(call))
-        first = pb.StreamReportsRequest(worker=self.identity).SerializeToString()  # fields add up
-        due = time.perf_counter() + random.random() * FIRST_WINDOW_S
-        try:
+        first, due = self.introduction(), time.perf_counter() + random.random() * FIRST_WINDOW_S
+        async with heard(channel, self._hear) as (call, hearing):
             while not hearing.done():
                 await asyncio.sleep(due - time.perf_counter())
                 await call.write(first + self._next_window())
                 first, due, self.num_messages = b"", due + self.window_s, self.num_messages + 1
             hearing.result()
-        finally:
-            hearing.cancel()
-            await asyncio.gather(hearing, return_exceptions=True)
-            call.cancel()
 
     async def _hear(self, call: Any) -> None:
-        while (answer := await call.read()) is not EOF:
+        while True:
+            answer = await next_answer(call)
             if answer.HasField("thinning") and answer.thinning.window_s:
                 self.window_s = answer.thinning.window_s
-        raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
 
     def _next_window(self) -> bytes:
         """The steps since the last one, serialised."""
@@ -95,14 +88,8 @@ async def crowd(
     process: ControllerProcess, num_workers: int, warm_s: float = WARM_S, measured_s: float = MEASURED_S
 ) -> Crowd:
     """Let so many workers report, and measure after a while, when the controller has told each what it wants of it."""
-    workers, turns = [Obedient(at) for at in range(num_workers)], asyncio.Semaphore(REGISTERING)
-    channels = await connect(process.address, min(num_workers, CHANNELS))
-
-    async def register(at: int) -> None:
-        async with turns:
-            await workers[at].register(channels[at % len(channels)])
-
-    await asyncio.gather(*map(register, range(num_workers)))
+    workers = [Obedient(at) for at in range(num_workers)]
+    channels = await registered(workers, process.address)
     (apart,) = await connect(process.address, 1)
     serving = [asyncio.create_task(each.serve(channels[at % len(channels)])) for at, each in enumerate(workers)]
     try:

@@ -9,8 +9,10 @@ changes it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,41 @@ def messages_of(seed: int, num_messages: int, steps_each: int, added_up: bool) -
     return messages
 
 
+async def registered(workers: Sequence[SimulatedWorker], address: str) -> list[aio.Channel]:
+    """Make workers known to a controller; the channels that they share."""
+    channels, turns = await connect(address, min(len(workers), CHANNELS)), asyncio.Semaphore(REGISTERING)
+
+    async def register(at: int) -> None:
+        async with turns:
+            await workers[at].register(channels[at % len(channels)])
+
+    await asyncio.gather(*map(register, range(len(workers))))
+    return channels
+
+
+@contextlib.asynccontextmanager
+async def heard(
+    channel: aio.Channel, hear: Callable[[Any], Coroutine[Any, Any, None]]
+) -> AsyncIterator[tuple[Any, asyncio.Task[None]]]:
+    """A stream of reports, and the task in which its answers are heard; both end with the block."""
+    call = open_stream(channel)
+    hearing = asyncio.create_task(hear(call))
+    try:
+        yield call, hearing
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        call.cancel()
+
+
+async def next_answer(call: Any) -> pb.StreamReportsResponse:
+    """Raises RuntimeError when the controller ends the stream."""
+    answer = await call.read()
+    if answer is EOF:
+        raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
+    return answer
+
+
 class Sender(SimulatedWorker):
     """A worker with messages at hand."""
 
@@ -89,11 +126,9 @@ class Sender(SimulatedWorker):
 
     async def send(self, channel: aio.Channel, messages: list[bytes], phase_s: float) -> None:
         """Send all, the first after phase_s, and return when all are durable."""
-        call, began = open_stream(channel), time.perf_counter() + phase_s
-        first = pb.StreamReportsRequest(worker=self.identity).SerializeToString() + messages[0]  # fields add up
-        hearing = asyncio.create_task(self.hear(call))
-        try:
-            for number, message in enumerate([first, *messages[1:]]):
+        began = time.perf_counter() + phase_s
+        async with heard(channel, self.hear) as (call, hearing):
+            for number, message in enumerate([self.introduction() + messages[0], *messages[1:]]):
                 await asyncio.sleep(max(0.0, began + number * self.interval_s - time.perf_counter()))
                 await call.write(message)
             while not hearing.done():  # as a worker without steps does: what is durable comes with the answer
@@ -101,17 +136,11 @@ class Sender(SimulatedWorker):
                 if not hearing.done():
                     await call.write(b"")
             hearing.result()
-        finally:
-            hearing.cancel()
-            await asyncio.gather(hearing, return_exceptions=True)
-            call.cancel()
 
     async def hear(self, call: Any) -> None:
         """Read answers until all have come or all is durable. Raises RuntimeError when the controller ends the stream."""
         while self.durable_seq < self.last_seq or self.num_answers > 0:
-            answer = await call.read()
-            if answer is EOF:
-                raise RuntimeError(f"the controller ended a stream: {await call.code()}, {await call.details()}")
+            answer = await next_answer(call)
             self.durable_seq, self.num_answers = answer.durable_seq, self.num_answers - 1
 
 
@@ -128,13 +157,7 @@ async def load_of(
     """
     kinds = [messages_of(seed, num_messages, steps_each, added_up) for seed in range(min(num_workers, 16))]
     senders = [Sender(at, num_messages, steps_each) for at in range(num_workers)]
-    channels, turns = await connect(process.address, min(num_workers, CHANNELS)), asyncio.Semaphore(REGISTERING)
-
-    async def register(at: int) -> None:
-        async with turns:
-            await senders[at].register(channels[at % len(channels)])
-
-    await asyncio.gather(*map(register, range(num_workers)))
+    channels = await registered(senders, process.address)
 
     async def clock(num_sent: int) -> tuple[float, float]:
         await asyncio.sleep(num_sent * senders[0].interval_s)

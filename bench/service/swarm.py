@@ -85,6 +85,10 @@ class SimulatedWorker:
             request.reports.append(step)
         return request.SerializeToString()
 
+    def introduction(self) -> bytes:
+        """Who sends: goes before a stream's first message, since fields of serialised messages add up."""
+        return pb.StreamReportsRequest(worker=self.identity).SerializeToString()
+
     async def register(self, channel: aio.Channel) -> None:
         await rpc.ControlServiceStub(channel).RegisterWorker(
             pb.RegisterWorkerRequest(

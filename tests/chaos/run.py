@@ -120,11 +120,12 @@ def run(faults: list[Fault], options: argparse.Namespace) -> list[Finding]:
         for fault in faults:
             share_s = 60 * options.minutes * fault.weight / total
             print(f"{fault.name}: {fault.does}", file=sys.stderr, flush=True)
-            finding = make(fault, share_s, options.seed, folder / f"{fault.name}-{os.getpid()}")
+            place = folder / f"{fault.name}-{os.getpid()}"
+            finding = make(fault, share_s, options.seed, place)
             mark = {True: "held", False: "BROKEN", None: "not run"}[finding.passed]
             print(f"  {mark} after {finding.seconds:.0f} s: {finding.found}", file=sys.stderr, flush=True)
             if finding.passed is False and not options.keep:
-                print(f"  logs: {keep_logs(folder / f'{fault.name}-{os.getpid()}')}", file=sys.stderr, flush=True)
+                print(f"  logs: {keep_logs(place)}", file=sys.stderr, flush=True)
             findings.append(finding)
     return findings
 

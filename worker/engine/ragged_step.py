@@ -85,15 +85,19 @@ def ragged_step(
         logits, *prompt_logits = _verify_filled(target, batch, proposed, prompts)
         return *rule.decide(logits, proposed, caps), logits, prompt_logits
     rows, columns = places_of(batch.num_proposed)
-    flat, *prompt_logits = _verify_ragged(target, batch, proposed, prompts)
+    at = torch.from_numpy(rows), torch.from_numpy(columns)
+    counts = batch.num_proposed + 1
+    ids = torch.cat([_pending(batch, target.device), proposed], dim=1)[at]
+    part = RaggedPart(np.arange(len(counts)), batch.places, counts, ids, counts)
+    flat, *prompt_logits = target.forward([part, *prompts])
     if isinstance(rule, HostRule):
         found = rule.verify(on_host(flat), rows, columns, proposed.numpy(), batch.num_proposed)
         decided = torch.from_numpy(found[0]), torch.from_numpy(found[1])
     else:
         filled = flat.new_zeros(len(proposed), proposed.shape[1] + 1, flat.shape[-1])
-        filled[torch.from_numpy(rows), torch.from_numpy(columns)] = flat
+        filled[at] = flat
         decided = rule.decide(filled, proposed, caps)
-    return *decided, flat.split((batch.num_proposed + 1).tolist()), prompt_logits
+    return *decided, flat.split(counts.tolist()), prompt_logits
 
 
 def _verify_filled(
@@ -105,16 +109,6 @@ def _verify_filled(
     part = PassPart(StepRows(batch.places, fed.shape[1], target.device), fed, num_logits=fed.shape[1])
     logits, *prompt_logits = target.forward([part, *prompts])
     return [logits[:, : proposed.shape[1] + 1], *prompt_logits]
-
-
-def _verify_ragged(
-    target: PassModel, batch: RaggedBatch, proposed: torch.Tensor, prompts: Sequence[PassPart]
-) -> list[torch.Tensor]:
-    """Logits [n, vocab] after each row's pending token and its proposals, row after row; then those of the prompts."""
-    counts = batch.num_proposed + 1
-    fed = torch.cat([_pending(batch, target.device), proposed], dim=1)
-    ids = fed[torch.from_numpy(np.arange(fed.shape[1]) < counts[:, None])]
-    return target.forward([RaggedPart(np.arange(len(counts)), batch.places, counts, ids, counts), *prompts])
 
 
 def _pending(batch: RaggedBatch, device: torch.device) -> torch.Tensor:

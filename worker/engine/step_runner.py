@@ -111,13 +111,14 @@ class StepRunner:
             plan.copies is not None and plan.copies.plan.draft_length > 0
         )
         prompt_logits: list[torch.Tensor] = []
-        rule = self._step_rule(plan)
-        if not prompts and isinstance(rule, HostRule) and self._is_even(plan):
+        ragged = self._is_ragged(plan)
+        rule = self._step_rule(plan, ragged)
+        if not (prompts or ragged) and isinstance(rule, HostRule) and self._is_even(plan):
             new = self._host_step(plan, tokens.flags, rule)
             tokens.logprobs += [None] * len(plan.rows)
             num_columns = plan.speculation_length + 1
         else:
-            take = self._ragged_step if self._is_ragged(plan) else self._even_step
+            take = self._ragged_step if ragged else self._even_step
             num_accepted, ids, logits, prompt_logits = take(plan, prompts, tokens.flags, rule)
             tokens.logprobs += self._logprobs(plan.rows, logits, ids)
             new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
@@ -136,8 +137,8 @@ class StepRunner:
         return copied or (plan.is_mixed and self.target.ragged)
 
     def _is_even(self, plan: StepPlan) -> bool:
-        """Whether `host_step` does what the plan says."""
-        even = self._hosts is not None and not plan.is_mixed and not self._is_ragged(plan)
+        """Whether `host_step` does what the plan says, which is not ragged."""
+        even = self._hosts is not None and not plan.is_mixed
         return even and all(row.request.sampling.logprobs is None for row in plan.rows)
 
     def _host_step(self, plan: StepPlan, flags: set[StepFlag], rule: HostRule) -> list[list[int]]:
@@ -238,12 +239,12 @@ class StepRunner:
 
     # Choosing.
 
-    def _step_rule(self, plan: StepPlan) -> TokenRule:
+    def _step_rule(self, plan: StepPlan, ragged: bool) -> TokenRule:
         """How the plan's rows choose their tokens. Of its own for every try of a step: a rule keeps what was drafted."""
         if plan.rows != self._sampled_rows:
             self._sampling = BatchSampling([row.sampling for row in plan.rows], self._device)
             self._sampled_rows = plan.rows
-        num_copied = np.array(plan.num_copied) if self._is_ragged(plan) else None
+        num_copied = np.array(plan.num_copied) if ragged else None
         return self._rule(self._sampling, plan.rows, num_copied)
 
     def _rule(

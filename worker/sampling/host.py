@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from speclen.worker.sampling import noise
-from speclen.worker.sampling.verification import num_leading
+from speclen.worker.sampling.verification import num_matching
 
 MIN_TEMPERATURE = 1e-6  # below it the division could overflow, and nothing but the most likely token is left anyway
 
@@ -29,6 +29,7 @@ class HostSettings:
         self.keys = keys
         self.races, self.draws = (temperatures > 0) & seeded, (temperatures > 0) & ~seeded
         self.any_races, self.any_draws = bool(self.races.any()), bool(self.draws.any())
+        self.any_samples = self.any_races or self.any_draws
 
 
 class HostRule:
@@ -54,7 +55,7 @@ class HostRule:
 
     def draft(self, logits: np.ndarray, rows: np.ndarray, num_drafted: int) -> np.ndarray:
         """Draft tokens [n] of some rows, each of which has drafted so many. logits: [n, vocab]."""
-        if not (self._rows.any_races or self._rows.any_draws):
+        if not self._rows.any_samples:
             return logits.argmax(-1)
         ahead = np.full(len(rows), num_drafted) + (0 if self._num_copied is None else self._num_copied[rows])
         ids = self._choose(logits, rows, ahead)
@@ -69,11 +70,11 @@ class HostRule:
 
     def verify_even(self, logits: np.ndarray, proposed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `verify`, where all rows propose equally many tokens. logits: [b, k + 1, vocab]."""
-        if self._rows.any_races or self._rows.any_draws:
+        if self._rows.any_samples:
             num_proposed = np.full(len(proposed), proposed.shape[1])
             return self.verify(logits.reshape(-1, logits.shape[-1]), *places_of(num_proposed), proposed, num_proposed)
         chosen = logits.argmax(-1)
-        accepted = num_leading(proposed == chosen[:, :-1]) if proposed.shape[1] else np.zeros(len(proposed), np.int64)
+        accepted = num_matching(proposed, chosen) if proposed.shape[1] else np.zeros(len(proposed), np.int64)
         return accepted, chosen
 
     def verify(
@@ -86,8 +87,7 @@ class HostRule:
         """
         tokens = np.zeros((len(proposed), proposed.shape[1] + 1), np.int64)
         tokens[rows, columns] = self._choose(logits, rows, columns)
-        agree = (tokens[:, :-1] == proposed) & (np.arange(proposed.shape[1]) < num_proposed[:, None])
-        num_accepted = num_leading(agree)
+        num_accepted = num_matching(proposed, tokens, num_proposed)
         if self._rows.any_draws:
             shares = self._uniform(len(rows))
             begins = rows.searchsorted(np.arange(len(proposed) + 1)).tolist()

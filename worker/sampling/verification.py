@@ -85,18 +85,20 @@ def accept_matching(draft_ids: torch.Tensor, target_ids: torch.Tensor, caps: tor
     On a CPU by numpy: on so few numbers torch mostly starts operators.
     """
     if draft_ids.is_cpu:
-        agree = draft_ids.numpy() == target_ids.numpy()[:, :-1]
-        if caps is not None:
-            agree &= np.arange(agree.shape[1]) < caps.numpy()[:, None]
-        return torch.from_numpy(num_leading(agree))
+        return torch.from_numpy(
+            num_matching(draft_ids.numpy(), target_ids.numpy(), None if caps is None else caps.numpy())
+        )
     matches = draft_ids == target_ids[:, :-1]
     if caps is not None:
         matches &= _within(caps, draft_ids.shape[1])
     return matches.cumprod(dim=1).sum(dim=1)
 
 
-def num_leading(agree: np.ndarray) -> np.ndarray:
-    """How many of each row's first columns are true. agree: [rows, k]."""
+def num_matching(draft_ids: np.ndarray, target_ids: np.ndarray, caps: np.ndarray | None = None) -> np.ndarray:
+    """The same of arrays."""
+    agree = draft_ids == target_ids[:, :-1]
+    if caps is not None:
+        agree &= np.arange(agree.shape[1]) < caps[:, None]
     return np.logical_and.accumulate(agree, axis=1).sum(axis=1)
 
 

@@ -73,7 +73,7 @@ class Workers:
     STATE = ("peers", "since_compared")
 
     def __init__(self, num_cells: int, num_bands: int) -> None:
-        self.num_bands = num_bands
+        self.num_bands, self.num_loads = num_bands, NUM_CLASSES * num_bands
         self.peers: dict[str, Peer] = {}
         self.since_compared = 0
         self.cells = np.zeros((3, 2, num_cells))
@@ -86,7 +86,7 @@ class Workers:
             place = self.place[worker] = len(self.peers)
             if place == self.cells.shape[1]:
                 self._move(np.concatenate([self.cells, np.zeros_like(self.cells)], axis=1))
-            peer = self.peers[worker] = Peer(self.cells[:, place], NUM_CLASSES * self.num_bands)
+            peer = self.peers[worker] = Peer(self.cells[:, place], self.num_loads)
         return peer
 
     def _move(self, cells: FloatArray) -> None:
@@ -237,9 +237,8 @@ class Workers:
     def renew(self) -> None:
         """Peers after a state was restored."""
         width = self.cells.shape[2]
-        loads = NUM_CLASSES * self.num_bands
         self.peers = {
-            worker: restored(Peer(np.zeros((3, width)), loads), state) for worker, state in self.peers.items()
+            worker: restored(Peer(np.zeros((3, width)), self.num_loads), state) for worker, state in self.peers.items()
         }
         self.place = {worker: at for at, worker in enumerate(self.peers)}
         cells = np.zeros((3, len(self.peers) + 1, width))
