@@ -26,7 +26,7 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     assert [one["passed"] for one in document["checks"]] == [True] * 6
     (track,) = document["tracks"]
     assert track["track"] == "mixed"
-    assert set(track["ratios"]) == {"none", "fixed:2"}
+    assert set(track["ratios"]) == {"fixed:2"}
     assert track["failures"] == {}
     assert {(cell["batch_size"], cell["speculation_length"]) for cell in document["cells"]} == {
         (1, 0),

@@ -79,15 +79,19 @@ def add_to(path: Path, comparison: Comparison, facts: dict[str, Any]) -> dict[st
     Raises ValueError when it was measured otherwise: such rounds do not belong together.
     """
     before = read_document(path)
-    now = {**facts, "policies": list(comparison.policies)}
-    for name in ALIKE:
-        if before[name] != json.loads(json.dumps(now[name])):
-            raise ValueError(
-                f"{path} cannot be added to: its {name} is {before[name]!r}, not {now[name]!r}; name another --out"
-            )
+    check_alike(path, before, facts)
     comparison.rounds.extend(from_rows(before["rounds"]))
     comparison.dropped.update(before["dropped"])
     return before
+
+
+def check_alike(path: Path, before: dict[str, Any], facts: dict[str, Any]) -> None:
+    """facts: what is known so far of the run that is to go on. Raises ValueError for the first that is another."""
+    for name in ALIKE:
+        if name in facts and before[name] != (now := json.loads(json.dumps(facts[name]))):
+            raise ValueError(
+                f"{path} cannot be added to: its {name} is {before[name]!r}, not {now!r}; name another --out"
+            )
 
 
 def provenance() -> dict[str, Any]:

@@ -70,6 +70,17 @@ class Plan:
             raise UserError(f"track {self.track} needs --profile FILE, measured on greedy text: `speclen profile run`")
         return names
 
+    def facts(self) -> dict[str, Any]:
+        """What figures depend on and is known before anything starts."""
+        return {
+            "policies": self.names,
+            "worker": {name: getattr(self.settings, name) for name in self.settings.__slots__},
+            "profile": None if self.profile is None else self.profile.name,
+            "seed": self.seed,
+            "scale": self.scale,
+            "learn_s": self.learn_s,
+        }
+
     @property
     def wants_oracle(self) -> bool:
         return any(name.startswith("oracle") for name in self.names)

@@ -13,7 +13,14 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from speclen.bench.comparison.document import add_to, provenance, to_document, write_document
+from speclen.bench.comparison.document import (
+    add_to,
+    check_alike,
+    provenance,
+    read_document,
+    to_document,
+    write_document,
+)
 from speclen.bench.comparison.outputs import OutputCheck, target_alone
 from speclen.bench.comparison.plan import Plan, capacity_and_oracle, load_tokenizer, say
 from speclen.bench.comparison.report import print_comparison
@@ -31,7 +38,7 @@ from speclen.console.flags import flags_from
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 
-QUICK_BLOCK_S, QUICK_CELL_S, QUICK_ROUNDS, QUICK_LEARN_S = 4.0, 4.0, 2, 4.0
+QUICK_BLOCK_S, QUICK_ROUNDS, QUICK_LEARN_S = 4.0, 2, 4.0
 FIRST_LEARNING_BLOCK = 1_000_000  # numbers that no round comes to
 
 
@@ -82,7 +89,6 @@ def plan_of(target: str, max_batch_size: int, quick: bool, others: dict[str, Any
         return plan
     return replace(
         plan,
-        cell_s=QUICK_CELL_S,
         block_s=plan.block_s or QUICK_BLOCK_S,
         repeats=plan.repeats or QUICK_ROUNDS,
         learn_s=min(plan.learn_s, QUICK_LEARN_S),
@@ -93,6 +99,8 @@ def run(plan: Plan, quick: bool, earlier: Path | None) -> tuple[dict[str, Any], 
     """Survey, rounds, and the check of outputs. Raises ValueError or UserError, the former also for wrong outputs."""
     names = plan.names
     plan.recipe  # noqa: B018 - raises for a track that is none, before anything starts
+    if earlier is not None and earlier.exists():
+        check_alike(earlier, read_document(earlier), plan.facts())  # before a survey of minutes
     comparison = Comparison(tuple(names), plan.resolution)
     with WarmWorker(plan.settings, plan.profile) as worker:
         survey = capacity_and_oracle(plan, worker)
@@ -188,18 +196,14 @@ class Session:
         block = self.block(0)
         return {
             **provenance(),
+            **plan.facts(),
             "quick": quick,
             "machine": machine(device),
             "context": {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields},
-            "worker": {name: getattr(settings, name) for name in settings.__slots__},
             "track": block.track,
             "summary": plan.recipe.summary,
-            "seed": plan.seed,
-            "scale": plan.scale,
             "block_s": block.duration_s,
-            "learn_s": plan.learn_s,
             "burners": plan.burners if block.throttle_at_s is not None else 0,
-            "profile": None if plan.profile is None else plan.profile.name,
             "capacity_tokens_per_s": survey.capacity_tokens_per_s,
             "oracle": oracle_facts(survey, settings.max_length),
         }

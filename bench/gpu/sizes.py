@@ -56,6 +56,6 @@ DRY = Sizes(
     num_checked=6,
     num_flat=12,
     tracks=("mixed",),
-    compare="adaptive,none,fixed:2",
-    serve_flags=("--quick", "--repeats", "1", "--block-s", "2", "--scale", "0.3"),
+    compare="adaptive,fixed:2",
+    serve_flags=("--quick", "--repeats", "1", "--block-s", "2", "--scale", "0.3", "--cell-s", "1", "--learn-s", "2"),
 )
