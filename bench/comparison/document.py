@@ -95,11 +95,11 @@ def check_alike(path: Path, before: dict[str, Any], facts: dict[str, Any]) -> No
 
 
 def provenance() -> dict[str, Any]:
-    """The command, the commit it ran at, and when it is not exactly that commit."""
+    """The command, the commit it ran at, and when it is not exactly that commit; documents, results among them, aside."""
     return {
         "command": "speclen " + " ".join(sys.argv[1:]),
         "commit": git("rev-parse", "--short=12", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)docs")),
     }
 
 
