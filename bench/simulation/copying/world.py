@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speclen.bench.simulation.copying.machine import FLAT, TWO_CORES, CopyingMachine, Outcome
+from speclen.bench.simulation.copying.machine import FLAT, TWO_CORES, UNEVEN, CopyingMachine, Outcome
 from speclen.bench.simulation.copying.recorded import RecordedTexts, recorded_texts
 from speclen.controller.estimator.plans.plan import MAX_MATCH, Plan
 
@@ -100,6 +100,7 @@ SCENARIOS = (
     CopyScenario("recorded: completions", mixes=("code",), machine=TWO_CORES),
     CopyScenario("recorded: mixed", mixes=("mixed",), machine=TWO_CORES),
     CopyScenario("recorded: mixed, flat machine", mixes=("mixed",), machine=FLAT),
+    CopyScenario("recorded: mixed, uneven machine", mixes=("mixed",), machine=UNEVEN),
     CopyScenario("recorded: copying", mixes=("copying",), machine=TWO_CORES),
     CopyScenario("recorded: completions, then sampled", mixes=("code", "sampled"), machine=TWO_CORES),
 )

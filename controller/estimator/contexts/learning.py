@@ -77,8 +77,12 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
         before = plans_before(group.plans, reports.steps, reports.spans)
         if places := reports.copied:
             copied = [reports.steps[at] for at in places]
+            senders = [reports.workers[at] for at in places]
             values = weight[places], offset[places], group.acceptance.shared, [before[at] for at in places]
-            learn_copies(group.plans, copied, *values)
+            learn_copies(group.plans, copied, senders, *values)
+            if found := group.times.settle_if_away():
+                group.plans.times.forget()
+                events.append(_event(context, "latency", found, "the surface of step times may move again"))
     buckets = group.times.bucket_of[reports.batch]
     group.choice.earn(buckets, reports.count)
     context.recent = list(dict.fromkeys(buckets.tolist()))

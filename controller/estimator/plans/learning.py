@@ -12,7 +12,7 @@ from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Lessons
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.plans.times import CopiedSteps
-from speclen.controller.estimator.times.steps import Spans
+from speclen.controller.estimator.times.steps import Spans, spans_of
 
 MOST_WORKERS = 128  # whose last plan is remembered
 
@@ -20,12 +20,15 @@ MOST_WORKERS = 128  # whose last plan is remembered
 def learn_copies(
     plans: PlanChoice,
     steps: Sequence[StepObservation],
+    workers: Sequence[str],
     weight: FloatArray,
     offset: FloatArray,
     accepted: FloatArray,
     before: Sequence[Plan],
 ) -> None:
-    """Learn from steps that copied. weight, offset: of each, as in `Steps`; accepted: everybody's drafts, by position.
+    """Learn from steps that copied. workers: that sent them; weight, offset: of each, as in `Steps`.
+
+    accepted: everybody's drafts, by position.
 
     before: plan of the step that the worker took before each.
     """
@@ -41,7 +44,8 @@ def learn_copies(
     _learn_drafts(plans, [steps[at] for at in told], weight[told], accepted)
     timed = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_latency]
     if timed and plans.step_times.known:
-        plans.times.learn(_copied_steps([steps[at] for at in timed], weight[timed], offset[timed]))
+        spans = spans_of([workers[at] for at in timed])
+        plans.times.learn(_copied_steps(spans, [steps[at] for at in timed], weight[timed], offset[timed]))
 
 
 def _learn_drafts(
@@ -65,7 +69,9 @@ def _learn_drafts(
         plans.learn_drafts(runs, accepted, count)
 
 
-def _copied_steps(steps: Sequence[StepObservation], weight: FloatArray, offset: FloatArray) -> CopiedSteps:
+def _copied_steps(
+    spans: Spans, steps: Sequence[StepObservation], weight: FloatArray, offset: FloatArray
+) -> CopiedSteps:
     """Their features: the draft model's passes run over the rows that draft."""
     told = [step.copying for step in steps if step.copying is not None]
     batch = np.array([step.batch_size for step in steps])
@@ -73,6 +79,7 @@ def _copied_steps(steps: Sequence[StepObservation], weight: FloatArray, offset: 
     passes = np.array([step.speculation_length for step in steps]) * (drafting > 0)
     copied = np.array([sum(run.num_proposed * run.num_rows for run in each.runs) for each in told])
     return CopiedSteps(
+        spans=spans,
         batch=batch,
         passes=passes,
         drafted=passes * drafting,

@@ -1,8 +1,10 @@
 """What steps take in which rows copy: on the surface of step times, by rows, draft passes and verified tokens.
 
-The surface of plain lengths is the prior, so what those taught is known here from the start; on top of it comes what such
-steps themselves showed, kept as evidence by bucket, with or without the draft model, and by verified tokens per row. No plan
-has a cell of its own. What the surface leaves over in a bucket is shared by its plans that draft, and by those that do not.
+A step in which no row has a match is a plain one, so all that those taught is known here from the start: their surface is
+the prior, the cells that were seen stay where they are, and what the surface leaves over in a bucket's cells it leaves over
+here, too. On top of it comes what such steps themselves showed, kept as evidence by bucket, with or without the draft model,
+and by verified tokens per row. No plan has a cell of its own. What is left over is shared by a bucket's plans that draft,
+and by those that do not.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.times.step_time import CELL_SD, LONGEST_S, SHORTEST_S, StepTimes
+from speclen.controller.estimator.times.step_time import (
+    CELL_SD,
+    LONGEST_S,
+    SHORTEST_S,
+    UNSEEN_SD,
+    UNSEEN_SDS,
+    StepTimes,
+)
+from speclen.controller.estimator.times.steps import ByStep, Spans
 from speclen.controller.estimator.times.surface import Surface
 
 # Verified tokens per row at which kinds of evidence end.
@@ -23,6 +33,10 @@ MOST_VERIFIED = 17.0  # tokens per row, beyond which slopes stay as they are
 MOST_REPORTS, LARGEST_Z = 60.0, 2.5
 # Log-sd by which the surface of such steps may differ in each weight from that of plain ones, and altogether.
 MOVED_SD, COMMON_SD = 0.1, 0.1
+# Log-sd by which such steps may differ from plain ones where no row copies; trust in a cell from which on it says so.
+ALIKE_SD, LEAST_TRUST = 0.05, 0.2
+# Reports from which on a kind of evidence has a say in what plain steps take; more than are left of it after a change.
+TOLD_REPORTS = 5.0
 # The surface is renewed after this part of its evidence is new, and at the latest after so many reports.
 RENEWED_SHARE, RENEWED_REPORTS = 0.1, 100
 # After a change of times, the evidence of before counts for so much.
@@ -36,8 +50,10 @@ class CopiedSteps(NamedTuple):
     """Steps that copied and whose time may teach, all [n]. passes, drafted: of the draft model, and rows summed over them.
 
     asked: verified tokens if each row were fed its own only. offset: log time that a worker takes longer than others.
+    spans: each worker and its place.
     """
 
+    spans: Spans
     batch: np.ndarray
     passes: np.ndarray
     drafted: np.ndarray
@@ -55,7 +71,7 @@ class CopyTimes:
     STATE = ("evidence", "surface", "since_fit", "fitted_with", "padding")
 
     def __init__(self, times: StepTimes) -> None:
-        self.times = times
+        self.times, times.beside = times, self._told
         self.evidence = np.zeros((len(times.buckets), 2, NUM_WIDTHS, 7))
         self.surface = Surface(times.buckets[-1].batch_max * max(MOST_VERIFIED, float(times.num_lengths)))
         self.since_fit, self.fitted_with, self.version = 0, -1, 0
@@ -83,12 +99,13 @@ class CopyTimes:
         rows = self.surface.features(steps.batch, steps.passes, steps.drafted, steps.verified, steps.context)
         kind = (steps.passes > 0).astype(int)
         width = np.searchsorted(WIDTHS, steps.verified / steps.batch)
-        expected = np.log(rows @ np.exp(self.surface.phi)) + self.left_over[bucket, kind]
+        expected = np.log(rows @ np.exp(self.surface.phi)) + (self._of_plain() + self.left_over)[bucket, kind]
         log_s = np.log(np.minimum(np.maximum(steps.seconds, SHORTEST_S), LONGEST_S)) - steps.offset
-        surprise, share = self._clipped(log_s - expected, rows, bucket, kind)
+        unsure = self._unsure(rows, bucket, kind)
+        surprise, speed, share = self._without_speed(steps.spans, log_s - expected, unsure, bucket, kind)
         count = steps.weight * share
         told = np.stack(
-            [np.ones(len(count)), expected + surprise, steps.batch, steps.passes, steps.drafted, steps.verified]
+            [np.ones(len(count)), expected + surprise - speed, steps.batch, steps.passes, steps.drafted, steps.verified]
             + [steps.batch * steps.context],
             axis=1,
         )
@@ -101,15 +118,31 @@ class CopyTimes:
         if times.known:
             self._combine()
 
-    def _clipped(
-        self, raw: FloatArray, rows: FloatArray, bucket: np.ndarray, kind: np.ndarray
-    ) -> tuple[FloatArray, FloatArray]:
-        """Surprises, clipped, and what each report counts for: what was cut off says only that the mean is elsewhere."""
+    def _unsure(self, rows: FloatArray, bucket: np.ndarray, kind: np.ndarray) -> FloatArray:
+        """Variance of what is expected of steps."""
         shares, doubt = rows * np.exp(self.surface.phi), 1.0 - self.trust[bucket, kind]
-        unsure = self.surface.variance(shares / shares.sum(axis=1)[:, None]) * doubt**2 + CELL_SD**2 * doubt
-        reach = LARGEST_Z * np.sqrt(unsure + self.times.noise**2)
+        return self.surface.variance(shares / shares.sum(axis=1)[:, None]) * doubt**2 + CELL_SD**2 * doubt
+
+    def _without_speed(
+        self, spans: Spans, error: FloatArray, unsure: FloatArray, bucket: np.ndarray, kind: np.ndarray
+    ) -> tuple[FloatArray, ByStep, FloatArray]:
+        """Surprises, clipped, the workers' speeds after them, and what each report counts for.
+
+        The speed of the moment is that of all of a worker's steps, and these tell of it as plain ones do. Of what is cut off
+        a report says only that the mean is elsewhere. unsure: variance of what was expected; error: log times over that.
+        """
+        watch, noise, each = self.times.watch, self.times.noise**2, np.ones(len(error))
+        now, doubt = watch.now(spans)
+        raw = error - now
+        reach = LARGEST_Z * np.sqrt(unsure + noise + doubt)
         clipped = np.minimum(np.maximum(raw, -reach), reach)
-        return clipped, np.abs(clipped) / np.maximum(np.abs(raw), np.maximum(np.abs(clipped), 1e-9))
+        share = np.abs(clipped) / np.maximum(np.abs(raw), np.maximum(np.abs(clipped), 1e-9))
+        place = bucket * 2 + kind
+        alike = np.bincount(place)[place]  # reports that share what is wrong of a bucket
+        unseen = alike / np.square(1.0 + self.evidence[bucket, kind, :, COUNT].sum(axis=1))
+        misfit = alike * (unsure + CELL_SD**2) + (UNSEEN_SDS * CELL_SD) ** 2 * unseen
+        speed, shared = watch.follow(spans, clipped, misfit, UNSEEN_SD**2 * unseen, noise, each)
+        return clipped + now, speed, share * shared
 
     def follow_surface(self) -> None:
         """Start from what plain lengths taught by now."""
@@ -122,18 +155,57 @@ class CopyTimes:
         if (num_new or self.fitted_with == self.times.fitted_at) and self.since_fit <= due:
             return
         self.fitted_with, self.since_fit = self.times.fitted_at, 0
+        seen, mean, log_s, count = self._means()
+        if num_new:
+            self.times.fit()
         theirs, mine = self.times.surface, self.surface
         size = len(theirs.phi)
         phi = np.append(theirs.phi, np.full(len(mine.phi) - size, theirs.phi[-1]))
         mine.restart(phi, _extended(theirs.loosened(MOVED_SD, COMMON_SD), len(phi)))
-        seen, mean, log_s, count = self._means()
         if seen.any():
-            rows = mine.features(*mean)
-            mine.fit(rows, log_s, CELL_SD**2 + self.times.noise**2 / count)
+            alike, log_alike = self._plain_cells()
+            rows = np.vstack([mine.features(*mean), alike])
+            unsure = np.append(CELL_SD**2 + self.times.noise**2 / count, np.full(len(alike), ALIKE_SD**2))
+            mine.fit(rows, np.append(log_s, log_alike), unsure)
         self._combine()
 
+    def _told(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """For the plain surface, what these steps took: where all copy nobody else does, and a change would stay unseen.
+
+        Features, log times without what plain steps leave over, variances.
+        """
+        _, mean, log_s, count = self._means()
+        enough = count >= TOLD_REPORTS
+        unsure = CELL_SD**2 + self.times.noise**2 / count[enough] + (2.0 * ALIKE_SD) ** 2
+        return self.times.surface.features(*mean[:, enough]), log_s[enough], unsure
+
+    def _plain_cells(self) -> tuple[FloatArray, FloatArray]:
+        """Features of plain steps that were seen, and their log times without what the surface leaves over.
+
+        In each bucket those without drafts and the drafts best known, so that large fleets of sizes stay quick to fit.
+        """
+        times = self.times
+        trust = times.grid(times.trust)
+        first = np.arange(len(trust)) * times.num_lengths
+        cells = first if times.num_lengths == 1 else np.concatenate([first, first + 1 + trust[:, 1:].argmax(axis=1)])
+        cells = cells[times.trust[cells] >= LEAST_TRUST]
+        rows, lengths = times.rows[cells], times.lengths[cells]
+        return self.surface.of_length(rows, lengths, times.drawn_context[cells]), times.log_surface[cells]
+
+    def _of_plain(self) -> FloatArray:
+        """What the surface of plain lengths leaves over in a bucket without drafts, and with them, [buckets, 2].
+
+        With drafts it is one number: a cell that is wrong could not be found out by steps that copy.
+        """
+        times = self.times
+        cells, trust = times.grid(times.left_over), times.grid(times.trust)[:, 1:] + 1e-9
+        drafting = (trust * cells[:, 1:]).sum(axis=1) / np.maximum(trust.sum(axis=1), 1e-9)
+        return np.stack([cells[:, 0], drafting], axis=1)
+
     def _means(self) -> tuple[np.ndarray, FloatArray, FloatArray, FloatArray]:
-        """Kinds with evidence, their mean sums as `features` takes them, their mean log times, and reports."""
+        """Kinds with evidence, their mean sums as `features` takes them, mean log times without what plain steps leave over
+        the surface, and reports.
+        """
         count = self.evidence[..., COUNT]
         seen = count > 0.01
         mean = self.evidence[seen] / count[seen][:, None]
@@ -141,7 +213,7 @@ class CopyTimes:
         return (
             seen,
             np.array([rows, *mean[:, [PASSES, DRAFTED, VERIFIED]].T, mean[:, CONTEXT] / rows]),
-            mean[:, LOG_S],
+            mean[:, LOG_S] - self._of_plain()[seen.nonzero()[:2]],
             count[seen],
         )
 
@@ -171,7 +243,8 @@ class CopyTimes:
         smooth = parts.sum(axis=1)
         kind = (passes > 0.0).astype(int)
         doubt = 1.0 - self.trust[bucket, kind]
-        seconds = smooth * np.exp(self.left_over[bucket, kind] + 0.5 * self.times.noise**2)
+        more = (self._of_plain() + self.left_over)[bucket, kind]
+        seconds = smooth * np.exp(more + 0.5 * self.times.noise**2)
         return seconds, parts / smooth[:, None] * doubt[:, None], CELL_SD**2 * doubt
 
     def _context(self) -> FloatArray:

@@ -138,10 +138,14 @@ class Watch:
                 if end > start:
                     found = self.tilt.add(worker, surprises[start:end], weights[start:end]) or found
                 start = end
+        return found or self.away()
+
+    def away(self) -> float:
+        """Statistic of speeds that stay away, of more than half of the workers, or 0."""
         away = [speed.stays_away for speed in self.speeds.values()]
-        if found or 2 * away.count(0.0) > len(away):
-            return found
-        return sorted(away, key=abs)[(len(away) - 1) // 2] / LEAST_AWAY  # more than half of the workers must stay away
+        if not away or 2 * away.count(0.0) > len(away):
+            return 0.0
+        return sorted(away, key=abs)[(len(away) - 1) // 2] / LEAST_AWAY
 
     def _sides(self, spans: Spans, lengths: np.ndarray) -> np.ndarray:
         """Of each step: 1 where it is longer than its worker's usual one, which is followed, -1 where shorter, else 0."""

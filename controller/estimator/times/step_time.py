@@ -13,6 +13,7 @@ gradient h (surface.py). v: variance of what no smooth formula sees; rho: what w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -73,6 +74,8 @@ class StepTimes:
         self.surface, self.watch = Surface(buckets[-1].batch_max * (max_length + 1.0)), Watch()
         self.usual = self.surface.of_length(self.rows, self.lengths, self.context)
         self.known, self.version = False, 0  # version: grows with every change
+        # What steps in which rows copied say: features, log times without what cells leave over, variances (plans/times.py).
+        self.beside: Callable[[], tuple[FloatArray, FloatArray, FloatArray]] | None = None
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.origin = np.zeros((1 + len(self.surface.phi), len(self.surface.phi)))  # first prior, mean above covariance
         self.noise, self.cell_sd = NOISE, CELL_SD  # log-sd of one report, and of what the surface leaves over
@@ -152,6 +155,13 @@ class StepTimes:
         self.rho = self.kept()
         self.start(self.surface.phi + self.watch.settle(), self.surface.loosened(CHANGED_SD, CHANGED_COMMON_SD))
 
+    def settle_if_away(self) -> float:
+        """After steps that only told of the speed: begin anew where it stays away; returns the statistic, or 0."""
+        found = self.watch.away() if self.known else 0.0
+        if found:
+            self._start_anew()
+        return found
+
     def kept(self) -> FloatArray:
         """What the surface leaves over, as far as a new one may start with it."""
         most = KEPT_LEFT_OVER * self.cell_sd
@@ -221,7 +231,10 @@ class StepTimes:
             rows, held = self.usual[seen], self.rows[seen] * self.context[seen] / CONTEXT_UNIT
             rows[:, HELD], rows[:, HELD_DRAFT] = held, held * self.lengths[seen]
             known, noise = self.mean_log[seen] - self.rho[seen], self.noise**2 / strength
-            self.surface.fit(rows, known, CELL_SD**2 + noise)
+            news = [rows, known, CELL_SD**2 + noise]
+            if self.beside is not None:
+                news = [np.concatenate(both) for both in zip(news, self.beside(), strict=True)]
+            self.surface.fit(*news)
             self._judge_fit(known - np.log(rows @ np.exp(self.surface.phi)), noise)
         self._draw()
 
