@@ -245,3 +245,71 @@ def test_on_recorded_texts_one_plan_tells_what_the_others_put_out(taught):
         errors.append(np.log(promised[place] / np.mean(tokens)))
     assert abs(np.mean(errors)) < 0.08
     assert np.std(errors) < 0.1
+
+
+class Smooth:
+    """Plain and copying steps of a machine whose every verified token costs the same, but for plain ones of 16 rows."""
+
+    LIMITS = Limits(16, 3, 16)
+
+    def __init__(self) -> None:
+        self.estimator, self.rng = Estimator(), np.random.default_rng(3)
+        self.estimator.add_context(KEY, self.LIMITS)
+
+    def seconds(self, batch: int, length: int) -> float:
+        return (0.008 + 0.0005 * batch * (1 + length) + 0.0008 * length) * (0.7 if (batch, length) == (16, 0) else 1.0)
+
+    def plain(self, batch: int, length: int, factor: float = 1.0) -> StepObservation:
+        seconds = factor * self.seconds(batch, length) * float(np.exp(0.04 * self.rng.standard_normal()))
+        return StepObservation(batch, length, seconds, (0,) * length + (batch,), 100.0)
+
+    def copying(self, batch: int, factor: float = 1.0) -> StepObservation:
+        """Half of the rows copy four tokens, of which two are right, and half draft two."""
+        half, plan = batch // 2, Plan(2, 3, 4)
+        verified = batch + 4 * half + 2 * half
+        seconds = factor * (0.008 + 0.0005 * verified + 0.0016) * float(np.exp(0.04 * self.rng.standard_normal()))
+        told = Copies(plan, batch, half, verified, (CopiedRun(5, 4, 2, half),))
+        return StepObservation(batch, 2, seconds, (half, 0, half), 100.0, False, False, copying=told)
+
+    def observe(self, steps: list[StepObservation]) -> int:
+        """How many changes were found."""
+        groups = [steps[at : at + 8] for at in range(0, len(steps), 8)]
+        return sum(len(self.estimator.observe(KEY, group, "w").drift_events) for group in groups)
+
+    def believed(self, batch: int, length: int) -> float:
+        rows = self.estimator.learned_rows(KEY, "w")
+        return next(row.estimate.step_s for row in rows if (row.bucket.batch_max, row.estimate.speculation_length) == (batch, length))
+
+
+@pytest.fixture
+def taught_machine() -> Smooth:
+    """Plain steps of all lengths, then steps of fewer rows that copied."""
+    played = Smooth()
+    cells = [(batch, length) for batch in (1, 2, 4, 8, 16) for length in range(4)]
+    played.observe([played.plain(*cells[number % len(cells)]) for number in range(600)])
+    played.observe([played.copying((4, 8)[number // 8 % 2]) for number in range(400)])
+    return played
+
+
+def test_a_step_without_a_match_takes_what_a_plain_one_took(taught_machine):
+    """Where plain steps do not lie on the smooth surface, plans that copy alone begin where those are."""
+    context = taught_machine.estimator.context(KEY)
+    times = context.group_of("w").plans.times
+    at = np.array([context.buckets[-1].index])
+    seconds = times.predict(at, np.zeros(1), np.zeros(1), np.array([16.0]))[0]
+    assert seconds[0] == pytest.approx(taught_machine.seconds(16, 0), rel=0.1)
+
+
+def test_plain_times_come_back_although_nobody_plays_plain_steps(taught_machine):
+    """A slow while that was taken for a change, and from then on copying alone."""
+    played = taught_machine
+    changes = 0
+    for number in range(100):
+        batch, length = (4, 8)[number % 2], number // 2 % 4
+        changes += played.observe([played.plain(batch, length, factor=1.8) for _ in range(8)])
+        changes += played.observe([played.copying(batch, factor=1.8) for _ in range(8)])
+    assert changes > 0
+    assert played.believed(4, 0) > 1.4 * played.seconds(4, 0)
+    played.observe([played.copying((4, 8)[number // 8 % 2]) for number in range(800)])
+    for batch in (4, 8):
+        assert played.believed(batch, 0) == pytest.approx(played.seconds(batch, 0), rel=0.2)

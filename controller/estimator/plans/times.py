@@ -254,7 +254,8 @@ class CopyTimes:
         return mean
 
     def forget(self) -> None:
-        """Times have changed: what was seen before counts for little."""
+        """Times have changed: what was seen before counts for little, and is moved as plain times were."""
+        self.evidence[..., LOG_S] += self.times.moved * self.evidence[..., COUNT]
         self.evidence *= KEPT_SHARE
         self.fitted_with = -1
 

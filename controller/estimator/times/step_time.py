@@ -76,6 +76,7 @@ class StepTimes:
         self.known, self.version = False, 0  # version: grows with every change
         # What steps in which rows copied say: features, log times without what cells leave over, variances (plans/times.py).
         self.beside: Callable[[], tuple[FloatArray, FloatArray, FloatArray]] | None = None
+        self.moved = 0.0  # by how much, in log time, the last change moved everything
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.origin = np.zeros((1 + len(self.surface.phi), len(self.surface.phi)))  # first prior, mean above covariance
         self.noise, self.cell_sd = NOISE, CELL_SD  # log-sd of one report, and of what the surface leaves over
@@ -152,8 +153,8 @@ class StepTimes:
 
     def _start_anew(self) -> None:
         """After a change: the present speed becomes the usual one, weights may move, cells keep what the surface leaves."""
-        self.rho = self.kept()
-        self.start(self.surface.phi + self.watch.settle(), self.surface.loosened(CHANGED_SD, CHANGED_COMMON_SD))
+        self.rho, self.moved = self.kept(), self.watch.settle()
+        self.start(self.surface.phi + self.moved, self.surface.loosened(CHANGED_SD, CHANGED_COMMON_SD))
 
     def settle_if_away(self) -> float:
         """After steps that only told of the speed: begin anew where it stays away; returns the statistic, or 0."""
