@@ -72,7 +72,7 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
         events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
     context.learn_mix(parts)
     if found := _learn_times(context, group, reports, weight, offset):
-        events.append(_event(context, "latency", found, "the surface of step times may move again"))
+        events.append(_times_changed(context, group, found))
     if group.plans is not None:
         before = plans_before(group.plans, reports.steps, reports.spans)
         if places := reports.copied:
@@ -81,8 +81,7 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
             values = weight[places], offset[places], group.acceptance.shared, [before[at] for at in places]
             learn_copies(group.plans, copied, senders, *values)
             if found := group.times.settle_if_away():
-                group.plans.times.forget()
-                events.append(_event(context, "latency", found, "the surface of step times may move again"))
+                events.append(_times_changed(context, group, found))
     buckets = group.times.bucket_of[reports.batch]
     group.choice.earn(buckets, reports.count)
     context.recent = list(dict.fromkeys(buckets.tolist()))
@@ -100,11 +99,16 @@ def _learn_times(context: Context, group: Group, reports: Reports, weight: Float
         spans = spans_of(list(compress(reports.workers, use.tolist())))
         steps = Steps(spans, *(each[use] for each in values))
     found = group.times.update(steps)
-    if found and group.plans is not None:
-        group.plans.times.forget()
     if len(context.workers.peers) > 1:
         context.record(group, steps)
     return found
+
+
+def _times_changed(context: Context, group: Group, found: float) -> DriftEvent:
+    """The event of a change of step times, after which those of plans have to be seen anew."""
+    if group.plans is not None:
+        group.plans.times.forget()
+    return _event(context, "latency", found, "the surface of step times may move again")
 
 
 def _reset(context: Context, group: Group) -> DriftEvent:
