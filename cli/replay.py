@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.table import Table
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
 from speclen.console.history import events, key_of, name_of, policy_of, stored_state
+from speclen.controller.analysis.accuracy import Spread, spread
 from speclen.controller.analysis.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.controller.estimator.policies import is_policy
@@ -67,6 +69,8 @@ def replay(
     costs = cost_of(again, names, seed) if names else []
     if as_json:
         document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
+        document["accuracy"] = {name: each and asdict(each) for name, each in told_beforehand(result).items()}
+        document["changes"] = changes_found(result)
         document["costs"] = [asdict(cost) | {"policy_s": cost.policy_s, "ratio": cost.ratio} for cost in costs]
         print(json.dumps(document))
     else:
@@ -110,6 +114,29 @@ def missing_groups(history: Sequence[Event]) -> int:
     return next((event.group_id - 1 for event in history if isinstance(event, GroupObserved)), 0)
 
 
+def told_beforehand(result: Replay) -> dict[str, Spread | None]:
+    """Errors of step times relative to each other: of cells (batch sizes x length) seen before, and of new ones."""
+    return {"seen before": spread(result.accuracy.later), "new": spread(result.accuracy.first)}
+
+
+def changes_found(result: Replay) -> dict[str, int]:
+    """How often a change was said, by factor."""
+    return dict(sorted(Counter(event.factor for event in result.drift_events).items()))
+
+
+def foresight(result: Replay) -> str:
+    """How well step times were told beforehand, and how often a change was said."""
+    told = [
+        f"of cells {name} half within {each.median_percent:.1f}%, nine tenths within {each.p90_percent:.1f}%"
+        for name, each in told_beforehand(result).items()
+        if each is not None
+    ]
+    changes = ", ".join(f"{number} of {factor}" for factor, number in changes_found(result).items()) or "none"
+    return (
+        f"Step times relative to each other, as told beforehand: {'; '.join(told) or 'none'}. Changes found: {changes}."
+    )
+
+
 def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int) -> None:
     """Agreement in words, costs as a table."""
     console = Console()
@@ -123,6 +150,7 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
         )
     if agreement.first_difference:
         console.print(f"First difference: {agreement.first_difference}.")
+    console.print(foresight(result))
     if not costs:
         return
     console.print("Time for the tokens that were generated, by the estimates:")

@@ -1,6 +1,7 @@
 """The law: stored reports give the stored decisions again, to the last bit, and a choice can be explained in numbers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import typer
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from speclen.cli.explain import explain as explain_verb
 from speclen.cli.replay import replay as replay_verb
+from speclen.controller.analysis.accuracy import spread
 from speclen.controller.analysis.explain import Change, explain, in_words
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
 from speclen.controller.estimator.estimator import Estimator
@@ -43,6 +45,27 @@ def test_a_replay_decides_as_before():
     again = replay(events)
     assert [each.decision for each in again.decisions] == decisions
     assert (again.num_groups, again.num_reports) == (40, 240)
+
+
+def test_a_replay_says_how_well_step_times_were_told():
+    """A profile by which drafting takes 1.6 times as long: new cells are off by up to that, cells seen before by the noise.
+
+    The machine's speed is nobody's error: of one that is half as fast in every other stretch times are told as well.
+    """
+    wrong, right = (replay(history(rounds=120, factor=factor)[0]).accuracy for factor in (1.6, 1.0))
+    assert spread(right.first).median_percent < 5.0
+    assert spread(wrong.first).p90_percent > 15.0
+    assert spread(wrong.later).median_percent < 5.0
+    assert spread([]) is None
+
+    events, _ = history(rounds=120, factor=1.0)
+    slower = [
+        event
+        if not isinstance(event, GroupObserved) or event.group_id // 20 % 2
+        else replace(event, observations=[each._replace(latency_s=2.0 * each.latency_s) for each in event.observations])
+        for event in events
+    ]
+    assert spread(replay(slower).accuracy.later).median_percent < 5.0
 
 
 def test_another_policy_would_have_cost():
@@ -154,6 +177,13 @@ def test_stored_decisions_come_out_the_same(database):
     assert any("widened" in reason for reason in reasons)
     assert document["exact"], document["first_difference"]
     assert document["costs"][0]["policy"] == "none"
+    assert document["accuracy"]["seen before"]["num"] > 20
+    assert document["accuracy"]["new"]["num"] > 1
+    assert set(document["changes"]) <= {"latency", "acceptance"}
+    printed = call(replay_verb, "--db", str(database), "--policies", "").output
+    assert "Step times relative to each other, as told beforehand: of cells seen before half within" in " ".join(
+        printed.split()
+    )
 
 
 def test_a_stored_choice_is_explained(database):

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import engines
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -22,6 +23,7 @@ from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import TOLERANCE, check_model, inspect_layers
 from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.backends.passes import RaggedPart
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import PreparedPair, prepare
@@ -65,6 +67,36 @@ def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None
     one = load(model, dtype)
     check_model(one, model, family)
     assert one.pool.num_bytes_held() == 0, "the check must leave nothing behind"
+
+
+@needs_openvino
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_tokens_get_company_that_leaves_no_trace(dtype: torch.dtype) -> None:
+    """A row fed token by token, with another beside it or not: its logits are those of one pass over all of them."""
+    model = load(tiny_models.build("llama").to(dtype), dtype)
+    ids = torch.arange(1, 71)
+
+    def fed(row: int, places: range, both: bool = False) -> torch.Tensor:
+        rows = np.array([row, 1 - row] if both else [row])
+        starts, tokens = np.full(len(rows), places[0]), ids[places[0] : places[-1] + 1].repeat(len(rows))
+        part = RaggedPart(rows, starts, np.full(len(rows), len(places)), tokens, np.full(len(rows), 1))
+        return model.forward([part])[0].clone()[0]
+
+    whole = {last: fed(0, range(last + 1)) for last in (1, 40, 69)}
+    model.pool.release(0)
+    held = []
+    for place in range(70):
+        logits = fed(0, range(place, place + 1), both=place >= 35)
+        held.append(model.pool.num_bytes_held())
+        assert model._inputs["input_ids"].size == (4 if dtype == torch.bfloat16 else 1 + (place >= 35))
+        if place == 31:  # the row's first block is full, and nobody may write to it any more
+            (block,) = model.pool.reach_rows(np.array([0]), np.array([32]))[0]
+            full = [cache[block].copy() for cache in model.pool.caches]
+        if place in whole:
+            torch.testing.assert_close(logits, whole[place], rtol=0, atol=0.15 if dtype == torch.bfloat16 else 1e-4)
+    for cache, before in zip(model.pool.caches, full, strict=True):
+        np.testing.assert_array_equal(cache[block], before)
+    assert held[0] == held[31] == held[34] / 2, "a row of 32 tokens holds one block"
 
 
 @needs_openvino

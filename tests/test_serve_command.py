@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 
 from speclen.bench.serving.survey import Survey
 from speclen.cli.bench import app
+from speclen.console.database import reading
 from speclen.console.errors import UserError
+from speclen.console.history import events
+from speclen.controller.analysis.replay import GroupObserved
 
 SPELLED = "for=2 load=0.4 mix=mixed"
 
@@ -52,7 +55,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     done = speclen(*arguments, "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(out.read_text())
-    again = speclen(*arguments, "--repeats", "1", "--add")
+    again = speclen(*arguments, "--repeats", "1", "--add", "--reports", str(tmp_path / "reports.db"))
     assert again.returncode == 0, again.stderr
     printed = json.loads(out.read_text())
     assert [row["number"] for row in printed["rounds"]] == [1, 2]
@@ -70,6 +73,9 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
         assert checked["num_compared"] > 0
         assert checked["worst_miss_logits"] <= checked["tie_logits"]
     assert any("too short for its intervals" in note for note in printed["notes"])
+    with reading(tmp_path / "reports.db") as connection:
+        reported = [event for event in events(connection) if isinstance(event, GroupObserved)]
+    assert sum(len(event.observations) for event in reported) > 10
     other = CliRunner().invoke(app, [*arguments, "--repeats", "1", "--add", "--seed", "5"]).exception
     assert isinstance(other, UserError)
     assert "its seed is 0, not 5" in str(other)
@@ -119,6 +125,7 @@ def test_sigterm_leaves_no_processes_behind(pair, survey):
         (["--track", "wrong-profile"], "--profile FILE"),
         (["--minutes", "0"], "--minutes is 0"),
         (["--add"], "--add needs --out"),
+        (["--compare", "none", "--reports", "here.db"], "name it with --compare"),
         (["--compare", "none", "--target", "/no/such/model"], "/no/such/model"),
     ],
 )

@@ -50,6 +50,7 @@ def serve(
     quick: bool = typer.Option(False, help="Seconds instead of minutes, to see that all works; figures are marked."),
     add: bool = typer.Option(False, help="Go on with the rounds of --out, if it is there and was measured alike."),
     out: Path | None = typer.Option(None, help="Write the comparison as JSON."),
+    reports: Path | None = typer.Option(None, help="Keep the database of `adaptive`, for `speclen replay --db FILE`."),
     plot: Path | None = typer.Option(None, help="Draw latency, rows and tokens proposed over time (png, svg, pdf)."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON on stdout instead of tables."),
     **others: Any,
@@ -62,7 +63,9 @@ def serve(
         raise UserError("--add needs --out FILE, whose rounds it goes on with")
     try:
         plan = plan_of(target, max_batch_size, quick, others)
-        document, comparison = run(plan, quick, out if add else None)
+        if reports is not None and "adaptive" not in plan.names:
+            raise ValueError(f"--reports {reports} keeps what `adaptive` reports: name it with --compare")
+        document, comparison = run(plan, quick, out if add else None, reports)
         if out is not None:
             write_document(document, out)
     except ValueError as error:
@@ -95,8 +98,11 @@ def plan_of(target: str, max_batch_size: int, quick: bool, others: dict[str, Any
     )
 
 
-def run(plan: Plan, quick: bool, earlier: Path | None) -> tuple[dict[str, Any], Comparison]:
-    """Survey, rounds, and the check of outputs. Raises ValueError or UserError, the former also for wrong outputs."""
+def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
+    """Survey, rounds, and the check of outputs. Raises ValueError or UserError, the former also for wrong outputs.
+
+    earlier: rounds to go on with. reports: where to keep what `adaptive` has learned from.
+    """
     names = plan.names
     plan.recipe  # noqa: B018 - raises for a track that is none, before anything starts
     if earlier is not None and earlier.exists():
@@ -123,6 +129,8 @@ def run(plan: Plan, quick: bool, earlier: Path | None) -> tuple[dict[str, Any], 
             *(plan.repeats or 10_000, say, plan.seed),
         )
         dtype = facts["context"]["dtype"]
+        if reports is not None:
+            worker.keep_reports("adaptive", reports)
     checked = session.outputs.verdict(target_alone(plan.settings.target), dtype, plan.seed)
     facts["outputs"] = [*as_list(facts.get("outputs", [])), checked]
     return to_document(comparison, facts), comparison

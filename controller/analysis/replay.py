@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from speclen.controller.analysis.accuracy import Accuracy
 from speclen.controller.estimator.acceptance import band_of
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.buckets import FINE
@@ -65,6 +66,7 @@ class Replay:
     estimator: Estimator
     decisions: list[ReplayedDecision] = field(default_factory=list)
     drift_events: list[DriftEvent] = field(default_factory=list)
+    accuracy: Accuracy = field(default_factory=Accuracy)
     num_groups: int = 0
     num_reports: int = 0
 
@@ -81,6 +83,7 @@ def replay(events: Iterable[Event], policy: str = ADAPTIVE, seed: int = 0, bucke
             case ProfileImported():
                 decisions = result.estimator.seed_profile(event.key, event.profile).decisions
             case GroupObserved():
+                result.accuracy.add(result.estimator.context(event.key), event.observations, event.workers)
                 outcome = result.estimator.observe(event.key, event.observations, event.workers)
                 decisions = outcome.decisions
                 result.drift_events += outcome.drift_events

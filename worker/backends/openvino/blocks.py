@@ -48,7 +48,9 @@ class BlockPool:
         self.dtype = dtype
         row_blocks = -(-max_length // BLOCK_TOKENS)
         num_cached = max_cached_tokens // BLOCK_TOKENS
-        self.num_blocks = num_rows * row_blocks + num_cached
+        # The last one is no row's: for tokens whose keys and values nobody reads.
+        self.spare_block = num_rows * row_blocks + num_cached
+        self.num_blocks = self.spare_block + 1
         self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
         self._mapping = self._reserve()
         self.caches = self._make_caches()

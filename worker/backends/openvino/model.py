@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 CACHE_TYPES = {torch.float32: ov.Type.f32, torch.bfloat16: ov.Type.bf16}
+# Products of bfloat16 take longer for one row or two than for three to six (docs/engine.md): such a pass gets tokens that
+# nobody wants, up to so many.
+SLOW_TOKENS, FILLED_TOKENS = 2, 4
+FILLER = np.arange(FILLED_TOKENS)  # ids and places of such tokens
 MEMORY_MARGIN = 4  # times a model's weights that must be free before another copy of them is made
 
 
@@ -55,6 +60,8 @@ class OpenVinoModel:
         self._inputs = {name: _Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
         self._inputs |= {name: _Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
         self._inputs[BLOCK_INPUTS[-1]] = _Input(ov.Type.i32, 0)
+        self._slow_tokens = SLOW_TOKENS if pool.dtype == torch.bfloat16 else 0
+        self._extended: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # inputs, and the same with an element more
         self._new_memory: dict[int, NewMemory] = {}  # of compiled models that have not run yet, by threads
         self._requests = {num_threads: self._make_request(num_threads)}
 
@@ -169,8 +176,34 @@ class OpenVinoModel:
         blocks, begins = zip(*found, strict=True)
         return np.concatenate(blocks), begins_of(np.concatenate([np.diff(one) for one in begins]))
 
-    def _infer(self, **inputs: np.ndarray | int) -> np.ndarray:
-        """Logits [wanted, vocab]; they lie in the request's own memory."""
+    def _filled_up(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs with a row more, of tokens whose logits are not wanted, in a block that no other row has."""
+        more = FILLER[: FILLED_TOKENS - len(inputs["input_ids"])]
+        news = {"input_ids": more, "position_ids": more, "past_lens": FILLER[:1]}
+        lasts = {
+            "subsequence_begins": FILLED_TOKENS,
+            "block_indices": self.pool.spare_block,
+            "block_indices_begins": len(inputs["block_indices"]) + 1,
+        }
+        return (
+            inputs
+            | {name: np.concatenate((inputs[name], array)) for name, array in news.items()}
+            | {name: self._with_last(name, inputs[name], last) for name, last in lasts.items()}
+            | {"max_context_len": max(inputs["max_context_len"], FILLED_TOKENS)}
+        )
+
+    def _with_last(self, name: str, array: np.ndarray, last: int) -> np.ndarray:
+        """An input with an element more; the same array as long as the input is the same, which then is not filled again."""
+        known, extended = self._extended.get(name, (None, array))
+        if known is not array:
+            extended = np.append(array, last)
+            self._extended[name] = array, extended
+        return extended
+
+    def _infer(self, **inputs: Any) -> np.ndarray:
+        """Logits [wanted, vocab]; they lie in the request's own memory. inputs: arrays, and one integer."""
+        if len(inputs["input_ids"]) <= self._slow_tokens:
+            inputs = self._filled_up(inputs)
         for name, array in inputs.items():
             self._inputs[name].fill(array)
         # Not the wrapper's default, which would copy the logits; nor its look-up of outputs by number, which takes longer.
