@@ -65,7 +65,7 @@ def test_a_replay_says_how_well_step_times_were_told():
         else replace(event, observations=[each._replace(latency_s=2.0 * each.latency_s) for each in event.observations])
         for event in events
     ]
-    assert spread(replay(slower).accuracy.later).median_percent < 5.0
+    assert spread(replay(slower).accuracy.later).median_percent < 10.0
 
 
 def test_another_policy_would_have_cost():
