@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections import Counter
 
 import pytest
 
@@ -51,6 +52,34 @@ def test_the_longest_match_is_found_and_followed(num_kinds: int) -> None:
         string = tokens[-length:] + found.ids
         within = string[: length + 1]
         assert any(tokens[at : at + len(within)] == within for at in range(len(tokens)))
+
+
+@pytest.mark.parametrize("num_kinds", [1, 2, 5, 200])
+def test_what_is_read_is_judged_as_a_copy_would_have_been(num_kinds: int) -> None:
+    """Of every token the match that it stood behind, and whether the copy proposed there begins with it."""
+    generator, judged_from = random.Random(num_kinds), 30
+    tokens = [generator.randrange(num_kinds) for _ in range(400)]
+    tokens += tokens[100:200]
+    expected: Counter[tuple[int, bool]] = Counter()
+    for place in range(judged_from, len(tokens)):
+        found = indexed(tokens[:place]).find(1, 1)
+        match = 0 if found is None else found.match_length
+        expected[match, found is not None and found.ids[0] == tokens[place]] += 1
+    index, reading = CopyIndex(), copying.Reading()
+    while index.num_indexed < len(tokens):
+        index.extend(tokens, 7, reading, judged_from)
+    assert sum(count for _, count, _ in reading.counts) == len(tokens) - judged_from
+    for match, count, right in reading.counts:
+        assert (count, right) == (expected[match, False] + expected[match, True], expected[match, True])
+
+
+def test_few_of_many_continuations_are_looked_at() -> None:
+    """So that judging a token takes bounded time; the copy that is not looked for counts as wrong."""
+    index, reading = CopyIndex(), copying.Reading()
+    text = [token for kind in range(copying.MOST_COMPARED + 1) for token in (0, 1 + kind)] + [0]
+    index.extend(text, EVERYTHING)
+    index.extend([*text, 1], EVERYTHING, reading)
+    assert reading.counts == ((1, 1, 0),)
 
 
 def test_an_index_that_grew_token_by_token_is_the_same() -> None:

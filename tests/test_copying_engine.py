@@ -17,6 +17,7 @@ from test_lossless import check_greedy
 from speclen.worker.backends.passes import PassPart, RaggedPart
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine import copies
+from speclen.worker.engine import engine as engine_module
 from speclen.worker.engine.length_chooser import FixedPlan, LengthChoice, StepFlag, StepResult
 
 LOOP = [5, 6, 7, 8] * 5
@@ -33,6 +34,49 @@ class Plans(Script):
         self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
     ) -> LengthChoice:
         return LengthChoice.of(self.plans.pop(0) if len(self.plans) > 1 else self.plans[0])
+
+
+class Reader(Plans):
+    """As it is told, and learns from texts."""
+
+    reads_texts = True
+
+
+def test_texts_are_read_also_where_nothing_is_copied_and_outputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "READ_TOGETHER", 1)
+    outputs = {}
+    for reads in (False, True):
+        plans = (Reader if reads else Plans)(Plan(2))
+        requests = [request(str(at), LOOP + [at], max_tokens=25, ignore_eos=True) for at in range(3)]
+        engine = copy_engine(plans)
+        collected = generate(engine, *requests)
+        outputs[reads] = [collected.ids(str(at)) for at in range(3)]
+        counts = [each for result in plans.results for each in result.read]
+        assert bool(counts) == reads
+        if reads:
+            for one in requests:
+                check_greedy(engine.pair.target, one, collected.ids(one.request_id))
+            # All but those of each row's last step, which nobody reads any more.
+            num_read = sum(tokens for _, tokens, _ in counts)
+            assert 3 * (25 - 3) <= num_read < 3 * 25
+            assert all(0 <= right <= tokens for _, tokens, right in counts)
+            assert any(right for _, _, right in counts)
+    assert outputs[True] == outputs[False]
+
+
+def test_what_was_read_is_saved_up_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "READ_TOGETHER", 20)
+    plans = Reader(Plan(0))
+    generate(copy_engine(plans), request("x", LOOP, max_tokens=50, ignore_eos=True))
+    told = [sum(tokens for _, tokens, _ in result.read) for result in plans.results]
+    assert [number for number in told if number] == [20, 20]
+
+
+def test_requests_with_a_length_of_their_own_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "READ_TOGETHER", 1)
+    plans = Reader(Plan(2))
+    generate(copy_engine(plans), request("x", LOOP, fixed_length=1, max_tokens=10, ignore_eos=True))
+    assert not any(result.read for result in plans.results)
 
 
 def copying(results: Sequence[StepResult]) -> list[StepResult]:

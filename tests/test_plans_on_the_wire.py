@@ -87,6 +87,45 @@ def test_a_step_that_copied_teaches_copying_alone_also_once_it_was_stored() -> N
     assert observation_of(stored) == observation
 
 
+@pytest.mark.parametrize("copying", [COPIED.copying, None])
+def test_what_was_read_is_learned_from_whatever_the_step_was_also_once_it_was_stored(
+    copying: CopyReport | None,
+) -> None:
+    flags = frozenset({StepFlag.PREFILL}) | ({StepFlag.COPIED} if copying else frozenset())
+    step = dataclasses.replace(COPIED, copying=copying, flags=flags, read=((0, 3, 0), (2, 4, 1), (16, 9, 9)))
+    report = to_report(1, LengthChoice.of(PLAN) if copying else LengthChoice(2), step)
+    group, refusals = read(report)
+    assert refusals == []
+    (observation,) = group.observations
+    assert observation.read == step.read
+    assert (observation.copying is not None) == (copying is not None)
+    assert observation_of(ReportRow(1, *group.rows[0])) == observation
+    # A controller of the version before does not know it.
+    assert old("StepReport", report).batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "counts"),
+    [
+        ("match_length", (17, 1, 0)),
+        ("num_tokens", (3, 0, 0)),
+        ("num_tokens", (3, 10_000, 0)),
+        ("num_right", (3, 2, 3)),
+        ("num_right", (0, 2, 1)),
+    ],
+)
+def test_what_is_not_plausible_about_reading_is_refused_by_name(field: str, counts: tuple[int, int, int]) -> None:
+    report = to_report(1, LengthChoice(2), dataclasses.replace(COPIED, copying=None, flags=frozenset(), read=(counts,)))
+    group, refusals = read(report)
+    assert group.observations == []
+    assert f"read.{field}" in refusals[0]
+
+
+def test_a_match_length_is_told_once() -> None:
+    twice = dataclasses.replace(COPIED, copying=None, flags=frozenset(), read=((3, 1, 1), (3, 2, 1)))
+    assert "each may be there once" in read(to_report(1, LengthChoice(2), twice))[1][0]
+
+
 @pytest.mark.parametrize(
     ("flag", "teaches", "times"),
     [(StepFlag.FIRST_USE, True, False), (StepFlag.PREFILL, True, False), (StepFlag.MIXED_LENGTHS, False, False)],

@@ -16,7 +16,7 @@ from rich.table import Table
 from speclen.bench.machine import machine
 from speclen.bench.spread import ratio, spread
 from speclen.worker.drafting.plan import Plan, parse_plan
-from speclen.worker.engine.copies import RowCopies, find_copies
+from speclen.worker.engine.copies import find_copies, read_texts
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedPlan, StepFlag, StepResult
 from speclen.worker.models.loading import ModelPair
@@ -73,22 +73,30 @@ class Timed:
 
 
 class SearchClock:
-    """Adds up the seconds that the engine spends looking for copies, until `end`."""
+    """Adds up the seconds that the engine spends reading texts and looking for copies, until `end`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._patch = mock.patch("speclen.worker.engine.engine.find_copies", self._timed)
-        self._patch.start()
+        self._patches = [
+            mock.patch(f"speclen.worker.engine.engine.{each.__name__}", self._timed(each))
+            for each in (read_texts, find_copies)
+        ]
+        for patch in self._patches:
+            patch.start()
 
-    def _timed(self, *arguments: Any) -> RowCopies:
-        started = time.perf_counter()
-        try:
-            return find_copies(*arguments)
-        finally:
-            self.seconds += time.perf_counter() - started
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
 
     def end(self) -> None:
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
 
 
 @dataclass(slots=True)

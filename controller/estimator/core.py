@@ -72,6 +72,8 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     histograms are sums: they add up to batch_size x num_steps.
     copying: what copying did, where the plan copies and other flags leave it to teach; the rest teaches neither latency nor
     acceptance then.
+    read: (match, tokens, right ones) of output that was read since the worker told it last, whatever its plans: how many
+    stood behind a match of so many tokens, and how many of those a copy would have been right about.
     """
 
     batch_size: int
@@ -84,6 +86,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     by_class: tuple[tuple[int, tuple[int, ...]], ...] = ()
     num_steps: int = 1
     copying: Copies | None = None
+    read: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Reports:
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], spans: Spans, limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying = zip(
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying, read = zip(
             *steps, strict=True
         )
         for name, values, most in (
@@ -48,6 +48,7 @@ class Reports:
         self.teaches_latency = np.fromiter(times, bool, size)
         self.steps, self.places = steps, np.arange(len(steps))
         self.copied = [at for at, told in enumerate(copying) if told is not None] if any(copying) else []
+        self.readers = [at for at, told in enumerate(read) if told] if any(read) else []
         self.count = np.fromiter(count, float, size)
         self.judged = self.length * np.fromiter(accepts, bool, size)  # positions that say something of acceptance
 
@@ -109,7 +110,18 @@ def _sum(members: Sequence[StepObservation]) -> StepObservation:
         mean_context_length=context,
         by_class=tuple((alike[0][0], added([runs for _, runs in alike])) for alike in classes),
         num_steps=num_steps,
+        read=_read_by(members),
     )
+
+
+def _read_by(members: Sequence[StepObservation]) -> tuple[tuple[int, int, int], ...]:
+    """What all of them have read."""
+    sums: dict[int, list[int]] = {}
+    for match, tokens, right in chain.from_iterable(each.read for each in members):
+        counts = sums.setdefault(match, [0, 0])
+        counts[0] += tokens
+        counts[1] += right
+    return tuple((match, tokens, right) for match, (tokens, right) in sorted(sums.items()))
 
 
 def median_s(members: Iterable[StepObservation], num_steps: int) -> float:
@@ -138,7 +150,7 @@ def typical(observation: StepObservation) -> StepObservation:
     if observation.num_steps == 1:
         return observation
     rows = shared_out(observation.accepted_histogram, observation.batch_size)
-    return observation._replace(accepted_histogram=rows, by_class=(), num_steps=1)
+    return observation._replace(accepted_histogram=rows, by_class=(), num_steps=1, read=())
 
 
 def shared_out(runs: Sequence[int], total: int) -> tuple[int, ...]:

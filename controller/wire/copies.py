@@ -1,4 +1,4 @@
-"""What copying did in a step: from the message to the estimator's value and to text for the store, and back."""
+"""What copying did in a step, and what was read: from the message to the estimator's values, to text, and back."""
 
 from __future__ import annotations
 
@@ -10,17 +10,40 @@ from speclen.controller.wire.flags import Flags
 from speclen.controller.wire.validation import MAX_LENGTH, InvalidMessageError, check_range
 from speclen.v1 import control_pb2 as pb
 
+# Tokens that a worker saves up before it tells them, and that a row can have put out since the step before.
+MOST_SAVED, MOST_NEW = 256, 128
 
-def copies_of(report: pb.StepReport, flags: Flags) -> tuple[Copies | None, str] | InvalidMessageError:
-    """What copying may teach, None where other flags forbid it, and all of it as JSON text; or why it is refused."""
+
+Read = tuple[tuple[int, int, int], ...]  # match, tokens, right ones
+
+
+def copies_of(report: pb.StepReport, flags: Flags) -> tuple[Copies | None, Read, str | None] | InvalidMessageError:
+    """What copying may teach, None where other flags forbid it; what was read; all of it as JSON text; or why not."""
     try:
-        copies = _read(report, flags)
+        read = _read(report)
+        if not report.HasField("copying"):
+            return None, read, _text(None, read) if read else None
+        copies = _copies(report, flags)
     except InvalidMessageError as error:
         return InvalidMessageError(error.reason, f"report {report.seq}: {error}")
-    return copies if flags.copies_teach else None, _text(copies)
+    return copies if flags.copies_teach else None, read, _text(copies, read)
 
 
-def _read(report: pb.StepReport, flags: Flags) -> Copies:
+def _read(report: pb.StepReport) -> Read:
+    told = report.read
+    if len(told) > MAX_MATCH + 1:
+        raise InvalidMessageError("read", f"read has {len(told)} entries for {MAX_MATCH + 1} lengths of a match")
+    for each in told:
+        check_range("read.match_length", each.match_length, 0, MAX_MATCH)
+        check_range("read.num_tokens", each.num_tokens, 1, MOST_SAVED + report.batch_size * MOST_NEW)
+        check_range("read.num_right", each.num_right, 0, each.num_tokens if each.match_length else 0)
+    lengths = [each.match_length for each in told]
+    if len(set(lengths)) < len(lengths):
+        raise InvalidMessageError("read", f"read has match lengths {lengths}; each may be there once")
+    return tuple((each.match_length, each.num_tokens, each.num_right) for each in told)
+
+
+def _copies(report: pb.StepReport, flags: Flags) -> Copies:
     message = report.copying
     if not flags.copied:
         raise InvalidMessageError("copying", "copying is set, but STEP_FLAG_COPIED is not")
@@ -54,23 +77,33 @@ def _read(report: pb.StepReport, flags: Flags) -> Copies:
     )
 
 
-def _text(copies: Copies) -> str:
-    plan = [*copies.plan[:3], int(copies.plan.draft_after_copy)]
-    told = {"plan": plan, "searched": copies.num_searched_rows, "drafting": copies.num_drafting_rows}
-    return json.dumps(told | {"verified": copies.num_verified_tokens, "runs": copies.runs}, separators=(",", ":"))
+def _text(copies: Copies | None, read: Read) -> str:
+    told: dict[str, object] = {}
+    if copies is not None:
+        plan = [*copies.plan[:3], int(copies.plan.draft_after_copy)]
+        told = {"plan": plan, "searched": copies.num_searched_rows, "drafting": copies.num_drafting_rows}
+        told |= {"verified": copies.num_verified_tokens, "runs": copies.runs}
+    return json.dumps(told | ({"read": read} if read else {}), separators=(",", ":"))
 
 
-def stored_copies(text: str | None, flags: Flags) -> Copies | None:
-    """What a stored report may teach of copying. KeyError, TypeError or ValueError for a text that is none of ours."""
-    if text is None or not flags.copies_teach:
-        return None
+def stored_copies(text: str | None, flags: Flags) -> tuple[Copies | None, Read]:
+    """What a stored report may teach of copying, and what was read.
+
+    KeyError, TypeError or ValueError for a text that is none of ours.
+    """
+    if text is None:
+        return None, ()
     told = json.loads(text)
-    return Copies(
+    read = tuple((match, tokens, right) for match, tokens, right in told.get("read", ()))
+    if not flags.copies_teach or "plan" not in told:
+        return None, read
+    copies = Copies(
         plan_of(told["plan"]),
         *(told["searched"], told["drafting"], told["verified"]),
         runs=tuple(CopiedRun(*run) for run in told["runs"]),
         teaches_latency=flags.copies_teach_latency,
     )
+    return copies, read
 
 
 def plan_of(numbers: Iterable[int]) -> Plan:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from operator import mul
 
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.wire.copies import copies_of
+from speclen.controller.estimator.plans.plan import Copies
+from speclen.controller.wire.copies import Read, copies_of
 from speclen.controller.wire.flags import Flags
 from speclen.controller.wire.validation import (
     MAX_CONTEXT_LENGTH,
@@ -38,6 +39,7 @@ ByClass = tuple[tuple[int, tuple[int, ...]], ...]
 _histograms: dict[tuple[int, ...], HistogramFacts] = {}
 _flags: dict[frozenset[int], Flags] = {}
 _NO_CLASSES: tuple[ByClass, str | None] = ((), None)
+_NO_COPIES: tuple[Copies | None, Read, str | None] = (None, (), None)
 _ORDINARY = Flags("", True, True)
 
 
@@ -99,17 +101,19 @@ def read_reports(
                 continue
             by_class, classes_text = split
         flags = meaning_of(report) if report.flags else _ORDINARY
-        copies = copies_text = None
-        if flags.copied or report.HasField("copying"):
-            told = copies_of(report, flags) if report.HasField("copying") else (None, None)
+        copies, read, copies_text = _NO_COPIES
+        if report.read or report.HasField("copying"):
+            told = copies_of(report, flags)
             if isinstance(told, InvalidMessageError):
                 refusals.append(told)
                 continue
-            copies, copies_text = told
+            copies, read, copies_text = told
         teaches = flags.teaches_latency, flags.teaches_acceptance
         observe(
             StepObservation(
-                batch_size, length, latency_s, histogram, context_length, *teaches, by_class, copying=copies
+                *(batch_size, length, latency_s, histogram, context_length, *teaches, by_class),
+                copying=copies,
+                read=read,
             )
         )
         step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)

@@ -51,7 +51,7 @@ def observation_of(report: StoredReport) -> StepObservation:
         flags.teaches_acceptance,
         tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
         report.num_steps,
-        stored_copies(report.copying, flags),
+        *stored_copies(report.copying, flags),
     )
 
 

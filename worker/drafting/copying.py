@@ -15,6 +15,7 @@ from speclen.worker.drafting.plan import MAX_MATCH
 
 MAX_INDEXED = 16_384  # tokens of a row, some 500 bytes each; beyond, the older half is forgotten
 LEAST_FREQUENCY = 0.1  # a copy ends where less of what was read alike went on like it
+MOST_COMPARED = 64  # continuations among which the most frequent is looked for when a token is judged: for bounded time
 COUNTED = 8  # suffixes of each place whose occurrences are counted, the longest first: for constant time
 
 
@@ -24,6 +25,25 @@ class Copied:
 
     ids: list[int]
     match_length: int
+
+
+class Reading:
+    """What indexes have read of outputs: tokens that stood behind a match of each length, and those a copy said right."""
+
+    __slots__ = ("right", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens, self.right = [0] * (MAX_MATCH + 1), [0] * (MAX_MATCH + 1)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tokens)
+
+    @property
+    def counts(self) -> tuple[tuple[int, int, int], ...]:
+        """(match, tokens, right ones), of the matches that there were."""
+        both = zip(self.tokens, self.right, strict=True)
+        return tuple((match, tokens, right) for match, (tokens, right) in enumerate(both) if tokens)
 
 
 class CopyIndex:
@@ -44,17 +64,44 @@ class CopyIndex:
         self._links, self._lengths, self._counts = [-1], [0], [0]
         self._last = 0
 
-    def extend(self, tokens: Sequence[int], most: int) -> int:
-        """Read up to `most` more of the tokens; returns how many there were. tokens: the row's, from the first on."""
+    def extend(self, tokens: Sequence[int], most: int, reading: Reading | None = None, judged_from: int = 0) -> int:
+        """Read up to `most` more of the tokens; returns how many there were. tokens: the row's, from the first on.
+
+        reading: where to count those from `judged_from` on.
+        """
         if self._lengths[self._last] >= MAX_INDEXED:
             self.num_indexed -= MAX_INDEXED // 2
             self._clear()
         begin = self.num_indexed
         end = min(len(tokens), begin + most)
-        for token in tokens[begin:end]:
+        for place, token in enumerate(tokens[begin:end], begin):
+            if reading is not None and place >= judged_from:
+                self._judge(token, reading)
             self._add(token)
         self.num_indexed = end
         return end - begin
+
+    def _judge(self, token: int, reading: Reading) -> None:
+        """Count the next token: behind which match it stands, and whether a copy would have been right about it.
+
+        Where no copy would have been proposed, it stands behind none.
+        """
+        begin = self._links[self._last]
+        if begin <= 0:
+            reading.tokens[0] += 1
+            return
+        match, children = min(self._lengths[begin], MAX_MATCH), self._next[begin]
+        if len(children) == 1:
+            reading.tokens[match] += 1
+            reading.right[match] += token in children
+        elif len(children) > MOST_COMPARED:
+            reading.tokens[match] += 1
+        else:
+            total, (likely, state) = self._most_frequent(children)
+            if self._counts[state] < LEAST_FREQUENCY * total:
+                match = 0
+            reading.tokens[match] += 1
+            reading.right[match] += match > 0 and token == likely
 
     def _add(self, token: int) -> None:
         following, links, lengths, counts = self._next, self._links, self._lengths, self._counts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speclen.worker.backends.passes import padded_width
-from speclen.worker.drafting.copying import Copied, CopyIndex
+from speclen.worker.drafting.copying import Copied, CopyIndex, Reading
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.length_chooser import CopiedRun, CopyReport
 from speclen.worker.requests.sequence import SequenceState
@@ -55,35 +55,41 @@ class RowCopies:
         )
 
 
-def find_copies(
-    rows: Sequence[SequenceState], prefilling: Sequence[SequenceState], plan: Plan, max_context_length: int
-) -> RowCopies:
-    """What rows that decode copy under a plan that does. prefilling: rows whose prompts are read ahead.
+def read_texts(rows: Sequence[SequenceState], prefilling: Sequence[SequenceState], reading: Reading) -> None:
+    """Bring the rows' indexes up to date, or nearer to it, and count what is read of their outputs.
+
+    prefilling: rows whose prompts are read ahead.
+    """
+    budget = INDEXED_PER_STEP
+    for row in rows:
+        if row.may_copy:
+            budget -= _index(row, budget, reading)
+    for row in prefilling:
+        if budget > 0 and row.may_copy:
+            budget -= _index(row, budget, reading)
+
+
+def find_copies(rows: Sequence[SequenceState], plan: Plan, max_context_length: int) -> RowCopies:
+    """What rows that decode copy under a plan that does, after `read_texts`.
 
     A row copies only once all of its text is indexed; of long texts that takes some steps.
     """
-    budget, num_searched = INDEXED_PER_STEP, 0
+    num_searched = 0
     found: list[Copied | None] = []
     for row in rows:
-        copied = None
-        if row.may_copy:
-            budget -= _index(row, budget)
+        copied, index = None, row.copy_index
+        if row.may_copy and index is not None and index.num_indexed == len(row.tokens):
+            num_searched += 1
             most = min(plan.copy_max_tokens, row.num_left - 1, max_context_length - len(row.tokens))
-            index = row.copy_index
-            if index is not None and index.num_indexed == len(row.tokens):
-                num_searched += 1
-                copied = index.find(plan.copy_min_match, most)
+            copied = index.find(plan.copy_min_match, most)
         found.append(copied)
-    for row in prefilling:
-        if budget > 0 and row.may_copy:
-            budget -= _index(row, budget)
     return RowCopies(plan, num_searched, found)
 
 
-def _index(row: SequenceState, budget: int) -> int:
+def _index(row: SequenceState, budget: int, reading: Reading) -> int:
     """Bring the row's index up to date, or nearer to it; returns how much of the budget that took."""
     index = row.copy_index = row.copy_index or CopyIndex()
     if len(row.tokens) - index.num_indexed <= MOST_NEW:
-        index.extend(row.tokens, MOST_NEW)
+        index.extend(row.tokens, MOST_NEW, reading, row.num_prompt_tokens)
         return 0
     return index.extend(row.tokens, max(0, budget))

@@ -24,9 +24,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from speclen.worker.drafting.copying import Reading
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.copies import find_copies
+from speclen.worker.engine.copies import find_copies, read_texts
 from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.outbox import Outbox, Totals, describe
@@ -43,6 +44,9 @@ from speclen.worker.requests.validation import check_request
 __all__ = ["Engine", "EngineConfig", "EngineLoad"]
 
 log = logging.getLogger(__name__)
+
+# Tokens of output that are read before it is told what they were: such a report is larger, and takes longer to learn from.
+READ_TOGETHER = 256
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class Engine:
         self.pair = pair
         self.config = config
         self._chooser = chooser
+        self._reading = Reading()  # what is not told yet of what rows' indexes have read
         self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
         prepared = prepared or prepare(pair, config)
         self.backend = prepared.backend
@@ -136,7 +141,7 @@ class Engine:
 
     def use_chooser(self, chooser: LengthChooser) -> None:
         """Take lengths from another chooser from now on, and tell it of the steps. To be called while nothing runs."""
-        self._chooser = chooser
+        self._chooser, self._reading = chooser, Reading()
 
     def load(self) -> EngineLoad:
         """A snapshot; its numbers may be of neighbouring steps."""
@@ -231,10 +236,15 @@ class Engine:
             self.config.max_speculation_length, self.config.max_copied_tokens
         )
         context, copies = self.target.max_context_length, None
+        read: tuple[tuple[int, int, int], ...] = ()
+        if wanted.copies or getattr(self._chooser, "reads_texts", False):
+            read_texts(rows, [chunk.sequence for chunk in chunks], self._reading)
+            if self._reading.num_tokens >= READ_TOGETHER:
+                read, self._reading = self._reading.counts, Reading()
         if wanted.copies:
-            copies = find_copies(rows, [chunk.sequence for chunk in chunks], wanted, context)
+            copies = find_copies(rows, wanted, context)
         lengths = plan_lengths(rows, wanted.draft_length, context, copies)
-        return StepPlan(rows, self.scheduler.num_drafting, lengths, chunks, prefilled, copies), choice
+        return StepPlan(rows, self.scheduler.num_drafting, lengths, chunks, prefilled, copies, read), choice
 
     def _start_copies(self) -> bool:
         """Start the sequences that share their prompt with one that has fed it; whether there were any."""
@@ -296,6 +306,7 @@ class Engine:
             flags=frozenset(tokens.flags | plan.flags),
             class_histograms=plan.class_histograms(drafted),
             copying=copying,
+            read=plan.read,
         )
 
     def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:

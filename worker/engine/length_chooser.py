@@ -73,6 +73,9 @@ class StepResult:
     request's end cut off, was exactly j, j = 0..speculation_length. mean_context_length: tokens held per row before.
     class_histograms: the same by class of request, where a row is not greedy; they add up to accepted_histogram.
     copying: where the plan copies; the histogram is of the draft model's tokens alone then, 0 in rows that drafted none.
+    read: (match, tokens, right ones) of output that was read since it was last told: how many tokens stood behind a match of
+    so many, and of how many a copy would have been right. Empty in most steps, and where the chooser does not ask for it
+    and nothing copies.
     """
 
     batch_size: int
@@ -83,10 +86,15 @@ class StepResult:
     flags: frozenset[StepFlag] = frozenset()
     copying: CopyReport | None = None
     class_histograms: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    read: tuple[tuple[int, int, int], ...] = ()
 
 
 class LengthChooser(Protocol):
-    """Chooses lengths and learns from steps. Both methods are called from the engine's thread and never block."""
+    """Chooses lengths and learns from steps. Both methods are called from the engine's thread and never block.
+
+    One whose `reads_texts` is True is told what copies would have been right also of steps that copy nothing, which takes
+    some microseconds a token.
+    """
 
     def choice_for(
         self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()

@@ -39,7 +39,8 @@ class StepPlan:
 
     draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. chunks: of
     prompts. prefilled: whether time goes into prompts as well, the ones that were copied included. copies: None where
-    the choice does not copy. sequences: everyone who takes part, the rows and then those whose prompts are fed.
+    the choice does not copy; read: as in StepResult. sequences: everyone who takes part, the rows and then those whose
+    prompts are fed.
     """
 
     rows: list[SequenceState]
@@ -48,6 +49,7 @@ class StepPlan:
     chunks: list[PromptChunk]
     prefilled: bool
     copies: RowCopies | None = None
+    read: tuple[tuple[int, int, int], ...] = ()
     speculation_length: int = field(init=False)
     sequences: list[SequenceState] = field(init=False)
 

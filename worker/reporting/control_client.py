@@ -125,6 +125,7 @@ class ControlClient:
         without_draft: Plan | None = None,
     ) -> None:
         self._without_draft = without_draft
+        self.reads_texts = follow and card.max_copied_tokens > 0  # so that copies can be chosen before any was tried
         self.card = card
         self.table = table
         self.follow = follow

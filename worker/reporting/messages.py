@@ -36,6 +36,10 @@ def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepRepo
             pb.ClassHistogram(request_class=CLASSES[kind], accepted_histogram=runs)
             for kind, runs in result.class_histograms
         ],
+        read=[
+            pb.ReadTokens(match_length=match, num_tokens=tokens, num_right=right)
+            for match, tokens, right in result.read
+        ],
     )
 
 

@@ -36,13 +36,17 @@ class CopyingMachine:
 
 
 class Outcome(NamedTuple):
-    """What each row of a step did: longest match, proposed and accepted copies, drafted tokens and accepted ones, [rows]."""
+    """What each row of a step did: longest match, proposed and accepted copies, drafted tokens and accepted ones, [rows].
+
+    read: of its new tokens, row after row, the match that each stood behind, and whether a copy was right, [2, tokens].
+    """
 
     match: np.ndarray
     proposed: np.ndarray
     copied: np.ndarray
     drafted: np.ndarray
     accepted: np.ndarray
+    read: np.ndarray
 
     @property
     def tokens(self) -> np.ndarray:
@@ -62,16 +66,25 @@ def report_of(plan: Plan, done: Outcome, latency_s: float, machine: CopyingMachi
     """The step as a worker reports it."""
     _, passes, drafting, verified = time_of(machine, done)
     histogram = np.bincount(done.accepted, minlength=passes + 1)
+    read = reading_of(done)
     if not plan.copy_min_match:
-        return StepObservation(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0)
+        return StepObservation(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, read=read)
     copied = done.proposed > 0
     runs, counts = np.unique(np.array([done.match, done.proposed, done.copied])[:, copied], axis=1, return_counts=True)
     told = tuple(
         CopiedRun(run[0], run[1], run[2], rows) for run, rows in zip(runs.T.tolist(), counts.tolist(), strict=True)
     )
     copies = Copies(plan, len(done.match), drafting, verified, told)
-    flags = False, False
-    return StepObservation(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, *flags, copying=copies)
+    return StepObservation(
+        *(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, False, False), copying=copies, read=read
+    )
+
+
+def reading_of(done: Outcome) -> tuple[tuple[int, int, int], ...]:
+    """What the rows' indexes read of the step's new tokens."""
+    match, right = done.read
+    tokens, hits = np.bincount(match), np.bincount(match, right)
+    return tuple((int(at), int(tokens[at]), int(hits[at])) for at in tokens.nonzero()[0])
 
 
 EVEN = np.ones((65, 40))  # up to 64 rows

@@ -67,7 +67,11 @@ class RecordedRows:
         copied = np.minimum(text.copied[place], proposed)
         accepted = np.minimum(text.drafted[place], drafted)
         done = 1 + copied + accepted
+        new = np.concatenate(
+            [np.arange(at, at + count) for at, count in zip(place.tolist(), done.tolist(), strict=True)]
+        )
+        read = np.stack([np.where(text.proposed[new] > 0, text.match[new], 0), text.copied[new] > 0])
         # A request's first token comes with its prompt.
         fresh = self.rng.choice(text.begins, batch) + 1
         self.place[:batch] = np.where(done > most, fresh, place + done)
-        return Outcome(match, proposed, copied, drafted, accepted)
+        return Outcome(match, proposed, copied, drafted, accepted, read)

@@ -54,14 +54,17 @@ def best_rates(text: Text | RecordedTexts, machine: CopyingMachine, sizes: list[
 
 def _some(done: Outcome, size: int, rng: np.random.Generator) -> Outcome:
     chosen = rng.integers(0, len(done.match), size)
-    return Outcome(*(values[chosen] for values in done))
+    return done._replace(**{name: getattr(done, name)[chosen] for name in Outcome._fields[:-1]})  # nobody reads it
 
 
 class Play:
-    """One run of the estimator. Reports arrive GROUP steps at a time; a probe is done as soon as its batch size is there."""
+    """One run of the estimator. Reports arrive GROUP steps at a time; a probe is done as soon as its batch size is there.
 
-    def __init__(self, world: CopyWorld, seed: int) -> None:
-        self.world, self.rng = world, np.random.default_rng(seed)
+    reads: whether workers tell what they read of all output, copied or not.
+    """
+
+    def __init__(self, world: CopyWorld, seed: int, reads: bool = True) -> None:
+        self.world, self.rng, self.reads = world, np.random.default_rng(seed), reads
         draft = world.scenario.draft
         self.limits = Limits(world.max_batch, MAX_LENGTH if draft else 0, MOST_COPIED)
         self.estimator = Estimator()
@@ -82,7 +85,8 @@ class Play:
             mean_s = time_of(machine, done)[0]
             spent_s += mean_s
             work_s += self.best[part][batch] * float(done.tokens.mean())
-            waiting.append(report_of(plan, done, mean_s * self._noise(), machine))
+            report = report_of(plan, done, mean_s * self._noise(), machine)
+            waiting.append(report if self.reads else report._replace(read=()))
             if len(waiting) == GROUP:
                 self._learn(waiting, batch)
                 waiting = []
@@ -112,10 +116,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--scenario", default="", help="only those whose name contains this")
+    parser.add_argument("--unread", action="store_true", help="workers tell of what they copied alone")
     options = parser.parse_args()
     for scenario in SCENARIOS:
         if options.scenario in scenario.name:
-            scores = [Play(CopyWorld(scenario, seed, options.steps), seed).score() for seed in range(options.seeds)]
+            worlds = [(seed, CopyWorld(scenario, seed, options.steps)) for seed in range(options.seeds)]
+            scores = [Play(world, seed, not options.unread).score() for seed, world in worlds]
             shown = {"median": round(median(scores), 1), "worst": round(min(scores), 1)}
             print(
                 json.dumps({"scenario": scenario.name, **shown, "scores": [round(score, 1) for score in scores]}),

@@ -59,8 +59,19 @@ class Rows:
         drafted = np.where(copies, 0, plan.draft_length)
         right = np.where(inside, text.draft_right[1], text.draft_right[0])
         accepted = np.minimum(rng.geometric(1.0 - right) - 1, drafted)
+        read = self._read(match, left, lucky > 0, copied + accepted + 1)
         self._advance(here, copied + accepted + 1)
-        return Outcome(match, proposed, copied, drafted, accepted)
+        return Outcome(match, proposed, copied, drafted, accepted, read)
+
+    def _read(self, match: np.ndarray, left: np.ndarray, lucky: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Matches and copies of the new tokens: in a stretch they grow, until one is wrong; outside they come by chance."""
+        rows = np.repeat(np.arange(len(match)), tokens)
+        place = np.arange(len(rows)) - np.repeat(tokens.cumsum() - tokens, tokens)
+        inside = (place <= left[rows]) & (left[rows] > 0)
+        by_chance = np.where(place == 0, match[rows], self._draw(len(rows)))
+        right = np.where(place == 0, lucky[rows], self.rng.random(len(rows)) < self.text.chance_right)
+        here = np.where(inside, np.minimum(match[rows] + place, MAX_MATCH), by_chance)
+        return np.stack([here, np.where(inside, place < left[rows], right & (here > 0))])
 
     def _advance(self, here: slice, tokens: np.ndarray) -> None:
         """Read on by so many tokens."""

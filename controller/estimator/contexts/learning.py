@@ -13,7 +13,7 @@ from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import DriftEvent, StepObservation
 from speclen.controller.estimator.plans.copying import Copying
-from speclen.controller.estimator.plans.learning import learn_copies, plans_before
+from speclen.controller.estimator.plans.learning import learn_copies, learn_reading, plans_before
 from speclen.controller.estimator.reports import OTHERS, Reports, merged
 from speclen.controller.estimator.state import exported, restored
 from speclen.controller.estimator.times.steps import Spans, Steps, spans_of
@@ -75,11 +75,13 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
         events.append(_times_changed(context, group, found))
     if group.plans is not None:
         before = plans_before(group.plans, reports.steps, reports.spans)
+        if readers := reports.readers:
+            learn_reading(group.plans, [reports.steps[at] for at in readers], weight[readers])
         if places := reports.copied:
             copied = [reports.steps[at] for at in places]
             senders = [reports.workers[at] for at in places]
             values = weight[places], offset[places], group.acceptance.shared, [before[at] for at in places]
-            learn_copies(group.plans, copied, senders, *values)
+            learn_copies(group.plans, copied, senders, *values, {reports.workers[at] for at in readers})
             if found := group.times.settle_if_away():
                 events.append(_times_changed(context, group, found))
     buckets = group.times.bucket_of[reports.batch]

@@ -6,8 +6,10 @@ teaches about matches of k + i, too, and counts as text that stands behind one. 
 they do not depend on the plan, though a plan that gets through its copies faster has fewer *steps* in them. How many rows
 of a step match, and what they put out, follows for every plan from the walk in its strides: one step tells about all.
 
-A step tells about matches from its plan's bound on; rows below are known to be below only. So the share of each match
-length among all up to it is counted, from the longest down (Kaplan and Meier's estimator, backwards).
+Workers tell what they have read: of every new token of their rows' outputs the match it stood behind, and whether a copy
+would have been right, whatever the plan was. Where they do not, a step tells about matches from its plan's bound on; rows
+below are known to be below only. So the share of each match length among all up to it is counted, from the longest down
+(Kaplan and Meier's estimator, backwards).
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ LEAST_RATIO, MOST_RATIO = 0.05, 1.6
 # of independent rows.
 DISPERSION = 10.0
 MOST_COUNT = 1e15
+# Tokens read after which counts have faded to 1/e. The walk is renewed after this part of those remembered, at the latest
+# after so many.
+MEMORY_TOKENS, RENEWED_SHARE, FEWEST_RENEWED, MOST_RENEWED = 40_000.0, 0.1, 256, 4000
 REACHED, PASSED, GOING, WENT_ON = range(4)
 
 
@@ -47,7 +52,8 @@ class Lessons(NamedTuple):
     before: bound from which the worker's step before copied, 0 if it did not; same: whether it had the same plan. Where it
     had, the tokens of a step stand for the text. A step that follows another plan shows where that one's steps begin: shares
     of text only for matches that it did not copy. drafted: draft length of a step before that did not copy, else 0; alone:
-    tokens that rows put out in such a step, on average.
+    tokens that rows put out in such a step, on average. reads: whether the worker tells what it reads, which is counted
+    apart (`Copying.read`).
     """
 
     steps: Sequence[StepObservation]
@@ -56,6 +62,7 @@ class Lessons(NamedTuple):
     same: np.ndarray
     drafted: np.ndarray
     alone: FloatArray
+    reads: np.ndarray
 
 
 class Copying:
@@ -66,12 +73,16 @@ class Copying:
     searched: rows whose text was looked at, and all, [2].
     """
 
-    STATE = ("matches", "runs", "searched")
+    STATE = ("matches", "runs", "searched", "remembered", "unread")
 
     def __init__(self) -> None:
         self.matches = np.zeros((2, MAX_MATCH + 1))
         self.runs = np.zeros((4, MAX_MATCH + 1, POSITIONS))
         self.searched = np.zeros(2)
+        self.remembered, self.unread = (
+            0.0,
+            0,
+        )  # reports that the counts are of, fading; those since the walk was renewed
         self.version = 0  # grows with every change
         self.renew()
 
@@ -81,29 +92,54 @@ class Copying:
         counts = (self.matches, self.runs, self.searched)
         return all(bool(each.min() >= 0.0 and each.max() < MOST_COUNT) for each in counts)
 
+    def _fade(self, kept: float) -> None:
+        for counts in (self.matches, self.runs, self.searched):
+            counts *= kept
+
+    def read(self, steps: Sequence[StepObservation], weight: FloatArray) -> bool:
+        """Learn from output that workers have read, whatever the plans were; returns whether the walk is a new one."""
+        table = [(at, *counts) for at, each in enumerate(steps) for counts in each.read]
+        step, match, tokens, right = np.array(table, dtype=np.int64).reshape(-1, 4).T
+        num_tokens, share = int(tokens.sum()), weight[step]
+        kept = math.exp(-num_tokens / MEMORY_TOKENS)
+        self._fade(kept)
+        exactly = np.bincount(match, share * tokens, MAX_MATCH + 1)
+        self.matches += np.stack([exactly, exactly.cumsum()])
+        for which, counts in ((REACHED, tokens), (PASSED, right)):
+            self.runs[which, :, 0] += np.bincount(match, share * counts, MAX_MATCH + 1)
+        self.remembered, self.unread = kept * self.remembered + num_tokens, self.unread + num_tokens
+        due = self.unread >= min(max(RENEWED_SHARE * self.remembered, FEWEST_RENEWED), MOST_RENEWED)
+        if due:
+            self.renew()
+        return due
+
     def learn(self, lessons: Lessons) -> None:
         """Learn from steps of a group that copied and may teach."""
         steps, weight = lessons.steps, lessons.weight
         if not steps:
             return
-        kept = math.exp(-len(steps) / MEMORY_REPORTS)
-        for counts in (self.matches, self.runs, self.searched):
-            counts *= kept
+        self._fade(math.exp(-np.count_nonzero(~lessons.reads) / MEMORY_REPORTS))
         told = [each.copying for each in steps if each.copying is not None]
         searched = np.array([each.num_searched_rows for each in told], dtype=float)
         self.searched += weight @ np.stack([searched, [each.batch_size for each in steps]], axis=1)
         table = [(at, each.plan.copy_max_tokens, *run) for at, each in enumerate(told) for run in each.runs]
         runs = np.array(table, dtype=np.int64).reshape(-1, 6)
-        exactly = self._count_runs(runs, weight, len(steps))
+        exactly = self._count_runs(runs, weight, lessons.reads)
         self._count_matches(lessons, runs, exactly, searched)
         self.renew()
 
-    def _count_runs(self, runs: np.ndarray, weight: FloatArray, num_steps: int) -> FloatArray:
-        """Count copied tokens; returns how many tokens of each step stood behind each match, [steps, match lengths]."""
+    def _count_runs(self, runs: np.ndarray, weight: FloatArray, reads: np.ndarray) -> FloatArray:
+        """Count copied tokens; returns how many tokens of each step stood behind each match, [steps, match lengths].
+
+        Of workers that read how far proposals go, and no more: which rows copy hangs on the plan, and where a plan copies
+        from early on, those that begin behind long matches are unlike others.
+        """
         step, most, match, proposed, accepted, rows = runs.T
         place = np.arange(min(int(most.max(initial=0)), MAX_COPIED) + 1)
         behind = np.minimum(match[:, None] + place, MAX_MATCH)
-        judged, passed = place <= np.minimum(accepted, proposed - 1)[:, None], place < accepted[:, None]
+        alone = ~reads[step][:, None]
+        judged = alone & (place <= np.minimum(accepted, proposed - 1)[:, None])
+        passed = alone & (place < accepted[:, None])
         going = (place > 0) & (place < most[:, None]) & (place <= proposed[:, None])
         went_on = (place > 0) & (place < proposed[:, None])
         counted = (weight[step] * rows)[:, None]
@@ -111,12 +147,12 @@ class Copying:
         for which, seen in enumerate((judged, passed, going, went_on)):
             counts = np.bincount(cell, (seen * counted).ravel(), (MAX_MATCH + 1) * POSITIONS)
             self.runs[which] += counts.reshape(MAX_MATCH + 1, POSITIONS)
-        exactly = np.zeros((num_steps, MAX_MATCH + 1))
+        exactly = np.zeros((len(weight), MAX_MATCH + 1))
         np.add.at(exactly, (step[:, None], behind), rows[:, None] * (place <= accepted[:, None]))
         return exactly
 
     def _count_matches(self, lessons: Lessons, runs: np.ndarray, exactly: FloatArray, searched: FloatArray) -> None:
-        steps, weight, before, same, drafts, alone = lessons
+        steps, weight, before, same, drafts, alone, reads = lessons
         least = np.array([each.copying.plan.copy_min_match for each in steps if each.copying is not None])
         matched = np.bincount(runs[:, 0], runs[:, 5], len(steps))
         drafted = np.array([sum(run * rows for run, rows in enumerate(each.accepted_histogram)) for each in steps])
@@ -131,7 +167,7 @@ class Copying:
         at_most = below[:, None] + exactly.cumsum(axis=1)
         most = np.where(same | (before == 0), MAX_MATCH + 1, before)
         place = np.arange(MAX_MATCH + 1)
-        told = (place >= least[:, None]) * (place < most[:, None]) * weight[:, None]
+        told = (place >= least[:, None]) * (place < most[:, None]) * (weight * ~reads)[:, None]
         self.matches[0] += (told * exactly).sum(axis=0)
         self.matches[1] += (told * at_most).sum(axis=0)
 
@@ -141,6 +177,7 @@ class Copying:
         shares: of tokens, that stand behind each match. begins: matches after a copy that was wrong. walk: from match to
         match by a token, [match lengths, match lengths].
         """
+        self.unread = 0
         exactly, at_most = self.matches
         hazard = (exactly + PRIOR_TOKENS * COLD_MATCHES) / (at_most + PRIOR_TOKENS)
         hazard[0] = 1.0
@@ -164,6 +201,15 @@ class Copying:
         self.begins = fresh / fresh.sum()
         self.walk = (1.0 - grows)[:, None] * self.begins + _after(np.diag(grows))
         self.version += 1
+
+    def right_behind(self, least: int, most: int) -> FloatArray:
+        """Chance that token 1, 2, ..., most of a copy is right if those before it were, behind matches from `least` on."""
+        reached, chances = self.shares[least:], np.zeros(most)
+        for place in range(most):
+            right = self._at(self.right, place)[least:]
+            chances[place] = float(reached @ right) / max(float(reached.sum()), 1e-12)
+            reached = reached * right
+        return chances
 
     def strides(self, most: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Of a row that copies up to `most` tokens, by its match: tokens accepted, chance of proposing 1, 2, ... of them,

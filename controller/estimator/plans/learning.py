@@ -11,10 +11,17 @@ from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Lessons
 from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.prediction import WALK_REPORTS
 from speclen.controller.estimator.plans.times import CopiedSteps
 from speclen.controller.estimator.times.steps import Spans, spans_of
 
 MOST_WORKERS = 128  # whose last plan is remembered
+
+
+def learn_reading(plans: PlanChoice, steps: Sequence[StepObservation], weight: FloatArray) -> None:
+    """Learn from output that was read. weight: of each step, as in `Steps`."""
+    if plans.copying.read(steps, weight):
+        plans.since_walked = WALK_REPORTS
 
 
 def learn_copies(
@@ -25,12 +32,13 @@ def learn_copies(
     offset: FloatArray,
     accepted: FloatArray,
     before: Sequence[Plan],
+    readers: set[str],
 ) -> None:
     """Learn from steps that copied. workers: that sent them; weight, offset: of each, as in `Steps`.
 
     accepted: everybody's drafts, by position.
 
-    before: plan of the step that the worker took before each.
+    before: plan of the step that the worker took before each. readers: workers that tell what they read.
     """
     told = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_acceptance]
     bounds = np.array([before[at].copy_min_match for at in told], dtype=int)
@@ -40,7 +48,8 @@ def learn_copies(
         [step.copying is not None and step.copying.plan == plan for step, plan in zip(steps, before, strict=True)]
     )
     plans.since_walked += len(told)
-    plans.copying.learn(Lessons([steps[at] for at in told], weight[told], bounds, same[told], drafts, alone))
+    reads = np.array([workers[at] in readers for at in told], dtype=bool)
+    plans.copying.learn(Lessons([steps[at] for at in told], weight[told], bounds, same[told], drafts, alone, reads))
     _learn_drafts(plans, [steps[at] for at in told], weight[told], accepted)
     timed = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_latency]
     if timed and plans.step_times.known:

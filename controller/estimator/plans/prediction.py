@@ -182,10 +182,8 @@ class PlanPrediction:
         return float(self.now().share[self.place[plan]]) if self.usual.any() else 0.0
 
     def right_behind(self, plan: Plan) -> tuple[float, ...]:
-        """Share of copied tokens accepted at position 1, 2, ..., behind matches that the plan copies from, as seen."""
-        counts = self.copying.runs[:, plan.copy_min_match :, : plan.copy_max_tokens].sum(axis=1)
-        shares: list[float] = (counts[1] / np.maximum(counts[0], 1e-9)).tolist()
-        return tuple(shares)
+        """Chance that copied token 1, 2, ... is right if those before were, behind matches that the plan copies from."""
+        return tuple(self.copying.right_behind(plan.copy_min_match, plan.copy_max_tokens).tolist())
 
 
 def _stationary(kernels: FloatArray) -> FloatArray:

@@ -480,6 +480,7 @@ class StepReport(google.protobuf.message.Message):
     PROBE_ID_FIELD_NUMBER: builtins.int
     CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
     COPYING_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
@@ -514,6 +515,10 @@ class StepReport(google.protobuf.message.Message):
         counts rows that drafted none at 0.
         """
 
+    @property
+    def read(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReadTokens]:
+        """Output that was read since it was last told, whatever the plans: each match length once. Empty in most steps."""
+
     def __init__(
         self,
         *,
@@ -528,11 +533,38 @@ class StepReport(google.protobuf.message.Message):
         probe_id: builtins.int = ...,
         class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
         copying: Global___CopyReport | None = ...,
+        read: collections.abc.Iterable[Global___ReadTokens] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "read", b"read", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
+
+@typing.final
+class ReadTokens(google.protobuf.message.Message):
+    """New tokens of rows' outputs that stood behind a match of one length."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCH_LENGTH_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_RIGHT_FIELD_NUMBER: builtins.int
+    match_length: builtins.int
+    """Tokens before them that the row had read before, at most 16; 0 where nothing would have been copied."""
+    num_tokens: builtins.int
+    """At least 1."""
+    num_right: builtins.int
+    """Of those, the ones that a copy would have said."""
+    def __init__(
+        self,
+        *,
+        match_length: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        num_right: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["match_length", b"match_length", "num_right", b"num_right", "num_tokens", b"num_tokens"]) -> None: ...
+
+Global___ReadTokens: typing_extensions.TypeAlias = ReadTokens
 
 @typing.final
 class StepSum(google.protobuf.message.Message):
