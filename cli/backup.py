@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from speclen.console.database import DB_OPTION, reading
+from speclen.console.database import DB_OPTION, copy_database
 from speclen.console.errors import UserError, wrapped
 from speclen.console.processes import end_as_by_ctrl_c
-from speclen.store.backup import copy, is_empty
+from speclen.store.backup import is_empty
 from speclen.store.connection import StoreError
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def backup(
 def to_file(target: Path, db: Path, overwrite: bool, as_json: bool) -> None:
     if target.exists() and not overwrite:
         raise UserError(f"{target} exists: name another file, or give --overwrite")
-    with reading(db) as connection:
-        num_bytes = copy(connection, target)
+    num_bytes = copy_database(db, target)
     if as_json:
         print(json.dumps({"file": str(target), "bytes": num_bytes}))
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from speclen.console.errors import UserError
+from speclen.store.backup import copy
 from speclen.store.connection import Connection, StoreError, connect_reader, refusal, sqlite3
 
 DATABASE = Path(".speclen") / "speclen.db"
@@ -28,3 +29,12 @@ def reading(path: Path) -> Iterator[Connection]:
         raise UserError(str(refusal(path, error))) from error
     finally:
         connection.close()
+
+
+def copy_database(path: Path, target: Path) -> int:
+    """Copy a database that may be in use; returns the copy's size in bytes. Raises UserError where that cannot be done."""
+    try:
+        with reading(path) as connection:
+            return copy(connection, target)
+    except StoreError as error:
+        raise UserError(str(error)) from error

@@ -25,11 +25,9 @@ from speclen.bench.serving.deployment import (
     seed_controller,
 )
 from speclen.bench.serving.policies import Policy, in_words
-from speclen.console.database import reading
+from speclen.console.database import copy_database
 from speclen.console.errors import UserError
 from speclen.console.processes import Child, without_settings
-from speclen.store.backup import copy
-from speclen.store.connection import StoreError
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 
 
@@ -85,11 +83,7 @@ class WarmWorker:
     def keep_reports(self, name: str, target: Path) -> None:
         """Copy the database of a policy that learns. Raises UserError when that cannot be written."""
         (database,) = Path(self.folder.name).glob(f"{name}-*/speclen.db")
-        try:
-            with reading(database) as connection:
-                copy(connection, target)
-        except StoreError as error:
-            raise UserError(str(error)) from error
+        copy_database(database, target)
 
     def context(self) -> control_pb2.ContextKey:
         """What a controller knows this worker's models and machine as."""
