@@ -64,6 +64,22 @@ def test_texts_are_read_also_where_nothing_is_copied_and_outputs_stay(monkeypatc
     assert outputs[True] == outputs[False]
 
 
+def test_few_rows_are_read_while_nothing_is_copied() -> None:
+    plans = Reader(Plan(2))
+    engine, collected = copy_engine(plans, max_batch_size=copies.READ_ROWS + 3), Collected()
+    for at in range(copies.READ_ROWS + 3):
+        engine.submit(request(str(at), LOOP + [at], max_tokens=40, ignore_eos=True), collected)
+    for _ in range(6):
+        engine.step()
+    indexed = [row.copy_index is not None for row in engine.scheduler.decoding]
+    assert len(indexed) == copies.READ_ROWS + 3
+    assert sum(indexed) == copies.READ_ROWS
+    plans.plans = [Plan(2, 3, 8)]
+    for _ in range(3):
+        engine.step()
+    assert all(row.copy_index is not None for row in engine.scheduler.decoding)
+
+
 def test_what_was_read_is_saved_up_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "READ_TOGETHER", 20)
     plans = Reader(Plan(0))

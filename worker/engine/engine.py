@@ -27,7 +27,7 @@ import torch
 from speclen.worker.drafting.copying import Reading
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.copies import find_copies, read_texts
+from speclen.worker.engine.copies import READ_ROWS, find_copies, read_texts
 from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.outbox import Outbox, Totals, describe
@@ -238,7 +238,8 @@ class Engine:
         context, copies = self.target.max_context_length, None
         read: tuple[tuple[int, int, int], ...] = ()
         if wanted.copies or getattr(self._chooser, "reads_texts", False):
-            read_texts(rows, [chunk.sequence for chunk in chunks], self._reading)
+            most_rows = None if wanted.copies else READ_ROWS
+            read_texts(rows, [chunk.sequence for chunk in chunks], self._reading, most_rows)
             if self._reading.num_tokens >= READ_TOGETHER:
                 read, self._reading = self._reading.counts, Reading()
         if wanted.copies:

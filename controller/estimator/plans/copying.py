@@ -220,9 +220,10 @@ class Copying:
         for place in range(most - 1, -1, -1):
             right, onward = self._at(self.right, place), self._walks(place + 1)
             further = self._at(self.goes_on, place + 1) if place + 1 < most else np.zeros(MAX_MATCH + 1)
-            accepted = right * (1.0 + further * accepted)
+            stays = self.stays[_grown(place)]
+            accepted = right * (1.0 + further * stays * accepted)  # what a copy says beyond the end nobody gets
             onward = onward + further[:, None] * (after - onward)
-            grows = right * self.stays[_grown(place)]
+            grows = right * stays
             after = (1.0 - grows)[:, None] * self.begins + grows[:, None] * onward
         proposes[:, 0] = 1.0
         for place in range(1, most):
