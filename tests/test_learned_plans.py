@@ -15,6 +15,7 @@ from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, SH
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
+from speclen.controller.estimator.reports import read_by
 
 KEY = ContextKey("t", "d", "cpu", "float32")
 LIMITS = Limits(8, 4, 16)
@@ -238,19 +239,30 @@ def test_recorded_rows_put_out_their_texts_and_no_more(plan):
 
 @pytest.mark.parametrize(
     ("taught", "reads"),
-    [(Plan(2, 2, 16), False), (Plan(3, 3, 8), False), (Plan(3), True), (Plan(2, 2, 16), True), (Plan(5, 5, 16), True)],
+    [
+        (Plan(2, 2, 16), 0),
+        (Plan(3, 3, 8), 0),
+        (Plan(3), 1),
+        (Plan(2, 2, 16), 1),
+        (Plan(5, 5, 16), 1),
+        (Plan(2, 2, 16), 40),
+    ],
 )
 def test_on_recorded_texts_one_plan_tells_what_the_others_put_out(taught, reads):
     """Texts end in the middle of what is copied, and loop for long: a walk that forgets either is off by a fifth.
 
-    Where workers tell what they read, lengths tell it as well.
+    Where workers tell what they read, lengths tell it as well. reads: steps after which they do, 0 for never.
     """
     texts, played = recorded_texts("mixed"), Played(REPEATING, Limits(32, 8, 16))
-    rows = played.rows = texts.rows(32, np.random.default_rng(0))
+    rows, saved = texts.rows(32, np.random.default_rng(0)), []
     for plan in (Plan(3), Plan(6), taught):
         for _ in range(60):
             steps = [report_of(plan, rows.step(plan, 32), 0.02, TWO_CORES) for _ in range(8)]
-            told = steps if reads else [step._replace(read=()) for step in steps]
+            saved += steps
+            told = [step._replace(read=()) for step in steps]
+            if reads and len(saved) >= reads:
+                told[-1] = told[-1]._replace(read=read_by(saved))
+                saved = []
             played.estimator.observe(KEY, told, "w")
     context = played.estimator.context(KEY)
     [group] = context.groups.values()

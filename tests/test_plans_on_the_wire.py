@@ -248,9 +248,8 @@ def followed(controller: PlanningController, max_copied: int, without_draft: Pla
         try:
             await until(lambda: control.connected)
             await until(lambda: not controller.probes)
-            sent = (
-                control.clock()
-            )  # answers come in their order: the first from here on follows the probes, or is theirs
+            # Answers come in their order: the first from here on follows the probes, or is theirs.
+            sent = control.clock()
             await until(lambda: control._last_answer > sent)
         finally:
             task.cancel()

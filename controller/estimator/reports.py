@@ -110,11 +110,11 @@ def _sum(members: Sequence[StepObservation]) -> StepObservation:
         mean_context_length=context,
         by_class=tuple((alike[0][0], added([runs for _, runs in alike])) for alike in classes),
         num_steps=num_steps,
-        read=_read_by(members),
+        read=read_by(members),
     )
 
 
-def _read_by(members: Sequence[StepObservation]) -> tuple[tuple[int, int, int], ...]:
+def read_by(members: Sequence[StepObservation]) -> tuple[tuple[int, int, int], ...]:
     """What all of them have read."""
     sums: dict[int, list[int]] = {}
     for match, tokens, right in chain.from_iterable(each.read for each in members):

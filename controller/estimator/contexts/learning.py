@@ -76,12 +76,13 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     if group.plans is not None:
         before = plans_before(group.plans, reports.steps, reports.spans)
         if readers := reports.readers:
-            learn_reading(group.plans, [reports.steps[at] for at in readers], weight[readers])
+            told_by = [reports.workers[at] for at in readers]
+            learn_reading(group.plans, [reports.steps[at] for at in readers], told_by, weight[readers])
         if places := reports.copied:
             copied = [reports.steps[at] for at in places]
             senders = [reports.workers[at] for at in places]
             values = weight[places], offset[places], group.acceptance.shared, [before[at] for at in places]
-            learn_copies(group.plans, copied, senders, *values, {reports.workers[at] for at in readers})
+            learn_copies(group.plans, copied, senders, *values)
             if found := group.times.settle_if_away():
                 events.append(_times_changed(context, group, found))
     buckets = group.times.bucket_of[reports.batch]

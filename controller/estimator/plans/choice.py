@@ -59,6 +59,7 @@ class PlanChoice(PlanPrediction):
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
         self.last: dict[str, Plan] = {}  # plan of each worker's newest step
+        self.readers: set[str] = set()  # those of them that tell what they read, which they do once in many steps
         self.turn, self.decided_with = 0, -1
         super().__init__(step_times, copying, max_copied)
 

@@ -79,10 +79,8 @@ class Copying:
         self.matches = np.zeros((2, MAX_MATCH + 1))
         self.runs = np.zeros((4, MAX_MATCH + 1, POSITIONS))
         self.searched = np.zeros(2)
-        self.remembered, self.unread = (
-            0.0,
-            0,
-        )  # reports that the counts are of, fading; those since the walk was renewed
+        # Tokens read, fading; those since the walk was renewed.
+        self.remembered, self.unread = 0.0, 0
         self.version = 0  # grows with every change
         self.renew()
 

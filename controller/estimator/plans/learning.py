@@ -18,8 +18,11 @@ from speclen.controller.estimator.times.steps import Spans, spans_of
 MOST_WORKERS = 128  # whose last plan is remembered
 
 
-def learn_reading(plans: PlanChoice, steps: Sequence[StepObservation], weight: FloatArray) -> None:
-    """Learn from output that was read. weight: of each step, as in `Steps`."""
+def learn_reading(
+    plans: PlanChoice, steps: Sequence[StepObservation], workers: Sequence[str], weight: FloatArray
+) -> None:
+    """Learn from output that was read. workers: that sent the steps; weight: of each, as in `Steps`."""
+    plans.readers.update(workers)
     if plans.copying.read(steps, weight):
         plans.since_walked = WALK_REPORTS
 
@@ -32,13 +35,12 @@ def learn_copies(
     offset: FloatArray,
     accepted: FloatArray,
     before: Sequence[Plan],
-    readers: set[str],
 ) -> None:
     """Learn from steps that copied. workers: that sent them; weight, offset: of each, as in `Steps`.
 
     accepted: everybody's drafts, by position.
 
-    before: plan of the step that the worker took before each. readers: workers that tell what they read.
+    before: plan of the step that the worker took before each.
     """
     told = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_acceptance]
     bounds = np.array([before[at].copy_min_match for at in told], dtype=int)
@@ -48,7 +50,7 @@ def learn_copies(
         [step.copying is not None and step.copying.plan == plan for step, plan in zip(steps, before, strict=True)]
     )
     plans.since_walked += len(told)
-    reads = np.array([workers[at] in readers for at in told], dtype=bool)
+    reads = np.array([workers[at] in plans.readers for at in told], dtype=bool)
     plans.copying.learn(Lessons([steps[at] for at in told], weight[told], bounds, same[told], drafts, alone, reads))
     _learn_drafts(plans, [steps[at] for at in told], weight[told], accepted)
     timed = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_latency]
@@ -111,5 +113,7 @@ def plans_before(plans: PlanChoice, steps: Sequence[StepObservation], spans: Spa
             last = Plan(step.speculation_length) if step.copying is None else step.copying.plan
         plans.last[worker] = last
         if len(plans.last) > MOST_WORKERS:
-            del plans.last[next(iter(plans.last))]
+            silent = next(iter(plans.last))
+            del plans.last[silent]
+            plans.readers.discard(silent)
     return before

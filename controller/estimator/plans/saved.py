@@ -22,6 +22,7 @@ def exported_plans(plans: PlanChoice | None) -> Any:
         "news": plans.news,
         "walk": None if plans.walked is None else [exported(each) for each in plans.walked],
         "last": {worker: [*plan] for worker, plan in plans.last.items()},
+        "readers": sorted(plans.readers),
     }
 
 
@@ -36,4 +37,5 @@ def restore_plans(plans: PlanChoice | None, state: Any) -> None:
         shapes = np.zeros(len(plans.grid)), np.zeros(len(plans.grid)), np.zeros((len(plans.grid), plans.mosts[-1]))
         plans.walked = Walk(*(restored(here, each) for here, each in zip(shapes, state["walk"], strict=True)))
     plans.last = {worker: Plan(plan[0], plan[1], plan[2], bool(plan[3])) for worker, plan in state["last"].items()}
+    plans.readers = set(state["readers"])
     plans.restore(state["chosen"], bool(state["news"]))
