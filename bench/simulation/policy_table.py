@@ -1,4 +1,4 @@
-"""Write the table of docs/policy.md from docs/results/policy.json, after adding newer runs to it.
+"""Write the table and the picture of docs/policy.md from docs/results/policy.json, after adding newer runs to it.
 
 `python -m speclen.bench.simulation.policy_table NEW.json` takes the result of `speclen bench policy --json`: its runs
 replace those of the same scenario and policy, so that after a change of one policy only that one needs to be run again.
@@ -14,11 +14,13 @@ from typing import Any
 import typer
 
 from speclen.bench.marked import insert
-from speclen.bench.simulation.policy import COMPARED
+from speclen.bench.simulation.policy import COMPARED, Summary
 from speclen.bench.simulation.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs" / "results" / "policy.json", ROOT / "docs" / "policy.md"
+PICTURE = ROOT / "docs" / "images" / "policy.svg"
+DRAWN = ("profile", "throughput-aware")  # beside adaptive and the best fixed length
 FIXED = "best fixed"
 BEFORE = "before"  # the estimator before this one, which cannot be played any more: reports arrived four at a time then
 
@@ -47,6 +49,26 @@ def cell(row: dict[str, Any] | None, decimals: int = 0) -> str:
     return "–" if row is None else f"{row['median']:.1f}/{row['worst']:.{decimals}f}"
 
 
+def best_fixed(document: dict[str, Any], scenario: str) -> dict[str, Any] | None:
+    """The best of the fixed lengths that were played there."""
+    fixed = [row for row in document["summary"] if row["scenario"] == scenario and row["policy"].startswith("fixed:")]
+    # In a closed loop the figure is latency: lower is better.
+    best = min if SCENARIOS[scenario].closed_loop else max
+    return best(fixed, key=lambda row: row["median"]) if fixed else None
+
+
+def drawn(document: dict[str, Any]) -> list[Summary]:
+    """What the picture shows: adaptive, and what one might use in its place."""
+    rows = [row for policy in ("adaptive", *DRAWN) for row in document["summary"] if row["policy"] == policy]
+    rows += [best | {"policy": FIXED} for name in SCENARIOS if (best := best_fixed(document, name)) is not None]
+    by_name = {name: place for place, name in enumerate(SCENARIOS)}
+    return [
+        Summary(**row)
+        for row in sorted(rows, key=lambda row: by_name.get(row["scenario"], 0))
+        if row["scenario"] in by_name
+    ]
+
+
 def lines(document: dict[str, Any]) -> list[str]:
     """The table's lines: every scenario, adaptive first, and the best of the fixed lengths for all of them."""
     rows = {(row["scenario"], row["policy"]): row for row in document["summary"]}
@@ -57,10 +79,8 @@ def lines(document: dict[str, Any]) -> list[str]:
         "|---" * (len(order) + 4) + "|",
     ]
     for name, scenario in SCENARIOS.items():
-        ours, closed = rows.get((name, "adaptive")), scenario.closed_loop
-        fixed = [row for (where, policy), row in rows.items() if where == name and policy.startswith("fixed:")]
-        # In a closed loop the figure is latency: lower is better.
-        best = (min if closed else max)(fixed, key=lambda row: row["median"]) if fixed else None
+        ours = rows.get((name, "adaptive"))
+        best = best_fixed(document, name)
         cells = [cell(best if policy == FIXED else rows.get((name, policy))) for policy in order]
         recovery = regret = ""
         if ours and ours["recovery_median"] is not None:
@@ -72,7 +92,9 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def main(new: Path | None = typer.Argument(None, help="Result of `speclen bench policy --json` to add.")) -> None:
-    """Add runs and write the table."""
+    """Add runs; write the table, and draw the picture (which needs the extra 'plot')."""
+    from speclen.bench.simulation.policy_plot import draw_scores
+
     document = json.loads(RESULTS.read_text("utf-8"))
     if new is not None:
         commit = subprocess.run(
@@ -83,6 +105,7 @@ def main(new: Path | None = typer.Argument(None, help="Result of `speclen bench 
         text = json.dumps(document, separators=(",", ":")).replace('{"scenario"', '\n{"scenario"')
         RESULTS.write_text(text + "\n", "utf-8")
     PAGE.write_text(insert(PAGE.read_text("utf-8"), "policy_table", "\n".join(lines(document))), "utf-8")
+    draw_scores(drawn(document), PICTURE)
 
 
 if __name__ == "__main__":
