@@ -56,9 +56,9 @@ def test_texts_are_read_also_where_nothing_is_copied_and_outputs_stay(monkeypatc
         if reads:
             for one in requests:
                 check_greedy(engine.pair.target, one, collected.ids(one.request_id))
-            # All but those of each row's last step, which nobody reads any more.
-            num_read = sum(tokens for _, tokens, _ in counts)
-            assert 3 * (25 - 3) <= num_read < 3 * 25
+            # Those of the last step, too, in which rows end; they are told with the next one's report.
+            assert sum(tokens for _, tokens, _ in counts) + engine._reading.num_tokens == 3 * 25
+            assert 0 < engine._reading.num_tokens <= 3 * 3
             assert all(0 <= right <= tokens for _, tokens, right in counts)
             assert any(right for _, _, right in counts)
     assert outputs[True] == outputs[False]

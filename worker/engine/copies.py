@@ -73,6 +73,17 @@ def read_texts(
             budget -= _index(row, budget, reading)
 
 
+def read_ends(rows: Sequence[SequenceState], reading: Reading) -> None:
+    """Count what rows that have ended put out in their last step, of those that were read.
+
+    In that they end from long copies more often than they pass through them: without it what copies are worth is
+    underrated, the more the shorter outputs are.
+    """
+    for row in rows:
+        if row.finished and row.copy_index is not None and len(row.tokens) - row.copy_index.num_indexed <= MOST_NEW:
+            _index(row, 0, reading)
+
+
 def find_copies(rows: Sequence[SequenceState], plan: Plan, max_context_length: int) -> RowCopies:
     """What rows that decode copy under a plan that does, after `read_texts`.
 

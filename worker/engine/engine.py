@@ -27,7 +27,7 @@ import torch
 from speclen.worker.drafting.copying import Reading
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.copies import READ_ROWS, find_copies, read_texts
+from speclen.worker.engine.copies import READ_ROWS, find_copies, read_ends, read_texts
 from speclen.worker.engine.inbox import Inbox
 from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.outbox import Outbox, Totals, describe
@@ -290,6 +290,7 @@ class Engine:
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_copied)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
         kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
+        read_ends(plan.rows, self._reading)
         self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         if not plan.rows:
             return None
