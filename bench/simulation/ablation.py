@@ -34,7 +34,7 @@ SWITCHED_OFF: dict[str, tuple[tuple[ModuleType, str, float], ...]] = {
     "margin of a change": ((choice, "MARGIN", 0.0),),
     "probes where drafting is on": ((choice, "SHARE", 0.0),),
     "probes at length 0": ((choice, "SHARE_AT_ZERO", 0.0), (choice, "CAP_STEPS_AT_ZERO", 0.0)),
-    "second step of a probe at 0": ((choice, "KNOWN_SD", NEVER),),
+    "second step of a probe at 0": ((choice, "KNOWN_SD", NEVER), (choice, "KNOWN_REPORTS", 0.0)),
     "workers compared by step times": ((workers, "UNLIKE_TIMES", NEVER), (workers, "UNLIKE_FACTOR", NEVER)),
     "workers compared by acceptance": ((workers, "UNLIKE_ACCEPTANCE", NEVER),),
     "no more say for who sends more": ((workers, "LEAST_WEIGHT", 1.0),),
