@@ -12,7 +12,7 @@ from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
 from speclen.worker.reporting.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
-from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.reporting.length_table import BucketLength, LengthTable
 
 MAX_BATCH, MAX_LENGTH = 8, 4
 QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)
@@ -257,6 +257,23 @@ def test_the_buffer_is_bounded_and_counts_what_it_drops():
     assert [seq for seq, _, _ in buffer.after(6, 1)] == [7]
     buffer.forget_until(7)
     assert [seq for seq, _, _ in buffer.after(0, 10)] == [8]
+
+
+def test_drafting_is_resumed_after_some_steps_in_a_row_that_were_to():
+    """While the batch goes to and fro between sizes that draft and do not, the draft model is left alone once it rests."""
+    buckets = [BucketLength(1, 3, 2), BucketLength(4, MAX_BATCH, 0)]
+    table = LengthTable.from_buckets(buckets, MAX_BATCH, MAX_LENGTH, 1, "controller")
+    worker = ControlClient(card(), table, True, QUICK)
+
+    def lengths(*batch_sizes: int) -> list[int]:
+        return [worker.choice_for(size).speculation_length for size in batch_sizes]
+
+    assert lengths(2, 5, 2, 5, 5, 2) == [2, 0, 2, 0, 0, 2]
+    assert lengths(5, 5, 5, 5) == [0, 0, 0, 0]
+    assert lengths(2, 2, 2, 5, 2, 2, 2) == [0] * 7
+    assert lengths(2, 2, 5, 2) == [2, 2, 0, 2]
+    worker.follow = False  # a table of its own is played as it is
+    assert lengths(5, 5, 5, 5, 5, 2) == [0, 0, 0, 0, 0, 2]
 
 
 def test_choosing_and_reporting_are_cheap():

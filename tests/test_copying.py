@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from speclen.worker.drafting import copying
-from speclen.worker.drafting.copying import CopyIndex
+from speclen.worker.drafting.copying import END, CopyIndex, PastOutputs, PastReader
 
 EVERYTHING = 10**9
 
@@ -166,3 +166,111 @@ def test_reading_takes_the_same_time_and_memory_for_any_text(kind: str) -> None:
     tracemalloc.stop()
     assert index.num_indexed == 8000
     assert used < 8000 * 700
+
+
+def reader_of(outputs: list[list[int]], tokens: list[int], num_tokens: int = 10_000) -> tuple[PastOutputs, PastReader]:
+    past = PastOutputs(num_tokens)
+    for output in outputs:
+        past.add(output)
+        past.read(EVERYTHING)
+    reader = PastReader(past)
+    CopyIndex().extend(tokens, EVERYTHING, past=reader)
+    return past, reader
+
+
+def longest_in(outputs: list[list[int]], tokens: list[int]) -> tuple[int, set[int]]:
+    """Length of the longest end of the tokens that stands in an output, and what follows there; by trying all."""
+    for length in range(len(tokens), 0, -1):
+        tail = tokens[-length:]
+        places = [(each, at + length) for each in outputs for at in range(len(each)) if each[at : at + length] == tail]
+        if places:
+            return length, {each[end] for each, end in places if end < len(each)}
+    return 0, set()
+
+
+@pytest.mark.parametrize("num_kinds", [2, 3, 10])
+def test_past_outputs_are_followed_where_they_read_alike(num_kinds: int) -> None:
+    generator = random.Random(num_kinds)
+    for _ in range(200):
+        outputs = [[generator.randrange(num_kinds) for _ in range(generator.randint(1, 20))] for _ in range(4)]
+        tokens = [generator.randrange(num_kinds) for _ in range(generator.randint(1, 20))]
+        length, following = longest_in(outputs, tokens)
+        _, reader = reader_of(outputs, tokens)
+        found = reader.find(1, 6)
+        if found is None:
+            continue  # an output ends there most often
+        assert found.match_length == min(length, copying.MAX_MATCH)
+        assert found.ids[0] in following
+        assert END not in found.ids
+        within = tokens[-length:] + found.ids[:1]
+        assert any(each[at : at + len(within)] == within for each in outputs for at in range(len(each)))
+        assert reader.find(length + 1, 6) is None
+
+
+def test_an_output_is_copied_to_its_end_and_no_further() -> None:
+    _, reader = reader_of([[1, 2, 3, 4, 5], [9, 8, 7]], [6, 2, 3])
+    assert reader.find(1, 16) == copying.Copied([4, 5], 2)
+    _, reader = reader_of([[1, 2, 3]], [2, 3])
+    assert reader.find(1, 16) is None
+
+
+def test_what_is_read_is_judged_by_the_longer_match_of_both() -> None:
+    """The row's own text says 7 after one token, the past output 5 after three."""
+    past, reader = reader_of([[1, 2, 3, 5]], [])
+    index, reading, tokens = CopyIndex(), copying.Reading(), [3, 7, 1, 2, 3, 5]
+    index.extend(tokens, 5, past=reader)
+    index.extend(tokens, EVERYTHING, reading, 5, reader)
+    assert reading.counts == ((3, 1, 1),)
+    alone = copying.Reading()
+    index = CopyIndex()
+    index.extend(tokens, 5)
+    index.extend(tokens, EVERYTHING, alone, 5)
+    assert alone.counts == ((1, 1, 0),)
+    assert past.num_forgotten == 0
+
+
+def test_past_outputs_read_later_are_found_by_rows_that_began_before() -> None:
+    """Also where what a row stood in has been split since."""
+    generator = random.Random(3)
+    for _ in range(100):
+        outputs = [[generator.randrange(3) for _ in range(12)] for _ in range(5)]
+        tokens = [generator.randrange(3) for _ in range(30)]
+        past = PastOutputs(10_000)
+        reader, index = PastReader(past), CopyIndex()
+        for end, output in zip(range(6, 31, 6), outputs, strict=True):
+            index.extend(tokens[:end], EVERYTHING, past=reader)
+            past.add(output)
+            past.read(EVERYTHING)
+        found = reader.find(1, 1)
+        if found is not None:  # It may be of a shorter match than there is by now, but not of one that there is not.
+            assert found.match_length <= longest_in(outputs, tokens)[0]
+            tail = tokens[-found.match_length :] + found.ids
+            assert any(each[at : at + len(tail)] == tail for each in outputs for at in range(len(each)))
+
+
+def test_past_outputs_are_bounded_and_the_oldest_are_forgotten() -> None:
+    generator, past = random.Random(0), PastOutputs(200)
+    first = list(range(1000, 1020))
+    past.add(first)
+    for _ in range(100):
+        past.add([generator.randrange(50) for _ in range(30)])
+        past.read(31)
+        assert sum(each.num_tokens for each in past.automata) <= 200
+    reader = PastReader(past)
+    CopyIndex().extend(first[:5], EVERYTHING, past=reader)
+    assert reader.find(1, 4) is None
+    assert past.num_forgotten > 10
+
+
+def test_a_reader_goes_on_when_what_it_stood_in_is_forgotten() -> None:
+    past = PastOutputs(20)
+    past.add([1, 2, 3, 4])
+    past.read(EVERYTHING)
+    reader, index, tokens = PastReader(past), CopyIndex(), [7, 1, 2]
+    index.extend(tokens, EVERYTHING, past=reader)
+    assert reader.find(2, 4) == copying.Copied([3, 4], 2)
+    for _ in range(3):
+        past.add([5, 1, 2, 6, 8, 8, 8, 8, 8])
+        past.read(EVERYTHING)
+    index.extend([*tokens, 6], EVERYTHING, past=reader)
+    assert reader.find(2, 1) == copying.Copied([8], 3)

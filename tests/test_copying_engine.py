@@ -112,6 +112,23 @@ def test_requests_with_a_length_of_their_own_do_not_copy() -> None:
     assert {result.speculation_length for result in plans.results[:2]} == {3}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_copy_from_past_outputs_where_they_may(temperature: float) -> None:
+    """The same request again: nothing of its prompt repeats, so only what the first one was given can be copied."""
+    outputs, num_steps = {}, {}
+    for shared in (0, 1000):
+        plans = Plans(Plan(0, 2, 8))
+        engine = copy_engine(plans, max_shared_tokens=shared)
+        for name in ("first", "again"):
+            plans.results.clear()
+            one = request(name, list(range(5, 25)), temperature=temperature, seed=1, max_tokens=40, ignore_eos=True)
+            outputs[shared, name] = generate(engine, one).ids(name)
+            num_steps[shared, name] = len(plans.results)
+    assert len(set(map(tuple, outputs.values()))) == 1
+    assert num_steps[0, "again"] == num_steps[0, "first"] == num_steps[1000, "first"]
+    assert num_steps[1000, "again"] < num_steps[1000, "first"] / 2
+
+
 def test_without_a_draft_model_a_worker_copies() -> None:
     plans, pair = Plans(Plan(3, 1, 8)), make_pair(draft=None)
     pair.draft = None

@@ -11,7 +11,7 @@ from speclen.bench.simulation.copying.machine import TWO_CORES, CopyingMachine, 
 from speclen.bench.simulation.copying.recorded import recorded_texts
 from speclen.bench.simulation.copying.score import Play
 from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, Text
-from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, SHARE_AT_ZERO
+from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
@@ -125,6 +125,29 @@ def test_exploring_stays_within_what_was_earned(text):
     longest = float(choice.seconds.max())
     start = 2 * (CAP_STEPS + CAP_STEPS_AT_ZERO) * longest
     assert choice.probe_s <= SHARE_AT_ZERO * played.spent_s + start
+
+
+def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
+    """Where a poor plan that copies alone is played, one with drafts is tried once the account is full, and is charged."""
+    played = Played(REPEATING)
+    played.serve(40)
+    context = played.estimator.context(KEY)
+    plans, choice, tokens = context.main.plans, context.main.choice, context.tokens(context.main)[[7]]
+    assert plans is not None
+    plans.chosen[7] = Plan(0, 8, 4)
+    resume_s = 3.0 * float(plans.assess(np.array([7]), tokens).seconds[0, plans.place[Plan(0, 8, 4)]])
+    for credit, may_draft in ((0.9 * CAP_STEPS, False), (CAP_STEPS, True)):
+        choice.credit[7] = credit
+        plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
+        assert plan is not None
+        assert bool(plan.draft_length) == may_draft, str(plan)
+        assert choice.credit[7] == pytest.approx(credit - LEAST_CHARGE - 3.0 * may_draft)
+    plans.chosen[7] = Plan(1, 8, 4)  # it drafts already
+    choice.credit[7] = 0.9 * CAP_STEPS
+    plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
+    assert plan is not None
+    assert plan.draft_length
+    assert choice.credit[7] == pytest.approx(0.9 * CAP_STEPS - LEAST_CHARGE)
 
 
 def test_a_worker_without_a_draft_model_learns_to_copy():

@@ -109,7 +109,7 @@ def test_what_was_read_is_learned_from_whatever_the_step_was_also_once_it_was_st
     [
         ("match_length", (17, 1, 0)),
         ("num_tokens", (3, 0, 0)),
-        ("num_tokens", (3, 10_000, 0)),
+        ("num_tokens", (3, 2**20 + 1, 0)),
         ("num_right", (3, 2, 3)),
         ("num_right", (0, 2, 1)),
     ],

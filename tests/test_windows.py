@@ -5,6 +5,7 @@ import math
 import random
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from control_fakes import CONTEXT, LIMITS, identity, registration, report, run, served, until_durable
@@ -109,6 +110,21 @@ def test_what_is_kept_of_a_window_is_read_back_as_it_was_learned_from(seed, num)
     group = read(to_window(records(random.Random(seed), num)))
     stored = [observation_of(ReportRow(1, *row)) for row in group.rows]
     assert stored == group.observations
+
+
+def test_what_was_read_is_told_once_for_the_whole_window():
+    dice = random.Random(4)
+    sent = [(seq, LengthChoice(2), some_step(dice, 4, 2)) for seq in range(1, 60)]
+    for at, told in ((7, ((0, 90, 0), (3, 200, 150))), (30, ((3, 50, 40), (16, 210, 200))), (55, ((0, 256, 0),))):
+        seq, choice, result = sent[at]
+        sent[at] = (seq, choice, replace(result, read=told))
+    window = to_window(sent)
+    group = read(window)
+    assert sum(each.num_steps for each in group.observations) == 59
+    (told,) = [each.read for each in group.observations if each.read]
+    assert told == ((0, 346, 0), (3, 250, 190), (16, 210, 200))
+    assert max(each.num_steps for each in group.observations) > 20
+    assert [observation_of(ReportRow(1, *row)) for row in group.rows] == group.observations
 
 
 def test_a_stall_is_not_hidden_in_a_sum():

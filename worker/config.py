@@ -48,6 +48,13 @@ class WorkerConfig:
         least=0,
         most=64,
     )
+    max_shared_tokens: int = setting(
+        0,
+        "Newest tokens of past outputs that rows may copy from, too; then what one caller was given can make another's "
+        "answer come sooner, which that one can measure. 0: each row copies from its own text alone.",
+        least=0,
+        most=1_000_000,
+    )
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_queue_s: float = setting(
         0.0, "A request that would wait longer than these seconds for a row is refused at once; 0: none is.", least=0

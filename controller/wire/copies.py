@@ -10,9 +10,8 @@ from speclen.controller.wire.flags import Flags
 from speclen.controller.wire.validation import MAX_LENGTH, InvalidMessageError, check_range
 from speclen.v1 import control_pb2 as pb
 
-# Tokens that a worker saves up before it tells them, and that a row can have put out since the step before.
-MOST_SAVED, MOST_NEW = 256, 128
-
+# Tokens of one match length that one report may tell: more than all rows of a worker put out in a window of a minute.
+MOST_READ = 2**20
 
 Read = tuple[tuple[int, int, int], ...]  # match, tokens, right ones
 
@@ -35,7 +34,7 @@ def _read(report: pb.StepReport) -> Read:
         raise InvalidMessageError("read", f"read has {len(told)} entries for {MAX_MATCH + 1} lengths of a match")
     for each in told:
         check_range("read.match_length", each.match_length, 0, MAX_MATCH)
-        check_range("read.num_tokens", each.num_tokens, 1, MOST_SAVED + report.batch_size * MOST_NEW)
+        check_range("read.num_tokens", each.num_tokens, 1, MOST_READ)
         check_range("read.num_right", each.num_right, 0, each.num_tokens if each.match_length else 0)
     lengths = [each.match_length for each in told]
     if len(set(lengths)) < len(lengths):

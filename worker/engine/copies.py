@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speclen.worker.backends.passes import padded_width
-from speclen.worker.drafting.copying import Copied, CopyIndex, Reading
+from speclen.worker.drafting.copying import Copied, CopyIndex, PastOutputs, PastReader, Reading
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.length_chooser import CopiedRun, CopyReport
 from speclen.worker.requests.sequence import SequenceState
@@ -58,30 +58,41 @@ class RowCopies:
 
 
 def read_texts(
-    rows: Sequence[SequenceState], prefilling: Sequence[SequenceState], reading: Reading, most_rows: int | None = None
+    rows: Sequence[SequenceState],
+    prefilling: Sequence[SequenceState],
+    reading: Reading,
+    most_rows: int | None = None,
+    past: PastOutputs | None = None,
 ) -> None:
     """Bring the rows' indexes up to date, or nearer to it, and count what is read of their outputs.
 
-    prefilling: rows whose prompts are read ahead. most_rows: of all that may copy, None for all.
+    prefilling: rows whose prompts are read ahead. most_rows: of all that may copy, None for all. past: what rows may copy
+    from beside their own texts.
     """
     budget = INDEXED_PER_STEP
+    if past is not None:
+        past.read(INDEXED_PER_STEP)
     for row in [row for row in rows if row.may_copy][:most_rows]:
-        budget -= _index(row, budget, reading)
+        budget -= _index(row, budget, reading, past)
     ahead = None if most_rows is None else max(0, most_rows - len(rows))
     for row in [row for row in prefilling if row.may_copy][:ahead]:
         if budget > 0:
-            budget -= _index(row, budget, reading)
+            budget -= _index(row, budget, reading, past)
 
 
-def read_ends(rows: Sequence[SequenceState], reading: Reading) -> None:
-    """Count what rows that have ended put out in their last step, of those that were read.
+def read_ends(rows: Sequence[SequenceState], reading: Reading, past: PastOutputs | None = None) -> None:
+    """Count what rows that have ended put out in their last step, of those that were read; past: to copy from later on.
 
-    In that they end from long copies more often than they pass through them: without it what copies are worth is
-    underrated, the more the shorter outputs are.
+    Long copies end outputs more often than they pass through them: without this, what copies are worth is underrated, the
+    more the shorter outputs are.
     """
     for row in rows:
-        if row.finished and row.copy_index is not None and len(row.tokens) - row.copy_index.num_indexed <= MOST_NEW:
-            _index(row, 0, reading)
+        if not (row.finished and row.may_copy):
+            continue
+        if row.copy_index is not None and len(row.tokens) - row.copy_index.num_indexed <= MOST_NEW:
+            _index(row, 0, reading, past)
+        if past is not None:
+            past.add(row.tokens[row.num_prompt_tokens :])
 
 
 def find_copies(rows: Sequence[SequenceState], plan: Plan, max_context_length: int) -> RowCopies:
@@ -97,14 +108,20 @@ def find_copies(rows: Sequence[SequenceState], plan: Plan, max_context_length: i
             num_searched += 1
             most = min(plan.copy_max_tokens, row.num_left - 1, max_context_length - len(row.tokens))
             copied = index.find(plan.copy_min_match, most)
+            if row.past_reader is not None:
+                other = row.past_reader.find(plan.copy_min_match, most)
+                if other is not None and (copied is None or other.match_length > copied.match_length):
+                    copied = other
         found.append(copied)
     return RowCopies(plan, num_searched, found)
 
 
-def _index(row: SequenceState, budget: int, reading: Reading) -> int:
+def _index(row: SequenceState, budget: int, reading: Reading, past: PastOutputs | None) -> int:
     """Bring the row's index up to date, or nearer to it; returns how much of the budget that took."""
     index = row.copy_index = row.copy_index or CopyIndex()
+    if past is not None and row.past_reader is None:
+        row.past_reader = PastReader(past)
     if len(row.tokens) - index.num_indexed <= MOST_NEW:
-        index.extend(row.tokens, MOST_NEW, reading, row.num_prompt_tokens)
+        index.extend(row.tokens, MOST_NEW, reading, row.num_prompt_tokens, row.past_reader)
         return 0
-    return index.extend(row.tokens, max(0, budget))
+    return index.extend(row.tokens, max(0, budget), past=row.past_reader)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from speclen.worker.drafting.copying import Reading
+from speclen.worker.drafting.copying import PastOutputs, Reading
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.copies import READ_ROWS, find_copies, read_ends, read_texts
@@ -77,6 +77,8 @@ class Engine:
         self.config = config
         self._chooser = chooser
         self._reading = Reading()  # what is not told yet of what rows' indexes have read
+        shared = config.max_shared_tokens if config.max_copied_tokens else 0
+        self._past = PastOutputs(shared) if shared else None
         self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
         prepared = prepared or prepare(pair, config)
         self.backend = prepared.backend
@@ -239,7 +241,7 @@ class Engine:
         read: tuple[tuple[int, int, int], ...] = ()
         if wanted.copies or getattr(self._chooser, "reads_texts", False):
             most_rows = None if wanted.copies else READ_ROWS
-            read_texts(rows, [chunk.sequence for chunk in chunks], self._reading, most_rows)
+            read_texts(rows, [chunk.sequence for chunk in chunks], self._reading, most_rows, self._past)
             if self._reading.num_tokens >= READ_TOGETHER:
                 read, self._reading = self._reading.counts, Reading()
         if wanted.copies:
@@ -290,7 +292,7 @@ class Engine:
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_copied)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
         kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
-        read_ends(plan.rows, self._reading)
+        read_ends(plan.rows, self._reading, self._past)
         self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         if not plan.rows:
             return None

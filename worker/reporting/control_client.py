@@ -60,6 +60,7 @@ class ControlSettings:
 # Between two messages, however long a window is: a controller ends streams after 30 s of silence.
 LONGEST_PAUSE_S = 10.0
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
+RESUMED_AFTER = 4  # steps in a row that were to draft, after steps that were not
 
 
 class StreamClosedError(Exception):
@@ -139,6 +140,8 @@ class ControlClient:
         # accepted_runs[j]: rows that had draft tokens and whose accepted run was exactly j, since the start.
         self.accepted_runs = [0] * (card.max_speculation_length + 1)
         self.step_s = 0.0  # wall time of all steps
+        self._drafts = True  # whether steps of late were to draft
+        self._contrary = 0  # steps in a row whose plans were otherwise
         self._incoming: deque[PendingProbe] = deque()  # event loop to engine
         self._probes: list[PendingProbe] = []  # the engine's own
         self._last_answer = 0.0
@@ -155,7 +158,21 @@ class ControlClient:
             probe = self._take_probe(batch_size)
             if probe is not None:
                 return LengthChoice.of(probe.plan, table.decision_version, probe.probe.probe_id)
-        return LengthChoice.of(plan, table.decision_version)
+        return LengthChoice.of(self._resumed(plan) if self.follow else plan, table.decision_version)
+
+    def _resumed(self, plan: Plan) -> Plan:
+        """The plan, but without drafts until some steps in a row were to draft, where those before were not.
+
+        Batches grow and shrink by a row from step to step. Where plans of neighbouring sizes draft and do not, the draft
+        model would catch up with all rows again and again.
+        """
+        if bool(plan.draft_length) == self._drafts:
+            self._contrary = 0
+            return plan
+        self._contrary += 1
+        if self._contrary >= RESUMED_AFTER:
+            self._drafts, self._contrary = not self._drafts, 0
+        return plan if self._drafts or not plan.draft_length else replace(plan, draft_length=0, draft_after_copy=False)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.buffer.append(choice, result)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median_low
 
 from speclen.v1 import control_pb2 as pb
@@ -21,9 +23,9 @@ def to_window(records: Sequence[Record]) -> pb.ReportWindow:
     window = pb.ReportWindow(first_seq=records[0][0], last_seq=records[-1][0])
     cells: dict[object, list[Record]] = {}
     alone: list[Record] = []
-    for record in records:
+    for record in told_once(records):
         _, choice, result = record
-        if choice.probe_id or result.copying is not None or result.flags & ALONE:
+        if choice.probe_id or result.copying is not None or result.read or result.flags & ALONE:
             alone.append(record)
             continue
         like = result.batch_size, result.speculation_length, result.flags, choice.decision_version
@@ -35,6 +37,24 @@ def to_window(records: Sequence[Record]) -> pb.ReportWindow:
             window.sums.append(to_sum(usual))
     window.reports.extend(to_report(*record) for record in sorted(alone, key=lambda record: record[0]))
     return window
+
+
+def told_once(records: Sequence[Record]) -> list[Record]:
+    """The same steps, but all that was read is told by the first of those that tell any: the others can be added up."""
+    tokens: Counter[int] = Counter()
+    right: Counter[int] = Counter()
+    for _, _, result in records:
+        for match, num_tokens, num_right in result.read:
+            tokens[match] += num_tokens
+            right[match] += num_right
+    told: list[Record] = []
+    for seq, choice, result in records:
+        if result.read:
+            everything = tuple((match, number, right[match]) for match, number in sorted(tokens.items()))
+            result = replace(result, read=everything)
+            tokens.clear()
+        told.append((seq, choice, result))
+    return told
 
 
 def apart(members: Sequence[Record]) -> tuple[list[Record], list[Record]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from speclen.worker.drafting.copying import CopyIndex
+from speclen.worker.drafting.copying import CopyIndex, PastReader
 from speclen.worker.requests.detokenize import Decode, Detokenizer, StopStrings
 from speclen.worker.requests.request import (
     FinishReason,
@@ -69,6 +69,7 @@ class SequenceState:
         self.may_draft = may_draft and request.fixed_length != 0
         self.may_copy = request.fixed_length is None
         self.copy_index: CopyIndex | None = None  # made when a plan first copies
+        self.past_reader: PastReader | None = None  # likewise, where rows copy from past outputs
         self.row = -1
         self.target_length = 0
         self.draft_length = 0

@@ -148,7 +148,8 @@ class Context:
             length = group.choice.probe(bucket, group.times, self.resume_s, longest)
             if length is not None or plans is None:
                 return None if length is None else Plan(length)
-        return plans.probe(bucket, self.tokens(group)[[bucket]], group.choice, (longest, max_copied))
+        tokens = self.tokens(group)[[bucket]]
+        return plans.probe(bucket, tokens, group.choice, (longest, max_copied), self.resume_s)
 
     def learn_mix(self, parts: Parts) -> None:
         """Follow which classes of requests are usual at each load."""
@@ -160,19 +161,21 @@ class Context:
         self.mix += (1.0 - np.exp(-seen / MIX_REPORTS)) * (rows / np.maximum(seen, 1e-9) - self.mix)
 
     def learn_resuming(self, steps: Sequence[StepObservation], worker: str) -> None:
-        """Track what the first step with draft tokens after length 0 takes longer: the draft catches up in it.
+        """Track what the first step with draft tokens after plans without takes longer: the draft catches up in it.
 
         Workers flag such a step, so that it teaches no latency. Other flags may fall on it, hence the bounds.
         """
         group, previous = self.group_of(worker), self.last_length.pop(worker, -1)
         for step in steps:
-            resumed = previous == 0 < step.speculation_length and not step.teaches_latency
-            if resumed and step.copying is None and step.num_steps == 1 and group.choice.decided:
+            copying = step.copying
+            drafts = step.speculation_length if copying is None else copying.plan.draft_length
+            flagged = not (step.teaches_latency if copying is None else copying.teaches_latency)
+            if flagged and previous == 0 < step.speculation_length and step.num_steps == 1 and group.choice.decided:
                 usual = float(group.choice.seconds[group.times.bucket_of[step.batch_size], step.speculation_length])
                 extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
                 self.num_resumes += 1
                 self.resume_s += (extra - self.resume_s) / min(self.num_resumes, RESUMES_REMEMBERED)
-            previous = step.speculation_length
+            previous = drafts
         self.last_length[worker] = previous
         if len(self.last_length) > WORKERS_REMEMBERED:
             del self.last_length[next(iter(self.last_length))]

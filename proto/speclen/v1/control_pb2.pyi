@@ -642,7 +642,9 @@ class ReportWindow(google.protobuf.message.Message):
     def sums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepSum]: ...
     @property
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepReport]:
-        """Steps that are not added up: probes, copies, stalls, and those without a like."""
+        """Steps that are not added up: probes, copies, stalls, the first that tells what was read, which it does for all of
+        them, and those without a like.
+        """
 
     def __init__(
         self,
