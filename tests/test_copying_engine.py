@@ -321,3 +321,19 @@ def test_drafting_after_rows_have_copied_catches_up() -> None:
     drafted = [result for result in plans.results if result.copying is None and result.speculation_length == 4]
     assert drafted[0].flags >= {StepFlag.CATCH_UP}
     assert sum(result.accepted_histogram[4] for result in drafted[:-1]) == len(drafted) - 1
+
+
+def test_catching_up_with_copies_is_a_part_of_plans_that_draft_beside_them() -> None:
+    """Only where drafting was off before does such a step say nothing of what the plan takes."""
+    both, odd = Plan(3, 2, 8), random.Random(0).choices(range(3, 60), k=30)
+    plans = Plans(both)
+    generate(
+        copy_engine(plans), *(request(str(at), LOOP + odd[:at], max_tokens=60, ignore_eos=True) for at in range(3))
+    )
+    assert copying(plans.results)
+    assert any(result.speculation_length for result in plans.results)
+    assert not any(StepFlag.CATCH_UP in result.flags for result in plans.results)
+    plans = Plans(*[Plan(0, 16, 8)] * 6, Plan(3, 16, 8))
+    generate(copy_engine(plans), request("x", odd, max_tokens=30, ignore_eos=True))
+    drafted = [result for result in plans.results if result.speculation_length]
+    assert [StepFlag.CATCH_UP in result.flags for result in drafted] == [True] + [False] * (len(drafted) - 1)

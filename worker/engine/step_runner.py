@@ -56,6 +56,7 @@ class StepRunner:
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
         self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
+        self._resumes = False  # whether this one does, and the one before was not to
         self._seen_shapes: set[tuple[int, int]] = set()
 
     def run(self, plan: StepPlan) -> StepTokens:
@@ -106,10 +107,11 @@ class StepRunner:
 
     def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
         """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
-        num_first_uses = self._num_first_uses()
+        num_first_uses, speculated = self._num_first_uses(), self._speculating
         self._speculating = plan.speculation_length > 0 or (
             plan.copies is not None and plan.copies.plan.draft_length > 0
         )
+        self._resumes = self._speculating and not speculated
         prompt_logits: list[torch.Tensor] = []
         ragged = self._is_ragged(plan)
         rule = self._step_rule(plan, ragged)
@@ -165,7 +167,7 @@ class StepRunner:
         drafting = [row for row, length in zip(plan.rows, plan.draft_lengths, strict=True) if length]
         behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
         if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
-            flags.add(StepFlag.CATCH_UP)
+            self._flag_catch_up(plan, flags)
             self._feed_missing(drafting)
         return ragged_step(self.target, self.draft, make_ragged_batch(plan), rule, prompts)
 
@@ -175,17 +177,22 @@ class StepRunner:
     def _catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> int:
         """How many recent tokens the draft's first pass must be fed; flagged when the draft had fallen behind.
 
-        It lacks one token after a step that accepted everything; more means that steps went by without it.
+        It lacks one token after a step that accepted everything; more means that steps went by without it, or copied.
         """
         drafting = plan.rows[: plan.num_drafting]
         behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
         if behind <= 1:
             return 1 + behind
-        flags.add(StepFlag.CATCH_UP)
+        self._flag_catch_up(plan, flags)
         if behind < CATCH_UP_WIDTH and min(len(row.tokens) for row in plan.rows) > behind:
             return 1 + behind
         self._feed_missing(drafting)
         return 1
+
+    def _flag_catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> None:
+        """Where rows copy and draft, catching up with what they copied is a part of what such a plan takes."""
+        if plan.copies is None or self._resumes:
+            flags.add(StepFlag.CATCH_UP)
 
     def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:
         """Give the draft all that it lacks but the pending tokens, at most `prefill_chunk` tokens in a pass."""
