@@ -59,14 +59,13 @@ def best_fixed(document: dict[str, Any], scenario: str) -> dict[str, Any] | None
 
 def drawn(document: dict[str, Any]) -> list[Summary]:
     """What the picture shows: adaptive, and what one might use in its place."""
-    rows = [row for policy in ("adaptive", *DRAWN) for row in document["summary"] if row["policy"] == policy]
-    rows += [best | {"policy": FIXED} for name in SCENARIOS if (best := best_fixed(document, name)) is not None]
-    by_name = {name: place for place, name in enumerate(SCENARIOS)}
-    return [
-        Summary(**row)
-        for row in sorted(rows, key=lambda row: by_name.get(row["scenario"], 0))
-        if row["scenario"] in by_name
-    ]
+    rows = {(row["scenario"], row["policy"]): row for row in document["summary"]}
+    shown = []
+    for name in SCENARIOS:
+        shown += [rows[name, policy] for policy in ("adaptive", *DRAWN) if (name, policy) in rows]
+        if (best := best_fixed(document, name)) is not None:
+            shown.append(best | {"policy": FIXED})
+    return [Summary(**row) for row in shown]
 
 
 def lines(document: dict[str, Any]) -> list[str]:

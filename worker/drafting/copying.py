@@ -10,7 +10,7 @@ docs/engine.md has the figures.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from speclen.worker.drafting.plan import MAX_MATCH
@@ -41,6 +41,12 @@ class Reading:
     @property
     def num_tokens(self) -> int:
         return sum(self.tokens)
+
+    def add(self, counts: Iterable[tuple[int, int, int]]) -> None:
+        """Count what another one has read, too."""
+        for match, tokens, right in counts:
+            self.tokens[match] += tokens
+            self.right[match] += right
 
     @property
     def counts(self) -> tuple[tuple[int, int, int], ...]:
@@ -129,8 +135,7 @@ class SuffixAutomaton:
 
         state, length: as in `advance`. Where no copy would have been proposed, it stands behind a match of none.
         """
-        children = self._next[self.state_of(state, length)]
-        if state <= 0 or not children:
+        if state <= 0 or not (children := self._next[self.state_of(state, length)]):
             return 0, False
         match = min(length, MAX_MATCH)
         if len(children) == 1:
@@ -206,7 +211,7 @@ class CopyIndex(SuffixAutomaton):
         for place, token in enumerate(tokens[begin:end], begin):
             if reading is not None and place >= judged_from:
                 state = self._links[self._last]
-                match, right = self.judge(state, self._lengths[state], token) if state > 0 else (0, False)
+                match, right = self.judge(state, self._lengths[state], token)
                 if past is not None:
                     match, right = max((match, right), past.judge(token), key=_match)
                 reading.tokens[match] += 1

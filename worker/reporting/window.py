@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median_low
 
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.drafting.copying import Reading
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.reporting.buffer import Record
 from speclen.worker.reporting.messages import CLASSES, FLAGS, to_report
@@ -41,19 +41,15 @@ def to_window(records: Sequence[Record]) -> pb.ReportWindow:
 
 def told_once(records: Sequence[Record]) -> list[Record]:
     """The same steps, but all that was read is told by the first of those that tell any: the others can be added up."""
-    tokens: Counter[int] = Counter()
-    right: Counter[int] = Counter()
+    reading, told = Reading(), list[Record]()
     for _, _, result in records:
-        for match, num_tokens, num_right in result.read:
-            tokens[match] += num_tokens
-            right[match] += num_right
-    told: list[Record] = []
+        reading.add(result.read)
     for seq, choice, result in records:
         if result.read:
-            everything = tuple((match, number, right[match]) for match, number in sorted(tokens.items()))
-            result = replace(result, read=everything)
-            tokens.clear()
-        told.append((seq, choice, result))
+            told.append((seq, choice, replace(result, read=reading.counts)))
+            reading = Reading()
+        else:
+            told.append((seq, choice, result))
     return told
 
 
