@@ -10,6 +10,7 @@ MAKERS = {
             "headline",
             "aims",
             "policies",
+            "closed",
             "survey",
             "paper",
             "peers",

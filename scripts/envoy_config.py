@@ -29,6 +29,8 @@ DOWNSTREAM_TLS = "envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext
 # A retry that drew the same dead worker again would be none.
 PREVIOUS = "envoy.retry_host_predicates.previous_hosts"
 PREVIOUS_TYPE = "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+# A dead worker has the fewest in flight, so it wins every draw of two that it is in: of three workers, in more than half.
+MOST_DRAWS = 20
 # Requests that the proxy lets wait at all workers together; a worker's own bounded queue refuses before.
 MOST_REQUESTS = 100_000
 HEADER = "# Written by scripts/envoy_config.py, whose docstring says how.\n"
@@ -60,7 +62,10 @@ def cluster(
         "lb_policy": "LEAST_REQUEST",
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "typed_extension_protocol_options": {OPTIONS: typed(OPTIONS, explicit_http_config=protocol)},
-        "circuit_breakers": {"thresholds": [{"max_requests": MOST_REQUESTS, "max_pending_requests": MOST_REQUESTS}]},
+        # Retries, too: Envoy would otherwise let three at a time try another worker, and fail the rest.
+        "circuit_breakers": {
+            "thresholds": [dict.fromkeys(("max_requests", "max_pending_requests", "max_retries"), MOST_REQUESTS)]
+        },
         "outlier_detection": {"consecutive_gateway_failure": 3, "base_ejection_time": "5s", "max_ejection_percent": 50},
     }
     if health:
@@ -86,7 +91,7 @@ def listener(name: str, flag: str, address: str, retry_on: str, tls: tuple[Path,
                 "retry_on": retry_on,
                 "num_retries": 2,
                 "retry_host_predicate": [{"name": PREVIOUS, "typed_config": typed(PREVIOUS_TYPE)}],
-                "host_selection_retry_max_attempts": 5,
+                "host_selection_retry_max_attempts": MOST_DRAWS,
             },
         },
     }

@@ -174,13 +174,13 @@ def test_envoy_gives_each_request_to_a_worker_with_few_in_flight_and_leaves_out_
             try:
                 async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                     await until_healthy(channel)
-                    await share(channel, 40)
+                    await share(channel, 40, at_once=4)
                     assert slow.num_requests < 40 / 3, (tmp_path / "log").read_text()
                     await servers[1].stop(None)
                     before = quick[0].num_requests
-                    await share(channel, 20)
+                    await share(channel, 40, at_once=20)  # many meet the dead one before Envoy knows
                     assert quick[0].num_requests == before
-                    assert slow.num_requests + quick[1].num_requests >= 20
+                    assert slow.num_requests + quick[1].num_requests >= 80 - before
             finally:
                 proxy.terminate()
                 proxy.wait(20)
@@ -206,9 +206,9 @@ async def until_healthy(channel: aio.Channel) -> None:
     raise AssertionError("envoy does not serve")
 
 
-async def share(channel: aio.Channel, num: int) -> None:
-    """So many requests, four at a time, all of which must succeed."""
-    turns = asyncio.Semaphore(4)
+async def share(channel: aio.Channel, num: int, at_once: int) -> None:
+    """So many requests, some at a time, all of which must succeed."""
+    turns = asyncio.Semaphore(at_once)
 
     async def one() -> None:
         async with turns:

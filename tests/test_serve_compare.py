@@ -16,6 +16,7 @@ from speclen.bench.comparison.outputs import OutputCheck
 from speclen.bench.comparison.plot import plot
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, from_rows, run_rounds, to_rows
+from speclen.bench.comparison.tables import aims_table, closed_table, ratio_table, read_results
 from speclen.bench.serving.block import Bin, BlockFigures
 from speclen.bench.serving.load import RequestOutcome
 from speclen.bench.serving.tracks import Arrival
@@ -88,6 +89,48 @@ def test_a_length_that_is_surely_not_the_best_is_served_no_longer():
     assert any("none is served no longer" in line for line in said)
     assert comparison.ratio("adaptive", "none").interval is not None
     assert any("none was dropped" in note for note in comparison.notes())
+
+
+def by_turns(rounds, resolution=0.001):
+    """Blocks of two kinds take turns; fixed:2 is hopeless in those with odd numbers, and twice as fast in the others."""
+
+    def make(number, order):
+        slowness = SLOWNESS | {"fixed:2": 3.0 if number % 2 else 0.5}
+        rng = np.random.default_rng(number)
+        return Round(number, tuple(order), {name: figures(slowness[name], rng) for name in order})
+
+    comparison = Comparison(tuple(SLOWNESS), resolution, turns=2)
+    run_rounds(comparison, make, itertools.count(0.0).__next__, 1e9, rounds, lambda line: None)
+    return comparison
+
+
+def test_kinds_of_blocks_that_take_turns_are_judged_apart(tmp_path):
+    comparison = by_turns(rounds=24)
+    assert not comparison.dropped, "what is hopeless in one kind of block may be the best in another"
+    even, odd = comparison.parts
+    assert even.ratio("fixed:2", "adaptive").interval.value == pytest.approx(0.5, rel=0.1)
+    assert odd.ratio("fixed:2", "adaptive").interval.value == pytest.approx(3.0, rel=0.1)
+    facts = FACTS | {"track": "closed", "at_once": [8, 4]}
+    write_document(to_document(comparison, facts), tmp_path / "closed.json")
+    table = closed_table(read_results(tmp_path))
+    assert "requests at a time: 4 | 8 |" in table
+    row = next(line for line in table.splitlines() if "`fixed:2`" in line)
+    assert [cell.split()[0] for cell in row.split("|")[2:4]] == [
+        f"**{part.ratio('fixed:2', 'adaptive').interval.value:.2f}" for part in (odd, even)
+    ]
+    ahead = f"at 8 at a time (`fixed:2`) | 1.02 | **{even.ratio('adaptive', 'fixed:2').interval.value:.2f}"
+    assert ahead in aims_table(read_results(tmp_path))
+    assert "closed" not in ratio_table(read_results(tmp_path)).split("Rounds:")[0]
+    text = io.StringIO()
+    print_comparison(to_document(comparison, facts), comparison, Console(file=text, width=130))
+    assert "by requests at a time" in text.getvalue()
+
+
+def test_taking_turns_takes_a_run_until_every_kind_is_resolved():
+    comparison = by_turns(rounds=500, resolution=0.03)
+    assert all(part.is_resolved() for part in comparison.parts)
+    assert len(comparison.rounds) >= 12
+    assert any("too short for its intervals: 3 rounds" in note for note in by_turns(rounds=7).notes())
 
 
 def test_what_was_complete_survives_an_interruption():

@@ -25,13 +25,13 @@ def arrivals(times, num_tokens=10):
     return [Arrival(at_s, "code", 0, 4, num_tokens) for at_s in times]
 
 
-def replay(service, track, timeout_s=10.0, samples=None):
+def replay(service, track, timeout_s=10.0, samples=None, at_once=None):
     async def run():
         async with serving(service) as address:
             watcher = asyncio.create_task(watch(address, samples if samples is not None else []))
             progress = Progress()
             prompts = [(index + 1, 2, 3, 4) for index in range(len(track))]
-            outcomes = await open_loop(address, track, prompts, progress, timeout_s)
+            outcomes = await open_loop(address, track, prompts, progress, timeout_s, at_once)
             watcher.cancel()
             return outcomes, progress
 
@@ -55,6 +55,17 @@ def test_latency_counts_from_the_moment_of_the_track():
     """A request of the past is late by all that time: what a client that fell behind would otherwise hide."""
     outcomes, _ = replay(FakeService(step_s=0.001), arrivals([-1.0]))
     assert outcomes[0].latency_s > 1.0
+
+
+def test_in_a_closed_loop_a_request_is_sent_when_another_ends_and_latency_counts_from_then():
+    track = arrivals([0.0] * 6, num_tokens=10)
+    outcomes, _ = replay(FakeService(step_s=0.01), track, at_once=2)
+    for outcome in outcomes:
+        under_way = [other for other in outcomes if other.at_s <= outcome.at_s < other.finished_s]
+        assert len(under_way) <= 2
+        assert outcome.at_s <= outcome.sent_s < outcome.first_token_s
+    assert [outcome.index for outcome in sorted(outcomes, key=lambda one: one.at_s)] == list(range(6))
+    assert outcomes[-1].at_s >= 0.2, "after two others"
 
 
 def test_every_prompt_reaches_the_server_once():

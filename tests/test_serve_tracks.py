@@ -106,6 +106,15 @@ def test_events_and_kinds_fall_where_the_track_says():
     assert spread[1] > 1.5 * spread[0], "the fourth block is burstier than the first"
 
 
+@pytest.mark.parametrize(("number", "at_once"), [(0, 16), (3, 2), (4, 1), (5, 16)])
+def test_closed_loops_take_turns_in_how_many_requests_they_have_at_a_time(number, at_once):
+    block = make_block("closed-copying", CAPACITY, number)
+    assert (block.at_once, len(block.arrivals)) == (at_once, 16 + 4 * at_once)
+    assert {arrival.kind for arrival in block.arrivals} <= {"edit", "extract", "quote"}
+    assert len(make_block("closed", CAPACITY, number, duration_s=0.01).arrivals) == at_once
+    assert make_block("mixed", CAPACITY, number).at_once is None
+
+
 def test_a_block_that_burstiness_leaves_empty_is_drawn_again():
     assert all(make_block("mixed", 60.0, number, duration_s=2.0).arrivals for number in range(20))
 
@@ -131,6 +140,7 @@ def test_a_spelled_out_track_has_its_segments():
         ("mixed", {"duration_s": float("nan")}, "duration"),
         ("mixed", {"scale": 1e9}, "--scale"),
         ("for=10 load=0", {}, "no request"),
+        ("closed", {"scale": 2.0}, "no load that --scale 2 could multiply"),
     ],
 )
 def test_what_is_no_track_is_named(track, changes, words):

@@ -68,9 +68,8 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def comparison_of(document: dict[str, Any]) -> Comparison:
     """The comparison that a document holds."""
-    return Comparison(
-        tuple(document["policies"]), document["resolution"], from_rows(document["rounds"]), dict(document["dropped"])
-    )
+    rounds, turns = from_rows(document["rounds"]), len(document.get("at_once", ())) or 1
+    return Comparison(tuple(document["policies"]), document["resolution"], rounds, dict(document["dropped"]), turns)
 
 
 def add_to(path: Path, comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:

@@ -41,9 +41,12 @@ def print_comparison(document: dict[str, Any], comparison: Comparison, console: 
         f"[bold]{document['track']}[/bold] ({document['summary']}): {document['num_rounds']} rounds of blocks of "
         f"{document['block_s']:g} s, every policy served the same requests; means over blocks"
     )
-    console.print(figure_table("request latency, seconds", LATENCY, comparison))
-    console.print(figure_table("work; proposed and accepted are tokens per row and step", WORK, comparison))
-    print_ratios(comparison, console)
+    if sizes := document.get("at_once"):
+        print_by_size(dict(zip(sizes, comparison.parts, strict=True)), console)
+    else:
+        console.print(figure_table("request latency, seconds", LATENCY, comparison))
+        console.print(figure_table("work; proposed and accepted are tokens per row and step", WORK, comparison))
+        print_ratios(comparison, console)
     for line in remarks(document):
         console.print(f"[yellow]{line}[/yellow]")
     for reason, count in document["errors"].items():
@@ -92,6 +95,27 @@ def print_ratios(comparison: Comparison, console: Console) -> None:
         if "cold" in comparison.policies and name != "cold":
             table.add_row(f"cold against {name}, once settled", *ratio_cells(comparison.ratio("cold", name, True)))
     console.print(table)
+
+
+def print_by_size(parts: dict[int, Comparison], console: Console) -> None:
+    """parts: by requests at a time."""
+    sizes = sorted(parts)
+    first, *others = parts[sizes[0]].policies
+    console.print("by requests at a time:")
+    rate, ratio = Table(title="tokens/s", title_justify="left"), Table(title_justify="left")
+    ratio.title = f"latency over that of {first} (above 1: {first} is faster)"
+    for table in (rate, ratio):
+        for heading in ("policy", *map(str, sizes)):
+            table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for name in (first, *others):
+        blocks = [[one.blocks[name] for one in parts[size].rounds if name in one.blocks] for size in sizes]
+        sums = [(sum(b.num_tokens for b in mine), sum(b.seconds for b in mine)) for mine in blocks]
+        rate.add_row(name, *(f"{tokens / seconds:.0f}" if seconds else "–" for tokens, seconds in sums))
+    for name in others:
+        intervals = [parts[size].ratio(name, first).interval for size in sizes]
+        ratio.add_row(name, *("–" if i is None else f"{i.value:.3f} ±{100 * i.half_width:.1f}%" for i in intervals))
+    console.print(rate)
+    console.print(ratio)
 
 
 def ratio_cells(ratio: Ratio) -> tuple[str, str, str]:

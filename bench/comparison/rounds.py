@@ -39,12 +39,24 @@ class Ratio:
 
 @dataclass(slots=True)
 class Comparison:
-    """All rounds of a track. policies: the one it is about first. resolution: relative half-width that is aimed at."""
+    """All rounds of a track. policies: the one it is about first. resolution: relative half-width that is aimed at.
+
+    turns: so many kinds of blocks take turns, and are judged apart.
+    """
 
     policies: tuple[str, ...]
     resolution: float
     rounds: list[Round] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
+    turns: int = 1
+
+    @property
+    def parts(self) -> list[Comparison]:
+        """Of the rounds of each kind, in order of their numbers' remainders; all of them where there is one kind."""
+        if self.turns == 1:
+            return [self]
+        kinds = [[one for one in self.rounds if one.number % self.turns == turn] for turn in range(self.turns)]
+        return [Comparison(self.policies, self.resolution, rounds, self.dropped) for rounds in kinds]
 
     @property
     def active(self) -> list[str]:
@@ -86,7 +98,8 @@ class Comparison:
     def drop_the_hopeless(self) -> list[str]:
         """Fixed lengths that are surely not the best one; served no longer. Returns the new ones."""
         best = self.best_fixed()
-        if best is None or len(self.rounds) < LEAST_BLOCKS:
+        # A length that is hopeless at some numbers of rows may be the best one at others.
+        if best is None or len(self.rounds) < LEAST_BLOCKS or self.turns > 1:
             return []
         found = []
         for name in self.active:
@@ -100,12 +113,17 @@ class Comparison:
 
     def rounds_needed(self) -> int | None:
         """Rounds until every interval about the first policy is as narrow as aimed at, by what was seen so far."""
+        if self.turns > 1:
+            needed_by_part = [part.rounds_needed() for part in self.parts]
+            return max((self.turns * number for number in needed_by_part if number is not None), default=None)
         first, *others = self.policies
         needed = [blocks_needed(*self.pairs(first, name), self.resolution) for name in others if name in self.active]
         return max((number for number in needed if number is not None), default=None)
 
     def is_resolved(self) -> bool:
         """Whether every interval about the first policy is narrow enough."""
+        if self.turns > 1:
+            return all(part.is_resolved() for part in self.parts)
         first, *others = self.active
         intervals = [self.ratio(first, name).interval for name in others]
         enough = len(self.rounds) >= LEAST_BLOCKS
@@ -114,15 +132,16 @@ class Comparison:
     def notes(self) -> list[str]:
         """What takes away from the figures."""
         found = [f"{name} was dropped {why}" for name, why in self.dropped.items()]
-        if len(self.rounds) < LEAST_BLOCKS:
-            found.append(f"too short for its intervals: {len(self.rounds)} rounds, fewer than {LEAST_BLOCKS}")
+        first, parts = self.policies[0], self.parts
+        if (fewest := min(len(part.rounds) for part in parts)) < LEAST_BLOCKS:
+            found.append(f"too short for its intervals: {fewest} rounds, fewer than {LEAST_BLOCKS}")
         elif not self.is_resolved():
-            first = self.policies[0]
-            wide = {name: i.half_width for name in self.active[1:] if (i := self.ratio(first, name).interval)}
+            ratios = [part.ratio(first, name) for part in parts for name in self.active[1:]]
+            wide = [(ratio.interval.half_width, ratio.reference) for ratio in ratios if ratio.interval]
             if wide:
-                worst = max(wide, key=lambda name: wide[name])
+                half_width, worst = max(wide)
                 found.append(
-                    f"time was up at ±{100 * wide[worst]:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%"
+                    f"time was up at ±{100 * half_width:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%"
                 )
         late = max((block.late_s for one in self.rounds for block in one.blocks.values()), default=0.0)
         if late > 0.1:
@@ -170,7 +189,7 @@ def run_rounds(
         done += 1
         for name in comparison.drop_the_hopeless():
             say(f"{name} is served no longer, {comparison.dropped[name]}")
-        if done == PILOT_ROUNDS:
+        if done == PILOT_ROUNDS * comparison.turns:
             say(outlook(comparison, (clock() - begun) / done, time_is_up - clock()))
 
 

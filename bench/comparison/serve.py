@@ -104,10 +104,10 @@ def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> 
     earlier: rounds to go on with. reports: where to keep what `adaptive` has learned from.
     """
     names = plan.names
-    plan.recipe  # noqa: B018 - raises for a track that is none, before anything starts
+    turns = len(plan.recipe.at_once) or 1  # raises for a track that is none, before anything starts
     if earlier is not None and earlier.exists():
         check_alike(earlier, read_document(earlier), plan.facts())  # before a survey of minutes
-    comparison = Comparison(tuple(names), plan.resolution)
+    comparison = Comparison(tuple(names), plan.resolution, turns=turns)
     with WarmWorker(plan.settings, plan.profile) as worker:
         survey = capacity_and_oracle(plan, worker)
         session = Session(plan, worker, survey)
@@ -211,6 +211,7 @@ class Session:
             "track": block.track,
             "summary": plan.recipe.summary,
             "block_s": block.duration_s,
+            "at_once": list(plan.recipe.at_once),
             "burners": plan.burners if block.throttle_at_s is not None else 0,
             "capacity_tokens_per_s": survey.capacity_tokens_per_s,
             "oracle": oracle_facts(survey, settings.max_length),

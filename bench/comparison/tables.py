@@ -33,6 +33,7 @@ AIMS = (
     ("wrong-profile", "profile", 0.80),
 )
 COLD_AIM = 1.05
+CLOSED_AIM = 1.02  # at every number of requests at a time, against the best of all policies there
 # The track whose picture README shows.
 SHOWN = "mixed"
 
@@ -51,13 +52,18 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
 
 
+def with_arrivals(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The tracks whose requests arrive at a load; the others, with so many requests at a time, are told by number."""
+    return {track: document for track, document in results.items() if not document.get("at_once")}
+
+
 def ratio_table(results: dict[str, dict[str, Any]]) -> str:
     """adaptive against the others, a row a track."""
     lines = [
         f"| mean latency of `adaptive` against | {' | '.join(heading for heading, _ in COLUMNS)} |",
         "|---|" + "---|" * len(COLUMNS),
     ]
-    for track, document in results.items():
+    for track, document in with_arrivals(results).items():
         comparison = comparison_of(document)
         best = comparison.best_fixed()
         cells = []
@@ -115,7 +121,25 @@ def aims_table(results: dict[str, dict[str, Any]]) -> str:
         comparison = comparison_of(results["cold"])
         interval = comparison.ratio("cold", "adaptive", settled=True).interval
         lines.append(aim_row("cold", "the same, warm, after 1,000 steps", COLD_AIM, interval))
+    for track, document in results.items():
+        if document.get("at_once"):
+            lines.append(closed_aim(track, document))
     return "\n".join(lines)
+
+
+def closed_aim(track: str, document: dict[str, Any]) -> str:
+    """Of the number of requests at a time at which adaptive is furthest behind the best of all policies."""
+    found = []
+    for size, part in zip(document["at_once"], comparison_of(document).parts, strict=True):
+        ratios = [part.ratio("adaptive", name) for name in document["policies"][1:]]
+        known = [(ratio.interval.value, size, ratio) for ratio in ratios if ratio.interval is not None]
+        if known:
+            found.append(max(known, key=lambda one: one[0]))
+    if not found:
+        return aim_row(track, "the best of all", CLOSED_AIM, None)
+    _, size, worst = max(found, key=lambda one: one[0])
+    words = f"the best of all, where that is furthest ahead: at {size} at a time (`{worst.reference}`)"
+    return aim_row(track, words, CLOSED_AIM, worst.interval)
 
 
 def aim_row(track: str, against: str, aim: float, interval: Interval | None) -> str:
@@ -129,6 +153,7 @@ def aim_row(track: str, against: str, aim: float, interval: Interval | None) -> 
 
 def policies_table(results: dict[str, dict[str, Any]]) -> str:
     """Every policy's latency over adaptive's, a column a track: over 1 is slower than adaptive."""
+    results = with_arrivals(results)
     names = list(dict.fromkeys(name for r in results.values() for name in r["policies"] if name != "adaptive"))
     comparisons = {track: comparison_of(r) for track, r in results.items()}
     lines = [f"| latency over that of `adaptive` | {' | '.join(f'`{track}`' for track in results)} |"]
@@ -146,6 +171,31 @@ def cell_of(comparison: Comparison, name: str) -> str:
         return "–"
     text = f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
     return f"{text}, dropped" if name in comparison.dropped else text
+
+
+def closed_table(results: dict[str, dict[str, Any]]) -> str:
+    """Every policy's latency over adaptive's, by requests at a time: over 1 is slower than adaptive."""
+    closed = {track: document for track, document in results.items() if document.get("at_once")}
+    if not closed:
+        return "Nothing has been measured yet."
+    sizes = sorted({size for document in closed.values() for size in document["at_once"]})
+    lines = [f"| latency over that of `adaptive` | requests at a time: {' | '.join(map(str, sizes))} |"]
+    lines.append("|---|" + "---|" * len(sizes))
+    for track, document in closed.items():
+        parts = dict(zip(document["at_once"], comparison_of(document).parts, strict=True))
+        for name in document["policies"][1:]:
+            cells = [closed_cell(parts[size], name) if size in parts else "–" for size in sizes]
+            lines.append(f"| [`{track}`](serve/{document['file']}), `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def closed_cell(part: Comparison, name: str) -> str:
+    """Bold where the interval shows a difference."""
+    interval = part.ratio(name, "adaptive").interval
+    if interval is None:
+        return "–"
+    text = f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
+    return text if interval.low <= 1.0 <= interval.high else f"**{text}**"
 
 
 def survey_table(path: Path) -> str:
@@ -181,6 +231,7 @@ def tables(folder: Path) -> dict[str, str]:
         "headline": ratio_table(results),
         "aims": aims_table(results),
         "policies": policies_table(results),
+        "closed": closed_table(results),
         "survey": survey_table(folder / "serve" / "survey.json"),
         "paper": paper_table.table(folder / "lengths.json"),
         "peers": peers_table.table(folder / "peers.json"),

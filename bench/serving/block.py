@@ -34,7 +34,8 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """One block under one policy. Latencies count from the moment that the track says to the last token.
+    """One block under one policy. Latencies count from the moment that the track says to the last token; where requests
+    wait for each other, from that at which theirs has come.
 
     latency_sum_s, percentiles: of the requests that got all their tokens; num_failed: the others, errors: why.
     settled_at_s: when the worker had done so many steps as the track says, where it says so; settled_*: of the requests
@@ -91,7 +92,7 @@ async def serve_block(
     samples: list[Sample] = []
     async with asyncio.TaskGroup() as group, throttle(block, num_burners):
         watcher = group.create_task(watch(address, samples))
-        outcomes = await open_loop(address, block.arrivals, prompts, Progress(), timeout_s)
+        outcomes = await open_loop(address, block.arrivals, prompts, Progress(), timeout_s, block.at_once)
         watcher.cancel()
     ends = [outcome.finished_s for outcome in outcomes if outcome.finished_s is not None]
     return ServedBlock(outcomes, samples, max(ends, default=block.duration_s))

@@ -2,12 +2,13 @@
 
 Open loop: a request is sent when the track says so, whether or not earlier ones have finished, and its latency counts
 from that moment, so that a server which falls behind cannot hide it. Closed loop: a fixed number of requests at a time,
-to measure what a batch size yields.
+to measure what a batch size yields: a list of them as on a track, or any for a while as for a survey.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -122,8 +123,12 @@ async def open_loop(
     prompts: Sequence[Prompt],
     progress: Progress,
     timeout_s: float = REQUEST_TIMEOUT_S,
+    at_once: int | None = None,
 ) -> list[RequestOutcome]:
-    """Send every request at its time and wait for all answers; one outcome per arrival, in order."""
+    """Send every request at its time and wait for all answers; one outcome per arrival, in order.
+
+    at_once: at most so many at a time; the others' time comes when one before them has ended.
+    """
     prepare_aio()
     outcomes = [RequestOutcome(index, arrival.at_s) for index, arrival in enumerate(arrivals)]
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
@@ -133,7 +138,15 @@ async def open_loop(
         def clock() -> float:
             return time.monotonic() - begin
 
+        turns = asyncio.Semaphore(at_once) if at_once is not None else contextlib.nullcontext()
+
         async def one(outcome: RequestOutcome) -> None:
+            async with turns:
+                if at_once is not None:
+                    outcome.at_s = clock()
+                await send(outcome)
+
+        async def send(outcome: RequestOutcome) -> None:
             arrival = arrivals[outcome.index]
             num_tokens = arrival.output_tokens
             request = make_request(prompts[outcome.index], num_tokens, arrival.temperature, arrival.sampling_seed)

@@ -45,14 +45,17 @@ class Segment:
 class TrackRecipe:
     """What the blocks of a named track are made of.
 
-    burstiness: factors of the segments' cv, taking turns from block to block. throttle_share: of the block, after which
-    another process takes a core. cold: every block starts with an empty database for the policy `cold`, and what came
-    before its settle_steps-th step is told apart. wrong_profile: needs a profile that fits other traffic.
+    at_once: how many requests are under way, taking turns from block to block: the next one is sent when one ends, and
+    loads mean nothing. Empty: requests arrive at the segments' loads. burstiness: factors of the segments' cv, likewise
+    taking turns. throttle_share: of the block, after which another process takes a core. cold: every block starts with
+    an empty database for the policy `cold`, and what came before its settle_steps-th step is told apart. wrong_profile:
+    needs a profile that fits other traffic.
     """
 
     summary: str
     segments: tuple[Segment, ...]
     block_s: float = 10.0
+    at_once: tuple[int, ...] = ()
     burstiness: tuple[float, ...] = (1.0,)
     throttle_share: float | None = None
     settle_steps: int = 0
@@ -78,6 +81,8 @@ def alternating(mix: Mix) -> tuple[Segment, ...]:
 
 
 GROWING = (1.0, 2.0, 3.0, 4.0)
+# The largest first: while it ends, it passes through all others, so that the round that is not counted warms all up.
+FALLING = (16, 8, 4, 2, 1)
 SCENARIOS: dict[str, TrackRecipe] = {
     "mixed": TrackRecipe(
         "all kinds of requests at temperatures 0, 0.7 and 1; sparse and intense stretches take turns, burstiness grows",
@@ -86,7 +91,7 @@ SCENARIOS: dict[str, TrackRecipe] = {
     ),
     "copying": TrackRecipe("edits, extraction and quotes, whose answers repeat their prompts", alternating(COPYING)),
     "time-varying": TrackRecipe(
-        "the paper's: greedy completions, and a load that varies", alternating(CODE), 10.0, GROWING
+        "the paper's: greedy completions, and a load that varies", alternating(CODE), burstiness=GROWING
     ),
     "steady-low": TrackRecipe("mixed requests, few at a time", (steady(0.15),)),
     "steady-high": TrackRecipe("mixed requests, close to capacity", (steady(0.8),)),
@@ -105,6 +110,13 @@ SCENARIOS: dict[str, TrackRecipe] = {
         tuple(Segment(1 / 4, *loads, mix=MIXED) for loads in ((0.1, 0.8), (0.8, 0.1)) * 2),
         block_s=40.0,
         settle_steps=1000,
+    ),
+    "closed": TrackRecipe("mixed requests, always so many at a time", (steady(1.0),), block_s=5.0, at_once=FALLING),
+    "closed-copying": TrackRecipe(
+        "edits, extraction and quotes, always so many at a time",
+        (steady(1.0, mix=COPYING),),
+        block_s=5.0,
+        at_once=FALLING,
     ),
 }
 ALIASES = {"mixed-temperature": "mixed"}

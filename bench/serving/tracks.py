@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speclen.bench.serving.recipes import ALIASES, Mix, Segment, scenario_of
+from speclen.bench.serving.recipes import ALIASES, Mix, Segment, TrackRecipe, scenario_of
 
 # Output lengths are log-normal, as in traces of chat traffic, and cut so that no request outlasts a block by much.
 MEAN_OUTPUT_TOKENS = 64
@@ -29,6 +29,8 @@ PROMPT_TOKENS = {
 # A conversation's next turn sends all of it again, and as many tokens more.
 FIRST_TURN_TOKENS, TURN_TOKENS, MAX_TURNS, CONTINUED_SHARE = 64, 64, 4, 0.6
 GRID_POINTS = 2001  # for turning a ramp into arrival times: finer than any gap that matters
+# Of a closed loop: about as many seconds of work at every number at a time, and long against its end, when rows are few.
+CLOSED_REQUESTS, CLOSED_REQUESTS_PER_ROW = 16, 4
 MAX_ARRIVALS = 100_000
 MAX_DRAWS = 20
 
@@ -53,7 +55,7 @@ class Arrival:
 class Block:
     """Arrivals in order of time, all before duration_s. number: of the round that it is drawn for.
 
-    throttle_at_s: when another process takes a core.
+    throttle_at_s: when another process takes a core. at_once: requests at a time, whatever at_s says; None: any number.
     """
 
     track: str
@@ -61,6 +63,7 @@ class Block:
     duration_s: float
     arrivals: tuple[Arrival, ...]
     throttle_at_s: float | None = None
+    at_once: int | None = None
 
 
 def make_block(
@@ -80,6 +83,10 @@ def make_block(
     for what, value in (("capacity", capacity_tokens_per_s), ("duration", seconds), ("scale", scale)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"the {what} of a track must be positive, not {value:g}")
+    if recipe.at_once:
+        if scale != 1.0:
+            raise ValueError(f"track {track} has no load that --scale {scale:g} could multiply: leave it out")
+        return closed_block(track, recipe, number, seed, seconds)
     rate = scale * capacity_tokens_per_s / MEAN_OUTPUT_TOKENS
     expected = rate * seconds * sum(s.share * (s.load + s.load_end) / 2 for s in recipe.segments)
     if expected > MAX_ARRIVALS:
@@ -96,6 +103,15 @@ def make_block(
         )
     throttle = None if recipe.throttle_share is None else recipe.throttle_share * seconds
     return Block(ALIASES.get(track, track), number, seconds, tuple(arrivals), throttle)
+
+
+def closed_block(track: str, recipe: TrackRecipe, number: int, seed: int, seconds: float) -> Block:
+    """Requests that are all there from the start. seconds: against the recipe's, for fewer or more of them."""
+    at_once = recipe.at_once[number % len(recipe.at_once)]
+    wanted = (CLOSED_REQUESTS + CLOSED_REQUESTS_PER_ROW * at_once) * seconds / recipe.block_s
+    times = np.zeros(min(MAX_ARRIVALS, max(at_once, round(wanted))))
+    arrivals = draw_requests(np.random.default_rng([seed, number]), times, recipe.segments[0].mix)
+    return Block(track, number, seconds, tuple(arrivals), at_once=at_once)
 
 
 def draw_arrivals(
