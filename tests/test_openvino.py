@@ -23,7 +23,7 @@ from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import TOLERANCE, check_model, inspect_layers
 from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.backends.packed_linear import private_copy
-from speclen.worker.backends.passes import RaggedPart
+from speclen.worker.backends.passes import RaggedPart, StepRows
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import PreparedPair, prepare
@@ -41,6 +41,11 @@ FAMILIES = [family for family in tiny_models.FAMILIES if family != "gemma2"]
 def load(model: Any, dtype: torch.dtype) -> Any:
     layers = inspect_layers(private_copy(model), "model")
     return openvino.load(model, layers, 2, 256, 256, dtype, num_threads=1)
+
+
+def fed_tokens(model: Any) -> int:
+    """Of the last pass, with those that nobody wants."""
+    return model._inputs["input_ids"].size
 
 
 def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **settings: Any) -> str:
@@ -88,7 +93,7 @@ def test_few_tokens_get_company_that_leaves_no_trace(dtype: torch.dtype) -> None
     for place in range(70):
         logits = fed(0, range(place, place + 1), both=place >= 35)
         held.append(model.pool.num_bytes_held())
-        assert model._inputs["input_ids"].size == (4 if dtype == torch.bfloat16 else 1 + (place >= 35))
+        assert fed_tokens(model) == (4 if dtype == torch.bfloat16 else 1 + (place >= 35))
         if place == 31:  # the row's first block is full, and nobody may write to it any more
             (block,) = model.pool.reach_rows(np.array([0]), np.array([32]))[0]
             full = [cache[block].copy() for cache in model.pool.caches]
@@ -97,6 +102,57 @@ def test_few_tokens_get_company_that_leaves_no_trace(dtype: torch.dtype) -> None
     for cache, before in zip(model.pool.caches, full, strict=True):
         np.testing.assert_array_equal(cache[block], before)
     assert held[0] == held[31] == held[34] / 2, "a row of 32 tokens holds one block"
+
+
+@needs_openvino
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_that_nearly_stay_are_kept_and_leave_no_trace(dtype: torch.dtype) -> None:
+    """Two rows fed unlike numbers of tokens, on both ways into a pass: logits are those of one pass over all of them."""
+    model = load(tiny_models.build("llama").to(dtype), dtype)
+    rng = random.Random(0)
+    ids = np.array([[rng.randrange(1, 90) for _ in range(200)] for _ in range(2)])
+
+    def fed(starts: np.ndarray, counts: np.ndarray, same: bool) -> torch.Tensor:
+        tokens = [
+            ids[row, start : start + count] for row, (start, count) in enumerate(zip(starts, counts, strict=True))
+        ]
+        if same:
+            rows = StepRows(starts, int(counts[0]), CPU)
+            return torch.from_numpy(model.host_logits(rows, np.stack(tokens), 1)[:, 0].copy())
+        part = RaggedPart(np.arange(2), starts, counts, torch.from_numpy(np.concatenate(tokens)), np.ones(2, np.int64))
+        return model.forward([part])[0].clone()
+
+    steps, starts = [], np.array([3, 5])
+    assert fed(np.zeros(2, np.int64), starts, same=False).isfinite().all()
+    while starts.max() < 180:
+        same = rng.random() < 0.5
+        counts = np.full(2, rng.randint(1, 6)) if same else np.array([rng.randint(1, 6) for _ in range(2)])
+        logits = fed(starts, counts, same)
+        starts = starts + counts
+        steps.append((starts, int(counts.sum()), fed_tokens(model), logits))
+    assert sum(size > num for _, num, size, _ in steps) > len(steps) / 4, "some are filled up"
+    assert all(num <= size <= max(num, 4) + 8 for _, num, size, _ in steps)
+    changes = [len({size for _, _, size, _ in steps[at : at + 2]}) - 1 for at in range(len(steps) - 1)]
+    wanted = [len({num for _, num, _, _ in steps[at : at + 2]}) - 1 for at in range(len(steps) - 1)]
+    assert sum(changes) < sum(wanted) / 2, "sizes stay where the numbers of tokens change"
+    for row in range(2):
+        model.pool.release(row)
+    for ends, _, _, logits in steps[::7]:
+        whole = fed(np.zeros(2, np.int64), ends, same=False)
+        torch.testing.assert_close(logits, whole, rtol=0, atol=0.15 if dtype == torch.bfloat16 else 1e-4)
+
+
+@needs_openvino
+def test_a_size_is_given_up_once_nobody_needs_it() -> None:
+    model = load(tiny_models.build("llama"), torch.float32)
+
+    def feed(count: int) -> int:
+        part = RaggedPart(np.array([0]), np.array([0]), np.array([count]), torch.arange(1, count + 1), np.array([1]))
+        model.forward([part])
+        return fed_tokens(model)
+
+    assert [feed(count) for count in (20, 12, 11, 20, 19)] == [20, 20, 11, 20, 20]
+    assert [feed(15) for _ in range(9)] == [20] * 7 + [15] * 2
 
 
 @needs_openvino

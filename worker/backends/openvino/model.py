@@ -27,7 +27,10 @@ CACHE_TYPES = {torch.float32: ov.Type.f32, torch.bfloat16: ov.Type.bf16}
 # Products of bfloat16 take longer for one row or two than for three to six (docs/engine.md): such a pass gets tokens that
 # nobody wants, up to so many.
 SLOW_TOKENS, FILLED_TOKENS = 2, 4
-FILLER = np.arange(FILLED_TOKENS)  # ids and places of such tokens
+# A pass of another number of tokens than the one before takes longer by what 12 to 25 tokens do, since every operation
+# is prepared anew (docs/engine.md): it gets tokens that nobody wants where so few are missing, for so many passes.
+MISSING_TOKENS, FILLED_PASSES = 8, 8
+FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and places of tokens that nobody wants
 MEMORY_MARGIN = 4  # times a model's weights that must be free before another copy of them is made
 
 
@@ -61,7 +64,8 @@ class OpenVinoModel:
         self._inputs |= {name: _Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
         self._inputs[BLOCK_INPUTS[-1]] = _Input(ov.Type.i32, 0)
         self._slow_tokens = SLOW_TOKENS if pool.dtype == torch.bfloat16 else 0
-        self._extended: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # inputs, and the same with an element more
+        self._size, self._num_filled = 0, 0  # tokens of the last pass; passes in a row that were filled up to so many
+        self._extended: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}  # inputs, an element more, and both as one
         self._new_memory: dict[int, NewMemory] = {}  # of compiled models that have not run yet, by threads
         self._requests = {num_threads: self._make_request(num_threads)}
 
@@ -176,12 +180,21 @@ class OpenVinoModel:
         blocks, begins = zip(*found, strict=True)
         return np.concatenate(blocks), begins_of(np.concatenate([np.diff(one) for one in begins]))
 
-    def _filled_up(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _size_of(self, num_tokens: int) -> int:
+        """Tokens of the next pass, of which so many are wanted."""
+        size = FILLED_TOKENS if num_tokens <= self._slow_tokens else num_tokens
+        if size < self._size <= size + MISSING_TOKENS and self._num_filled < FILLED_PASSES:
+            self._num_filled += 1
+        else:
+            self._size, self._num_filled = size, 0
+        return self._size
+
+    def _filled_up(self, inputs: dict[str, Any], size: int) -> dict[str, Any]:
         """The inputs with a row more, of tokens whose logits are not wanted, in a block that no other row has."""
-        more = FILLER[: FILLED_TOKENS - len(inputs["input_ids"])]
+        more = FILLER[: size - len(inputs["input_ids"])]
         news = {"input_ids": more, "position_ids": more, "past_lens": FILLER[:1]}
         lasts = {
-            "subsequence_begins": FILLED_TOKENS,
+            "subsequence_begins": size,
             "block_indices": self.pool.spare_block,
             "block_indices_begins": len(inputs["block_indices"]) + 1,
         }
@@ -189,21 +202,22 @@ class OpenVinoModel:
             inputs
             | {name: np.concatenate((inputs[name], array)) for name, array in news.items()}
             | {name: self._with_last(name, inputs[name], last) for name, last in lasts.items()}
-            | {"max_context_len": max(inputs["max_context_len"], FILLED_TOKENS)}
+            | {"max_context_len": max(inputs["max_context_len"], len(more))}
         )
 
     def _with_last(self, name: str, array: np.ndarray, last: int) -> np.ndarray:
-        """An input with an element more; the same array as long as the input is the same, which then is not filled again."""
-        known, extended = self._extended.get(name, (None, array))
-        if known is not array:
+        """An input with an element more; the same array as long as both are the same, which then is not filled again."""
+        known, known_last, extended = self._extended.get(name, (None, 0, array))
+        if known is not array or known_last != last:
             extended = np.append(array, last)
-            self._extended[name] = array, extended
+            self._extended[name] = array, last, extended
         return extended
 
     def _infer(self, **inputs: Any) -> np.ndarray:
         """Logits [wanted, vocab]; they lie in the request's own memory. inputs: arrays, and one integer."""
-        if len(inputs["input_ids"]) <= self._slow_tokens:
-            inputs = self._filled_up(inputs)
+        num_tokens = len(inputs["input_ids"])
+        if (size := self._size_of(num_tokens)) > num_tokens:
+            inputs = self._filled_up(inputs, size)
         for name, array in inputs.items():
             self._inputs[name].fill(array)
         # Not the wrapper's default, which would copy the logits; nor its look-up of outputs by number, which takes longer.
