@@ -14,6 +14,7 @@ from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, T
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.learning import _in_the_long_run as in_the_long_run_of_one
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.controller.estimator.reports import read_by
 
@@ -300,6 +301,40 @@ def test_on_recorded_texts_one_plan_tells_what_the_others_put_out(taught, reads)
         errors.append(np.log(promised[place] / np.mean(tokens)))
     assert abs(np.mean(errors)) < (0.04 if reads else 0.08)
     assert np.std(errors) < (0.04 if reads else 0.1)
+
+
+def test_rows_after_copies_count_as_steps_of_a_length_would_have_them():
+    """40% of the text behind matches; a fifth of the rows after copies: in the long run tokens per text, not per step."""
+    matched, alone = np.array([0.9, 0.81, 0.729]), np.array([0.5, 0.2, 0.1])
+    text, share = 0.4, 0.2
+    passed = 100.0 * (share * matched + (1.0 - share) * alone)
+    rows = np.stack([np.append(100.0, passed[:-1]), passed])
+    survival = np.array([0.6, 0.4, 0.3])
+    for _ in range(30):
+        counted = in_the_long_run_of_one(rows, survival, alone, share, text)
+        survival = (counted[1] / counted[0]).cumprod()
+    tokens = 1.0 / (text / (1.0 + matched.sum()) + (1.0 - text) / (1.0 + alone.sum()))
+    assert 1.0 + survival.sum() == pytest.approx(tokens, rel=1e-6)
+    assert (counted[0] >= counted[1]).all()
+    assert counted[0, 0] < 100.0, "fewer rows than were seen stand for it"
+
+
+@pytest.mark.parametrize("mix", ["mixed", "copying"])
+def test_lengths_tried_after_copies_are_believed_to_be_nearly_as_good_as_they_are(mix):
+    """Every tenth step at length 3 beside a plan; counted as they are, such steps say 0.92 and 0.945 of the truth."""
+    plan, text = Plan(3, 3, 8), recorded_texts(mix)
+    truth = text.rows(64, np.random.default_rng(9))
+    tokens = np.mean([1.0 + truth.step(Plan(3), 64).accepted.mean() for _ in range(1000)])
+    believed = []
+    for seed in range(3):
+        estimator, rows = Estimator(), text.rows(8, np.random.default_rng(seed))
+        estimator.add_context(KEY, Limits(16, 8, 16))
+        for _ in range(200):
+            group = [*[plan] * 9, Plan(3)]
+            estimator.observe(KEY, [report_of(each, rows.step(each, 8), 0.01, MACHINE) for each in group], "w")
+        survival = estimator.survival(KEY, estimator.bucket_index(KEY, 8))
+        believed.append(1.0 + sum(survival[:3]))
+    assert 0.94 < np.mean(believed) / tokens < 1.02
 
 
 class Smooth:

@@ -13,7 +13,8 @@ from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import DriftEvent, StepObservation
 from speclen.controller.estimator.plans.copying import Copying
-from speclen.controller.estimator.plans.learning import learn_copies, learn_reading, plans_before
+from speclen.controller.estimator.plans.learning import in_the_long_run, learn_copies, learn_reading, plans_before
+from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.reports import OTHERS, Reports, merged
 from speclen.controller.estimator.state import exported, restored
 from speclen.controller.estimator.times.steps import Spans, Steps, spans_of
@@ -65,6 +66,10 @@ def _learn_soundly(context: Context, group: Group, reports: Reports) -> list[Dri
 def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]:
     """Update a group's models with reports of its workers; returns what drifted."""
     parts = reports.parts(group.acceptance.shape[2], context.band_of_batch)
+    before: list[Plan] = []
+    if group.plans is not None:
+        before = plans_before(group.plans, reports.steps, reports.spans)
+        parts = in_the_long_run(group.plans, parts, reports.steps, before, group.acceptance.acceptance)
     judged = group.acceptance.judge(parts)
     weight, offset = context.workers.say(reports.spans, parts, judged, reports.count)
     events = []
@@ -74,7 +79,6 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     if found := _learn_times(context, group, reports, weight, offset):
         events.append(_times_changed(context, group, found))
     if group.plans is not None:
-        before = plans_before(group.plans, reports.steps, reports.spans)
         if readers := reports.readers:
             told_by = [reports.workers[at] for at in readers]
             learn_reading(group.plans, [reports.steps[at] for at in readers], told_by, weight[readers])

@@ -101,13 +101,20 @@ class PlanPrediction:
         self.drafts[PASSED] += (at_least[:, 1 : size + 1] * inside).sum(axis=0)
         self.drafts[EXPECTED] += reached * accepted[:size]
 
-    def draft_tokens(self, tokens: FloatArray) -> FloatArray:
-        """Expected tokens of rows without a match at the grid's lengths, [buckets, lengths]. tokens: everybody's."""
+    def without_match(self, survival: FloatArray) -> FloatArray:
+        """Chance that drafted token 1, 2, ... of a row without a match is accepted, from everybody's, [..., positions]."""
         counted = self.drafts[PASSED] + COLD_RATIO * PRIOR_ROWS, self.drafts[EXPECTED] + PRIOR_ROWS
         ratio = np.clip(counted[0] / counted[1], LEAST_RATIO, MOST_RATIO).cumprod()
-        survival = np.minimum(np.diff(tokens, axis=1) * ratio, 1.0)
+        return np.minimum(survival * ratio, 1.0)
+
+    def knows_without_match(self, length: int) -> bool:
+        """Whether as many rows without a match have drafted so far as a guess counts for."""
+        return bool(self.drafts[EXPECTED, length - 1] >= PRIOR_ROWS)
+
+    def draft_tokens(self, tokens: FloatArray) -> FloatArray:
+        """Expected tokens of rows without a match at the grid's lengths, [buckets, lengths]. tokens: everybody's."""
         mine = np.ones_like(tokens)
-        mine[:, 1:] += survival.cumsum(axis=1)
+        mine[:, 1:] += self.without_match(np.diff(tokens, axis=1)).cumsum(axis=1)
         return mine[:, self.lengths]
 
     def walk(self, drafted: FloatArray) -> Walk:
