@@ -337,6 +337,20 @@ def test_lengths_tried_after_copies_are_believed_to_be_nearly_as_good_as_they_ar
     assert 0.94 < np.mean(believed) / tokens < 1.02
 
 
+def test_lengths_are_tried_after_copies_beside_a_worker_that_drafts_further():
+    """Acceptance belongs to the pair, so another device's longer drafts make it longer than what plans know here."""
+    estimator, rows = Estimator(), recorded_texts("mixed").rows(8, np.random.default_rng(0))
+    other = ContextKey("t", "d", "cuda", "float32")
+    estimator.add_context(KEY, LIMITS)
+    estimator.add_context(other, Limits(8, 12, 16))
+    for number in range(60):
+        group = [*[Plan(3, 3, 8)] * 9, Plan(3)]
+        found = estimator.observe(KEY, [report_of(each, rows.step(each, 8), 0.01, MACHINE) for each in group], "w")
+        group = [Plan(12)] * 2
+        estimator.observe(other, [report_of(each, rows.step(each, 8), 0.01, MACHINE) for each in group], "v")
+        assert not any(event.factor == "reset" for event in found.drift_events), number
+
+
 class Smooth:
     """Plain and copying steps of a machine whose every verified token costs the same, but for plain ones of 16 rows."""
 

@@ -128,11 +128,11 @@ def in_the_long_run(
     for at in np.flatnonzero(np.array(after_copies)[parts.report] & (rows[:, 0, 0] > 0.0)).tolist():
         report = int(parts.report[at])
         length, plan = steps[report].speculation_length, before[report]
-        survival = acceptance[parts.kinds[at], parts.bands[at]].cumprod()
+        survival = acceptance[parts.kinds[at], parts.bands[at], :length].cumprod()
         shares = plans.share_of(plan), plans.copying.share_behind(plan.copy_min_match)
         if min(shares) > LEAST_SHARE and max(shares) < 1.0:
-            alone = plans.without_match(survival)[:length]
-            rows[at, :, :length] = _in_the_long_run(rows[at, :, :length], survival[:length], alone, *shares)
+            alone = plans.without_match(survival)
+            rows[at, :, :length] = _in_the_long_run(rows[at, :, :length], survival, alone, *shares)
     return parts._replace(rows=rows)
 
 

@@ -105,7 +105,7 @@ class PlanPrediction:
         """Chance that drafted token 1, 2, ... of a row without a match is accepted, from everybody's, [..., positions]."""
         counted = self.drafts[PASSED] + COLD_RATIO * PRIOR_ROWS, self.drafts[EXPECTED] + PRIOR_ROWS
         ratio = np.clip(counted[0] / counted[1], LEAST_RATIO, MOST_RATIO).cumprod()
-        return np.minimum(survival * ratio, 1.0)
+        return np.minimum(survival * ratio[: survival.shape[-1]], 1.0)
 
     def knows_without_match(self, length: int) -> bool:
         """Whether as many rows without a match have drafted so far as a guess counts for."""
