@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from grpc import aio
@@ -22,8 +23,10 @@ def card() -> WorkerCard:
     return WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), MAX_BATCH, MAX_LENGTH, "127.0.0.1:1", "adaptive")
 
 
-def client(follow: bool = True, settings: ControlSettings = QUICK) -> ControlClient:
-    return ControlClient(card(), LengthTable.constant(2, MAX_BATCH, "default"), follow, settings)
+def client(follow: bool = True, settings: ControlSettings = QUICK, probe_steps: int = 1) -> ControlClient:
+    return ControlClient(
+        replace(card(), probe_steps=probe_steps), LengthTable.constant(2, MAX_BATCH, "default"), follow, settings
+    )
 
 
 def step(batch_size: int = 1, length: int = 2, flags: frozenset[StepFlag] = frozenset()) -> StepResult:
@@ -215,6 +218,24 @@ def test_a_probe_waits_for_a_step_whose_time_teaches():
 
     with_controller(controller, scenario)
     assert seen == [0, 0, 9, 0, 9]
+
+
+def test_a_probe_of_several_steps_ends_with_the_one_that_tells_of_it():
+    """Where rows come or go, or a prompt comes along, the last step of it would not be like one played on and on."""
+    control = client(probe_steps=2)
+    assert control.card.register_request().limits.probe_steps == 2
+
+    def choices(*steps: tuple[int, bool]) -> list[tuple[int, int]]:
+        control._add_probes([pb.Probe(probe_id=9, batch_min=3, batch_max=4, speculation_length=1, valid_for_s=60)])
+        made = [control.choice_for(batch_size, with_prompts) for batch_size, with_prompts in steps]
+        assert not control._incoming
+        assert not control._probes
+        return [(choice.speculation_length, choice.probe_id) for choice in made]
+
+    assert choices((4, False), (4, False), (4, False)) == [(1, 0), (1, 9), (2, 0)]
+    assert choices((2, False), (3, False), (4, False)) == [(2, 0), (1, 0), (1, 9)]
+    assert choices((4, False), (5, False), (4, False)) == [(1, 0), (2, 0), (2, 0)]
+    assert choices((4, False), (4, True), (4, False)) == [(1, 0), (2, 0), (2, 0)]
 
 
 def test_an_old_probe_is_forgotten():

@@ -168,6 +168,7 @@ def test_a_bad_report_is_refused_alone_and_counted():
         ({"limits": pb.WorkerLimits(max_batch_size=0)}, "max_batch_size"),
         ({"limits": pb.WorkerLimits(max_batch_size=4097)}, "max_batch_size"),
         ({"limits": pb.WorkerLimits(max_batch_size=1, max_speculation_length=65)}, "max_speculation_length"),
+        ({"limits": pb.WorkerLimits(max_batch_size=1, probe_steps=5)}, "probe_steps"),
         ({"address": "x" * 257}, "address"),
         ({"policy": "x" * 65}, "policy"),
     ],

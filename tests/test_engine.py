@@ -222,6 +222,26 @@ def test_the_draft_catches_up_after_length_0_and_the_step_is_flagged(num_plain: 
     assert all(sum(result.accepted_histogram[:-1]) == 0 for result in drafted)
 
 
+@pytest.mark.parametrize("slow_changes", [False, True])
+def test_the_first_step_of_another_length_is_flagged_where_the_backend_takes_longer_for_it(slow_changes: bool) -> None:
+    """Unless rows went, which is a part of what steps take."""
+    script = Script(2, 2, 3, 3, 0, 0, 2)
+    engine = make_engine(chooser=script)
+    engine.target.slow_changes = slow_changes
+    requests = [request(str(at), PROMPT, max_tokens=2000, ignore_eos=True) for at in range(2)]
+    for each in requests:
+        engine.submit(each, lambda event: None)
+    while len(script.results) < 9:
+        engine.step()
+    engine.abort("0")
+    script.lengths = [3]
+    while len(script.results) < 12:
+        engine.step()
+    flagged = [at for at, result in enumerate(script.results) if StepFlag.CHANGED_LENGTH in result.flags]
+    assert flagged == ([2, 4, 6] if slow_changes else [])
+    assert script.results[9].batch_size == 1
+
+
 def test_every_row_keeps_to_its_own_length() -> None:
     engine = make_engine(chooser=3, max_batch_size=4)
     requests = [

@@ -53,6 +53,22 @@ def test_probes_keep_to_the_limit_of_the_worker_that_does_them():
     assert controller.context(KEY).main.choice.probe_s > 0.0
 
 
+def test_a_probe_of_two_steps_is_paid_for_twice():
+    for batch_size, at_zero in ((4, False), (8, True)):
+        charged = []
+        for num_steps in (1, 2):
+            steps = Steps(11, acceptance=0.05 if at_zero else 0.7)
+            controller = controller_for(steps)
+            for _ in range(400):
+                controller.observe(KEY, [steps.step(batch_size, controller.length_for(KEY, batch_size))])
+            choice, bucket = controller.context(KEY).main.choice, controller.bucket_index(KEY, batch_size)
+            choice.credit[bucket] = 4.0
+            assert (choice.lengths[bucket] == 0) == at_zero
+            assert controller.take_probe(KEY, batch_size, num_steps=num_steps) is not None
+            charged.append(4.0 - choice.credit[bucket])
+        assert charged[1] == pytest.approx(2.0 * charged[0])
+
+
 def test_way_back_from_not_drafting():
     """Acceptance falls to 0.05 at a full batch until the table says 0, then returns: drafting comes back by probes."""
     steps = Steps(2, acceptance=0.05)

@@ -15,8 +15,10 @@ from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LE
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.learning import _in_the_long_run as in_the_long_run_of_one
+from speclen.controller.estimator.plans.learning import plans_before
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.controller.estimator.reports import read_by
+from speclen.controller.estimator.times.steps import spans_of
 
 KEY = ContextKey("t", "d", "cpu", "float32")
 LIMITS = Limits(8, 4, 16)
@@ -143,12 +145,34 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
         assert plan is not None
         assert bool(plan.draft_length) == may_draft, str(plan)
         assert choice.credit[7] == pytest.approx(credit - LEAST_CHARGE - 3.0 * may_draft)
+    choice.credit[7] = CAP_STEPS
+    assert plans.probe(7, tokens, choice, (4, 16), resume_s, num_steps=2) == plan
+    assert choice.credit[7] == pytest.approx(CAP_STEPS - 2 * LEAST_CHARGE - 3.0)
     plans.chosen[7] = Plan(1, 8, 4)  # it drafts already
     choice.credit[7] = 0.9 * CAP_STEPS
     plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
     assert plan is not None
     assert plan.draft_length
     assert choice.credit[7] == pytest.approx(0.9 * CAP_STEPS - LEAST_CHARGE)
+
+
+def test_lengths_that_go_on_for_a_step_after_copies_still_count_as_tried():
+    plans = Estimator()
+    plans.add_context(KEY, LIMITS)
+    main = plans.context(KEY).main.plans
+    assert main is not None
+    copied = Plan(2, 3, 8)
+
+    def told(plan: Plan) -> StepObservation:
+        copying = Copies(copied, 4, 4, 8, ()) if plan.copy_min_match else None
+        return StepObservation(4, plan.draft_length, 0.01, (4,) + (0,) * plan.draft_length, 9.0, copying=copying)
+
+    played = [Plan(2), copied, Plan(3), Plan(3), Plan(3), copied, Plan(3)]
+    steps = [told(plan) for plan in played]
+    assert plans_before(main, steps, spans_of(["w"] * len(steps))) == [
+        *(Plan(), Plan(2), copied, copied, Plan(3), Plan(3), copied)
+    ]
+    assert plans_before(main, steps[:2], spans_of(["w"] * 2)) == [Plan(3), Plan(2)]
 
 
 def test_a_worker_without_a_draft_model_learns_to_copy():

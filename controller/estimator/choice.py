@@ -103,15 +103,15 @@ class LengthChoice:
         self.credit += np.bincount(buckets, count, len(off)) * share
         np.minimum(self.credit, cap, out=self.credit)
 
-    def probe(self, bucket: int, times: StepTimes, resume_s: float, longest: int) -> int | None:
-        """An exploratory length, at most longest, that the bucket can pay for, charged to it; mostly None."""
+    def probe(self, bucket: int, times: StepTimes, resume_s: float, longest: int, num_steps: int = 1) -> int | None:
+        """An exploratory length, at most longest, of which the bucket can pay so many steps, charged to it; mostly None."""
         if not self.decided or longest < 1:
             return None
         if self.lengths[bucket] == 0:
-            return self._probe_at_zero(bucket, times, resume_s, longest)
-        return self._probe_optimist(bucket, times, longest)
+            return self._probe_at_zero(bucket, times, resume_s, longest, num_steps)
+        return self._probe_optimist(bucket, times, longest, num_steps)
 
-    def _probe_optimist(self, bucket: int, times: StepTimes, longest: int) -> int | None:
+    def _probe_optimist(self, bucket: int, times: StepTimes, longest: int, num_steps: int) -> int | None:
         """The length that could most plausibly be better than the choice, if its expected loss has been earned."""
         chosen, credit = int(self.lengths[bucket]), float(self.credit[bucket])
         if credit < LEAST_CHARGE:
@@ -120,13 +120,15 @@ class LengthChoice:
         hope = np.log(goodput / goodput[chosen]) + OPTIMISM * np.sqrt(times.relative_variance(bucket, chosen))
         hope[chosen] = hope[longest + 1 :] = -np.inf
         candidate = int(hope.argmax())
-        cost = max(float(self.loss(bucket)[candidate]), LEAST_CHARGE)
+        cost = num_steps * max(float(self.loss(bucket)[candidate]), LEAST_CHARGE)
         if hope[candidate] <= 0.0 or cost > credit:
             return None
         self._charge(bucket, cost)
         return candidate
 
-    def _probe_at_zero(self, bucket: int, times: StepTimes, resume_s: float, longest: int) -> int | None:
+    def _probe_at_zero(
+        self, bucket: int, times: StepTimes, resume_s: float, longest: int, num_steps: int
+    ) -> int | None:
         """One draft token, to see whether drafting would pay again, and then the length that is thought to cost least.
 
         In the first of the two steps the draft catches up, so it teaches acceptance alone. Without the second one, times
@@ -137,7 +139,7 @@ class LengthChoice:
         if self.to_follow[bucket]:
             self.to_follow[bucket] = False
             return second
-        cost = max(float(loss[1]) + resume_s / float(self.seconds[bucket, 0]), LEAST_CHARGE)
+        cost = max(num_steps * float(loss[1]) + resume_s / float(self.seconds[bucket, 0]), LEAST_CHARGE)
         # A full account pays for one probe however dear, and is in debt for it: what is believed of drafting may be wrong.
         if cost > self.credit[bucket] and self.credit[bucket] < CAP_STEPS_AT_ZERO:
             return None
@@ -145,7 +147,7 @@ class LengthChoice:
         if not seen or times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
             # Both are charged now. What that overdraws is earned back before the next.
             self.to_follow[bucket] = True
-            cost += max(float(loss[second]), LEAST_CHARGE)
+            cost += num_steps * max(float(loss[second]), LEAST_CHARGE)
         self._charge(bucket, cost)
         return 1
 

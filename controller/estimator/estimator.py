@@ -225,11 +225,12 @@ class Estimator:
         max_length: int | None = None,
         worker_id: str = "",
         max_copied: int = 0,
+        num_steps: int = 1,
     ) -> Probe | None:
         """Hand out at most one exploratory step, charged to its bucket at once; mostly None.
 
         batch_size None: any bucket of the newest reports. max_length, max_copied: of the worker that is to do it, None for
-        the context's. A probe is one step of one worker and is never repeated.
+        the context's. num_steps: that it will take, each of which is paid for. Each probe is one worker's, never repeated.
         """
         context = self._contexts[key]
         if context.policy is not None:
@@ -237,7 +238,7 @@ class Estimator:
         longest = context.limits.max_speculation_length
         longest = longest if max_length is None else min(longest, max_length)
         buckets = context.recent if batch_size is None else [self.bucket_index(key, batch_size)]
-        return probe(context, context.group_of(worker_id), buckets, longest, max_copied)
+        return probe(context, context.group_of(worker_id), buckets, longest, max_copied, num_steps)
 
     def probe_goes_on(self, key: ContextKey, batch_size: int, worker_id: str = "") -> bool:
         """Whether the last probe of this batch size is only complete with another one right after it."""

@@ -409,7 +409,9 @@ class LearningService:
         try:
             longest = worker.limits.max_speculation_length
             copied = 0 if lengths_alone else worker.limits.max_copied_tokens
-            probe = self.estimator.take_probe(key, batch_size, longest, worker.worker_id, copied)
+            # A worker that asks for every length by itself is given each probe for one step.
+            steps = 1 if lengths_alone else worker.probe_steps
+            probe = self.estimator.take_probe(key, batch_size, longest, worker.worker_id, copied, steps)
         except Exception:
             log.exception("the estimator failed to give a probe", context=str(key))
             self._start_anew(worker.context)

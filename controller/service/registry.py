@@ -51,7 +51,7 @@ class Worker:
 
     group: reports that wait to be learned from, the oldest since waiting_since. durable_seq: every report up to it is on
     disk, or given up as missing. noted_at: when last_seen_at last went into a commit. num_*: over all epochs. teaches:
-    whether its next window is learned from.
+    whether its next window is learned from. probe_steps: steps that a probe takes there.
     """
 
     worker_key: int
@@ -71,6 +71,7 @@ class Worker:
     num_reports: int = 0
     num_refused: int = 0
     teaches: bool = True
+    probe_steps: int = 1
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class Registration:
     limits: Limits
     address: str = ""
     policy: str = ""
+    probe_steps: int = 1
 
 
 class Registry:
@@ -153,6 +155,7 @@ class Registry:
                 limits=registration.limits,
                 address=registration.address,
                 policy=registration.policy,
+                probe_steps=registration.probe_steps,
                 registered_at=now,
                 last_seen_at=now,
             )
@@ -168,6 +171,7 @@ class Registry:
             worker.context = context
             context.workers.add(worker.worker_id)
         worker.limits, worker.address, worker.policy = registration.limits, registration.address, registration.policy
+        worker.probe_steps = registration.probe_steps
         worker.registered_at = worker.last_seen_at = self.clock()
         return worker
 

@@ -33,6 +33,7 @@ from speclen.controller.wire.validation import (
     check_text,
     read_context,
     read_limits,
+    read_probe_steps,
     read_profile,
 )
 from speclen.v1 import control_pb2 as pb
@@ -204,6 +205,7 @@ def registration(request: pb.RegisterWorkerRequest) -> Registration:
         epoch=request.worker.epoch,
         key=read_context(request.context),
         limits=read_limits(request.limits),
+        probe_steps=read_probe_steps(request.limits),
         address=check_text("address", request.address, 0, 256),
         policy=check_text("policy", request.policy, 0, 64),
     )

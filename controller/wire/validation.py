@@ -21,6 +21,7 @@ MAX_LATENCY_S = 3600.0
 MAX_CONTEXT_LENGTH = 999_999_999.0  # tokens
 MAX_BATCH_SIZE = 4096
 MAX_LENGTH = 64
+MAX_PROBE_STEPS = 4
 MAX_REPORTS = 1024  # reports in one message
 MAX_CELLS = MAX_BATCH_SIZE * 4  # cells of one profile
 
@@ -95,6 +96,11 @@ def read_limits(message: pb.WorkerLimits) -> Limits:
     check_range("limits.max_speculation_length", message.max_speculation_length, 0, MAX_LENGTH)
     check_range("limits.max_copied_tokens", message.max_copied_tokens, 0, MAX_COPIED)
     return Limits(message.max_batch_size, message.max_speculation_length, message.max_copied_tokens)
+
+
+def read_probe_steps(message: pb.WorkerLimits) -> int:
+    check_range("limits.probe_steps", message.probe_steps, 0, MAX_PROBE_STEPS)
+    return message.probe_steps or 1
 
 
 def explain_report(report: pb.StepReport, limits: Limits) -> InvalidMessageError | None:

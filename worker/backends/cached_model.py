@@ -26,6 +26,7 @@ class CachedModel:
     """
 
     ragged = False
+    slow_changes = False
 
     def __init__(self, model: Any, pool: KVPool, max_context_length: int) -> None:
         self.model = model

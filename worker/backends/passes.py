@@ -156,13 +156,15 @@ class PassModel(Protocol):
 
     ragged: whether passes take RaggedParts, at the cost of all their tokens together; logits [all wanted, vocab] come for
     those. num_first_uses: passes so far of a kind that the backend had not run before; the step they were in says nothing
-    about step times.
+    about step times. slow_changes: whether a pass of another number of tokens than the one before it takes longer by far
+    than another one of so many.
     """
 
     device: torch.device
     max_context_length: int
     num_first_uses: int
     ragged: bool
+    slow_changes: bool
 
     @property
     def pool(self) -> RowStore:

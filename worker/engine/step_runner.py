@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
+from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.engine.logprobs import RowLogits, token_logprobs
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
@@ -57,6 +58,7 @@ class StepRunner:
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
         self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
         self._resumes = False  # whether this one does, and the one before was not to
+        self._played = 0, Plan()  # rows of the last step, and what they were to do
         self._seen_shapes: set[tuple[int, int]] = set()
 
     def run(self, plan: StepPlan) -> StepTokens:
@@ -125,6 +127,8 @@ class StepRunner:
             tokens.logprobs += self._logprobs(plan.rows, logits, ids)
             new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
         tokens.ids += new
+        if self._changes_plan(plan):
+            tokens.flags.add(StepFlag.CHANGED_LENGTH)
         shape = (len(plan.rows), num_columns)
         if shape not in self._seen_shapes:
             tokens.flags.add(StepFlag.FIRST_USE)
@@ -132,6 +136,15 @@ class StepRunner:
         if self._num_first_uses() != num_first_uses:
             tokens.flags.add(StepFlag.COMPILATION)
         return prompt_logits
+
+    def _changes_plan(self, plan: StepPlan) -> bool:
+        """Whether only another plan made this pass another one than the last, and that is why it took longer.
+
+        Where rows have come or gone a step takes longer under any plan: that is a part of what steps take.
+        """
+        played = Plan(plan.speculation_length) if plan.copies is None else plan.copies.plan
+        (num_rows, before), self._played = self._played, (len(plan.rows), played)
+        return self.target.slow_changes and num_rows == len(plan.rows) and played != before
 
     def _is_ragged(self, plan: StepPlan) -> bool:
         """Whether rows propose different numbers of tokens, and that is worth a step of its own kind."""

@@ -69,7 +69,7 @@ class StreamClosedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WorkerCard:
-    """How the worker introduces itself to the controller."""
+    """How the worker introduces itself to the controller. probe_steps: as in pb.WorkerLimits."""
 
     worker_id: str
     epoch: int
@@ -80,6 +80,7 @@ class WorkerCard:
     policy: str
     run_id: str = ""
     max_copied_tokens: int = 0
+    probe_steps: int = 1
 
     def identity(self) -> pb.WorkerIdentity:
         return pb.WorkerIdentity(worker_id=self.worker_id, epoch=self.epoch)
@@ -92,6 +93,7 @@ class WorkerCard:
                 max_batch_size=self.max_batch_size,
                 max_speculation_length=self.max_speculation_length,
                 max_copied_tokens=self.max_copied_tokens,
+                probe_steps=self.probe_steps,
             ),
             address=self.address,
             policy=self.policy,
@@ -106,6 +108,7 @@ class PendingProbe:
     probe: pb.Probe
     plan: Plan
     expires_at: float
+    steps_left: int = 1
 
 
 class ControlClient:
@@ -144,6 +147,7 @@ class ControlClient:
         self._contrary = 0  # steps in a row whose plans were otherwise
         self._incoming: deque[PendingProbe] = deque()  # event loop to engine
         self._probes: list[PendingProbe] = []  # the engine's own
+        self._begun: PendingProbe | None = None  # one of them, of which steps are left
         self._last_answer = 0.0
 
     # The engine's side: called once a step, from the engine's thread.
@@ -154,10 +158,12 @@ class ControlClient:
         table = self.table
         plan = table.plan_for(batch_size, rows_by_class)
         # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait.
-        if (self._incoming or self._probes) and not (with_prompts and plan.draft_length):
-            probe = self._take_probe(batch_size)
+        begun, self._begun = self._begun, None
+        if (begun or self._incoming or self._probes) and not (with_prompts and plan.draft_length):
+            probe = self._take_probe(batch_size, begun)
             if probe is not None:
-                return LengthChoice.of(probe.plan, table.decision_version, probe.probe.probe_id)
+                probe_id = 0 if probe.steps_left else probe.probe.probe_id
+                return LengthChoice.of(probe.plan, table.decision_version, probe_id)
         return LengthChoice.of(self._resumed(plan) if self.follow else plan, table.decision_version)
 
     def _resumed(self, plan: Plan) -> Plan:
@@ -183,15 +189,18 @@ class ControlClient:
             if result.copying is not None:  # The others counted at 0 had nothing drafted.
                 self.accepted_runs[0] -= result.batch_size - result.copying.num_drafting_rows
 
-    def _take_probe(self, batch_size: int) -> PendingProbe | None:
-        """The first live probe for the batch size, removed: a probe is used once."""
+    def _take_probe(self, batch_size: int, begun: PendingProbe | None) -> PendingProbe | None:
+        """The probe that was begun, or else the first live one for the batch size, removed: a probe is used once."""
         while self._incoming:
             self._probes.append(self._incoming.popleft())
         now = self.clock()
         self._probes = [pending for pending in self._probes if pending.expires_at > now]
-        for pending in self._probes:
+        for pending in self._probes if begun is None else [begun, *self._probes]:
             if pending.probe.batch_min <= batch_size <= pending.probe.batch_max:
-                self._probes.remove(pending)
+                if pending is not begun:
+                    self._probes.remove(pending)
+                pending.steps_left -= 1
+                self._begun = pending if pending.steps_left else None
                 return pending
         return None
 
@@ -323,7 +332,7 @@ class ControlClient:
                 log.error("a probe of the controller is not used", reason=str(error))
                 continue
             if plan.within(self.card.max_speculation_length, self.card.max_copied_tokens) == plan:
-                self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s))
+                self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s, self.card.probe_steps))
 
     def _apply_thinning(self, message: pb.Thinning) -> None:
         """Add steps up from now on, or not any more; what was sent stays as it was."""

@@ -118,5 +118,6 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     progress(f"{prepared.backend} runs the models")
     control = make_control(config, pair, prepared.backend)
     engine = Engine(pair, engine_config, control, prepared)
-    control.card = replace(control.card, max_batch_size=engine.max_batch_size)  # fewer rows may fit
+    probe_steps = 2 if engine.target.slow_changes else 1
+    control.card = replace(control.card, max_batch_size=engine.max_batch_size, probe_steps=probe_steps)  # fewer may fit
     return pair, engine, control

@@ -31,10 +31,12 @@ def mix(context: Context, group: Group) -> Mix | None:
     return Mix(tuple(bucket.batch_max for bucket in context.buckets), counted, tokens)
 
 
-def probe(context: Context, group: Group, buckets: Iterable[int], longest: int, max_copied: int) -> Probe | None:
-    """The first exploratory step that one of the buckets can pay for, charged to it; mostly None."""
+def probe(
+    context: Context, group: Group, buckets: Iterable[int], longest: int, max_copied: int, num_steps: int
+) -> Probe | None:
+    """The first exploratory plan, of so many steps, that one of the buckets can pay for, charged to it; mostly None."""
     for bucket in buckets:
-        plan = context.probe(group, bucket, longest, max_copied)
+        plan = context.probe(group, bucket, (longest, max_copied), num_steps)
         if plan is not None:
             context.next_probe_id += 1
             copying = plan if plan.copy_min_match else None

@@ -136,20 +136,21 @@ class Context:
         mixed: FloatArray = np.einsum("bk,kbl->bl", self.mix, known)[self.bands]
         return np.maximum(mixed, 1.0)  # shares sum to 1 only about
 
-    def probe(self, group: Group, bucket: int, longest: int, max_copied: int) -> Plan | None:
-        """An exploratory length or plan for one step, charged to the bucket; mostly None.
+    def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | None:
+        """An exploratory length or plan for so many steps, charged to the bucket; mostly None. limits: as in `PlanChoice`.
 
         Where lengths are played, both are asked in turn; where a plan is, lengths are among what it is compared with.
         """
+        longest, max_copied = limits
         plans = group.plans if max_copied else None
         if plans is None or (
             plans.chosen[bucket] is None and (self.next_probe_id % 2 or group.choice.to_follow[bucket])
         ):
-            length = group.choice.probe(bucket, group.times, self.resume_s, longest)
+            length = group.choice.probe(bucket, group.times, self.resume_s, longest, num_steps)
             if length is not None or plans is None:
                 return None if length is None else Plan(length)
         tokens = self.tokens(group)[[bucket]]
-        return plans.probe(bucket, tokens, group.choice, (longest, max_copied), self.resume_s)
+        return plans.probe(bucket, tokens, group.choice, limits, self.resume_s, num_steps)
 
     def learn_mix(self, parts: Parts) -> None:
         """Follow which classes of requests are usual at each load."""

@@ -50,6 +50,28 @@ class Try(NamedTuple):
     goodput: float
 
 
+class Account(NamedTuple):
+    """What a probe may cost. credit: what was earned, in usual steps; num_steps: that it takes; resume: what its first one
+    takes longer if it drafts, in usual steps.
+    """
+
+    credit: float
+    num_steps: int
+    resume: float
+
+    def cost(self, seconds: FloatArray | float, goodput: FloatArray | float, usual: Try) -> FloatArray:
+        """Expected loss of steps that take so long and make so much, in usual steps, without resuming."""
+        loss: FloatArray = np.maximum(seconds / usual.seconds * (1.0 - goodput / usual.goodput), LEAST_CHARGE)
+        return self.num_steps * loss
+
+    def pays(self, cost: FloatArray, drafts: np.ndarray) -> np.ndarray:
+        """Whether for both. A full one pays for resuming drafts however dear, or it could never be tried."""
+        pays: np.ndarray = (cost <= self.credit) & (
+            (cost + self.resume * drafts <= self.credit) | (self.credit >= CAP_STEPS)
+        )
+        return pays
+
+
 class PlanChoice(PlanPrediction):
     """Plans of the workers of a group. chosen: by bucket, None where the length without copies is played."""
 
@@ -102,26 +124,33 @@ class PlanChoice(PlanPrediction):
                 self.chosen[bucket] = None if plain >= rival else self.grid[best[at]]
 
     def probe(
-        self, bucket: int, tokens: FloatArray, choice: LengthChoice, limits: tuple[int, int], resume_s: float
+        self,
+        bucket: int,
+        tokens: FloatArray,
+        choice: LengthChoice,
+        limits: tuple[int, int],
+        resume_s: float,
+        num_steps: int = 1,
     ) -> Plan | None:
         """A plan, or a length, that may well be better than what is played, if its expected loss has been earned; charged.
 
         tokens: expected without copies, [1, lengths]; limits: drafted and copied tokens that the worker can do; resume_s:
         what it takes longer to draft after a step that did not, as such probes of a plan that does not draft have to.
+        num_steps: that the worker will take at it.
         """
-        if not choice.decided or choice.credit[bucket] < LEAST_CHARGE:
+        if not choice.decided or choice.credit[bucket] < num_steps * LEAST_CHARGE:
             return None
         known = self.assess(np.array([bucket]), tokens)
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
-        credit = float(choice.credit[bucket])
-        tries = [self._best_plan(known, usual, limits, credit, resume)]
+        account = Account(float(choice.credit[bucket]), num_steps, resume)
+        tries = [self._best_plan(known, usual, limits, account)]
         if self.chosen[bucket] is not None:
-            tries.append(self._best_length(bucket, choice, usual, limits[0], credit, resume))
+            tries.append(self._best_length(bucket, choice, usual, limits[0], account))
         best = max(tries, key=lambda each: each.hope)
         if best.hope <= 0.0:
             return None
-        charge = float(_charge(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
+        charge = float(account.cost(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
         choice.credit[bucket] -= charge
         choice.probe_s += charge * usual.seconds
         return best.plan
@@ -138,7 +167,7 @@ class PlanChoice(PlanPrediction):
         seconds, goodput = float(known.seconds[0, place]), float(known.tokens[0, place] / known.seconds[0, place])
         return Try(plan, float(known.own[0, place]), seconds, goodput)
 
-    def _best_plan(self, known: Assessed, usual: Try, limits: tuple[int, int], credit: float, resume: float) -> Try:
+    def _best_plan(self, known: Assessed, usual: Try, limits: tuple[int, int], account: Account) -> Try:
         """The plan of the grid that may most plausibly be better, of those whose expected loss has been earned."""
         shares, goodput = known.shares[0], known.tokens[0] / known.seconds[0]
         if usual.plan in self.place:
@@ -147,18 +176,16 @@ class PlanChoice(PlanPrediction):
         hope = np.log(goodput / usual.goodput) + OPTIMISM * np.sqrt(unsure)
         hope[[plan == usual.plan or plan.within(*limits) != plan for plan in self.grid]] = -np.inf
         drafts = self.lengths[self.length_at] > 0
-        hope[~_affordable(_charge(known.seconds[0], goodput, usual), resume * drafts, credit)] = -np.inf
+        hope[~account.pays(account.cost(known.seconds[0], goodput, usual), drafts)] = -np.inf
         place = int(hope.argmax())
         return Try(self.grid[place], float(hope[place]), float(known.seconds[0, place]), float(goodput[place]))
 
-    def _best_length(
-        self, bucket: int, choice: LengthChoice, usual: Try, longest: int, credit: float, resume: float
-    ) -> Try:
+    def _best_length(self, bucket: int, choice: LengthChoice, usual: Try, longest: int, account: Account) -> Try:
         """The length without copies that may most plausibly be better, likewise."""
         unsure = choice.doubt[bucket] / RISK + usual.hope
         hope = np.log(choice.goodput[bucket] / usual.goodput) + OPTIMISM * np.sqrt(unsure)
-        loss, drafts = _charge(choice.seconds[bucket], choice.goodput[bucket], usual), np.arange(len(hope)) > 0
-        hope[~_affordable(loss, resume * drafts, credit)] = -np.inf
+        cost = account.cost(choice.seconds[bucket], choice.goodput[bucket], usual)
+        hope[~account.pays(cost, np.arange(len(hope)) > 0)] = -np.inf
         hope[longest + 1 :] = -np.inf
         length = int(hope.argmax())
         seconds, goodput = float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length])
@@ -199,15 +226,3 @@ class PlanChoice(PlanPrediction):
         self.chosen = [plan if plan in self.place else None for plan in plans]
         self.times.renew()
         self.decided_with = -1 if news else self.version
-
-
-def _affordable(loss: FloatArray | float, resume: np.ndarray, credit: float) -> np.ndarray:
-    """Whether the account pays for both. A full one pays for resuming drafts however dear, or it could never be tried."""
-    affordable: np.ndarray = (loss <= credit) & ((loss + resume <= credit) | (credit >= CAP_STEPS))
-    return affordable
-
-
-def _charge(seconds: FloatArray | float, goodput: FloatArray | float, usual: Try) -> FloatArray:
-    """Expected loss of a step that takes so long and makes so much, in usual steps."""
-    loss: FloatArray = np.maximum(seconds / usual.seconds * (1.0 - goodput / usual.goodput), LEAST_CHARGE)
-    return loss

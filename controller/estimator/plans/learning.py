@@ -17,6 +17,8 @@ from speclen.controller.estimator.plans.times import CopiedSteps
 from speclen.controller.estimator.times.steps import Spans, spans_of
 
 MOST_WORKERS = 128  # whose last plan is remembered
+# Steps of a length after a plan that copies whose text is the harder for it, at least: a probe takes no more.
+HARDER_STEPS = 2
 # Rows that copy, of a step before, of which there must be as many to tell what drafts do in their stead.
 LEAST_SHARE = 0.05
 
@@ -155,13 +157,20 @@ def _in_the_long_run(
 
 
 def plans_before(plans: PlanChoice, steps: Sequence[StepObservation], spans: Spans) -> list[Plan]:
-    """The plan of the step that the same worker took before each; a length is one that does not copy."""
+    """The plan of the step that the same worker took before each; a length is one that does not copy.
+
+    Of a length that goes on for some steps after a plan that copies: that plan.
+    """
     before: list[Plan] = []
     for worker, span in spans:
         last = plans.last.pop(worker, Plan())
+        copied, since = last, 0
         for step in steps[span]:
-            before.append(last)
-            last = Plan(step.speculation_length) if step.copying is None else step.copying.plan
+            plan = Plan(step.speculation_length) if step.copying is None else step.copying.plan
+            if last.copy_min_match:
+                copied, since = last, 0
+            before.append(last if plan.copy_min_match or since >= HARDER_STEPS else copied)
+            last, since = plan, since + 1
         plans.last[worker] = last
         if len(plans.last) > MOST_WORKERS:
             silent = next(iter(plans.last))

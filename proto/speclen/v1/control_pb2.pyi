@@ -67,7 +67,9 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     match. See StepReport.copying.
     """
     STEP_FLAG_CHANGED_LENGTH: _StepFlag.ValueType  # 40
-    """The step drafted another length than it verified, as steps of engines do that draft for the step after."""
+    """The step drafted another length than it verified, as steps of engines do that draft for the step after; or it was the
+    first of its plan, on an engine where that takes longer than those after it.
+    """
 
 class StepFlag(_StepFlag, metaclass=_StepFlagEnumTypeWrapper):
     """Why a step must not teach."""
@@ -88,7 +90,9 @@ STEP_FLAG_COPIED: StepFlag.ValueType  # 30
 match. See StepReport.copying.
 """
 STEP_FLAG_CHANGED_LENGTH: StepFlag.ValueType  # 40
-"""The step drafted another length than it verified, as steps of engines do that draft for the step after."""
+"""The step drafted another length than it verified, as steps of engines do that draft for the step after; or it was the
+first of its plan, on an engine where that takes longer than those after it.
+"""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final
@@ -185,20 +189,26 @@ class WorkerLimits(google.protobuf.message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: builtins.int
     MAX_SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
     MAX_COPIED_TOKENS_FIELD_NUMBER: builtins.int
+    PROBE_STEPS_FIELD_NUMBER: builtins.int
     max_batch_size: builtins.int
     """Largest number of rows decoding in one step. 1 to 4096."""
     max_speculation_length: builtins.int
     """Largest speculation length. 0 to 64."""
     max_copied_tokens: builtins.int
     """Most tokens that a row can copy from its own text in one step. 0 to 64; 0: it cannot."""
+    probe_steps: builtins.int
+    """Steps in a row that this worker takes at the plan of a probe. 1 to 4; 0: 1. More where the first step of another plan
+    takes longer than those after it, so that only the last one teaches times (STEP_FLAG_CHANGED_LENGTH).
+    """
     def __init__(
         self,
         *,
         max_batch_size: builtins.int = ...,
         max_speculation_length: builtins.int = ...,
         max_copied_tokens: builtins.int = ...,
+        probe_steps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_copied_tokens", b"max_copied_tokens", "max_speculation_length", b"max_speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_copied_tokens", b"max_copied_tokens", "max_speculation_length", b"max_speculation_length", "probe_steps", b"probe_steps"]) -> None: ...
 
 Global___WorkerLimits: typing_extensions.TypeAlias = WorkerLimits
 
@@ -365,7 +375,8 @@ Global___LengthTable: typing_extensions.TypeAlias = LengthTable
 class Probe(google.protobuf.message.Message):
     """An exploratory length for one step of one worker. It is never repeated: use it once, at the first step whose batch size
     is in the range and that feeds no prompts along (with any, if the table's length is 0), and forget it when valid_for_s
-    has passed since it was received.
+    has passed since it was received. A worker whose limits name more probe_steps goes on with it for as many of them as such
+    steps follow each other, and only the last one tells probe_id.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -42,6 +42,7 @@ class OpenVinoModel:
 
     device = CPU
     ragged = True
+    slow_changes = True  # every operation is prepared anew
 
     def __init__(
         self,
