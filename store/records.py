@@ -70,6 +70,7 @@ class ReportRow(NamedTuple):
     mean_context_length are means, latency_sd_s is the standard deviation, histograms are sums over the steps, and
     num_accepted_tokens is per step, rounded down.
     copying: JSON text of what copying did, and under "read" of what was read, whatever the plan; None where neither is.
+    draft_prompt_s: of the draft model since the report before.
     """
 
     group_id: int
@@ -91,6 +92,7 @@ class ReportRow(NamedTuple):
     num_steps: int = 1
     latency_sd_s: float | None = None
     copying: str | None = None
+    draft_prompt_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from itertools import pairwise
 
 import pytest
@@ -104,20 +105,33 @@ def test_requests_ask_for_the_same_work_under_every_policy():
     assert not request.HasField("speculation")
 
 
-def test_a_closed_loop_counts_the_tokens_of_its_window():
-    """4 clients, a token every 10 ms each: 400 tokens a second, less what a busy machine loses."""
+def closed(num_requests, limit_s=math.inf, num_tokens=20, step_s=0.01):
+    """Four at a time; what they brought, and how many requests came."""
 
     async def run():
-        async with serving(FakeService(step_s=0.01)) as address:
-            return await closed_loop(address, 4, lambda n: make_request((1, 2), n), 20, warm_up_s=0.2, measure_s=1.0)
+        async with serving(FakeService(step_s=step_s)) as address:
+            waiting = iter([make_request((1, 2), num_tokens)] * num_requests)
+            found = await closed_loop(address, 4, waiting, limit_s)
+            return found, num_requests - len(list(waiting))
 
-    for _ in range(10):
-        found = asyncio.run(run())
-        assert found.tokens_per_s <= 420
-        assert found.tokens_per_step == 1.0
-        if found.tokens_per_s > 40:  # else this machine stood still for most of that second
-            return
-    raise AssertionError(f"{found.tokens_per_s} tokens a second at best")
+    return asyncio.run(run())
+
+
+def test_a_closed_loop_counts_the_tokens_until_fewer_would_run():
+    """4 clients, a token every 10 ms each: 400 tokens a second, less what a busy machine loses."""
+    found, num_asked = closed(12)
+    assert num_asked == 12
+    # The four that end last do so at about the same time, and the first of them is the end.
+    assert 8 * 20 + 20 <= found.tokens <= 12 * 20
+    assert found.tokens_per_s <= 420
+    assert found.tokens_per_step == 1.0
+
+
+def test_a_closed_loop_ends_with_its_time():
+    found, num_asked = closed(100_000, limit_s=0.5)
+    assert 0.5 <= found.seconds < 30.0
+    assert num_asked < 1000
+    assert 4 <= found.tokens <= 420 * found.seconds
 
 
 def test_counters_become_batch_sizes_and_lengths_over_time():
@@ -135,7 +149,7 @@ def test_counters_become_batch_sizes_and_lengths_over_time():
 # Surveys.
 
 
-def visit(concurrency, plan):
+def visit(number, concurrency, plan):
     """A machine on which every drafted token is free, and copies are not."""
     gain = 1 + plan.draft_length if not plan.copies else 0.5
     return Yield(int(100 * concurrency * gain), 1.0, gain)
@@ -167,7 +181,7 @@ def test_what_a_table_can_win_is_told_against_the_length_that_loses_least():
 
 def test_a_cell_without_a_token_is_named():
     with pytest.raises(ValueError, match="with 2 requests at a time"):
-        measure([(2, "plain")], lambda concurrency, plan: Yield(0, 1.0, 1.0))
+        measure([(2, "plain")], lambda number, concurrency, plan: Yield(0, 1.0, 1.0))
 
 
 def test_cells_cover_every_bucket_and_plan():

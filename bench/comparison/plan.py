@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
+from speclen.worker.drafting.plan import PLAIN
 from speclen.worker.drafting.plan import Plan as DraftPlan
 
-SURVEY_WARM_UP_S = 1.5
-NUM_SURVEY_REQUESTS = 2000  # drawn beforehand, and taken in turn
+SURVEY_ROUNDS, MOST_ROUNDS = 2, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Plan:
     learn_s: float = setting(120.0, "Seconds of the track that `adaptive` serves and learns from beforehand.", least=0)
     profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and what tables and rules are made of.")
     survey: Path | None = setting(None, "Survey to use; measured and written there when it does not exist.")
-    cell_s: float = setting(4.0, "Seconds per cell of a survey.", least=0.2)
+    cell_s: float = setting(6.0, "Seconds per cell of a survey, without speculation.", least=0.2)
     block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
     scale: float = setting(1.0, "Multiplies every load of the track.", least=0.01)
     seed: int = setting(0, "Draws arrivals, prompts, output lengths and the sampling seeds.", least=0)
@@ -98,8 +99,10 @@ def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
         return known
     limits = (settings.max_batch_size, settings.max_length)
     cells = exhaustive_cells(*limits) if plan.wants_oracle else capacity_cells(*limits)
-    say(f"survey of {len(cells)} cells, about {len(cells) * (plan.cell_s + 2 * SURVEY_WARM_UP_S) / 60:.0f} minutes")
-    found = measure(cells, visitor(plan, worker), on_cell=show_cells)
+    say(
+        f"survey of {len(cells)} cells, {len(cells) * plan.cell_s / 60:.0f} to {len(cells) * plan.cell_s / 30:.0f} minutes"
+    )
+    found = measure(cells, Visitor(plan, worker, SURVEY_ROUNDS), SURVEY_ROUNDS, on_cell=show_cells)
     if plan.survey is not None:
         context = worker.context()
         facts = {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields}
@@ -108,40 +111,49 @@ def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
     return found
 
 
-def visitor(plan: Plan, worker: WarmWorker, rounds: int = 2) -> Callable[[int, DraftPlan], Yield]:
-    """Serves so many requests at a time by a plan, half a cell's seconds long. Raises ValueError with a sentence."""
-    next_request = requests_of(plan)
+class Visitor:
+    """Serves so many requests at a time by a plan, the same ones for every plan: what `measure` calls.
 
-    def visit(concurrency: int, drafting: DraftPlan) -> Yield:
-        worker.open(Policy("survey", (drafting,) * plan.settings.max_batch_size))
-        worker.use("survey")
+    There are as many of them as keep the worker busy for the plan's seconds without speculation.
+    """
+
+    def __init__(self, plan: Plan, worker: WarmWorker, rounds: int) -> None:
+        self._plan, self._worker = plan, worker
+        self._visit_s = plan.cell_s / rounds
+        self._drawer = PromptDrawer(load_tokenizer(plan.settings.target))
+        self._num_requests: dict[int, int] = {}  # by requests at a time
+        self._drawn: dict[tuple[int, int], list[pb.GenerateRequest]] = {}  # by round and requests at a time
+
+    def __call__(self, number: int, concurrency: int, drafting: DraftPlan) -> Yield:
+        """One visit. Raises ValueError with a sentence."""
+        if concurrency not in self._num_requests:
+            found = self._serve(concurrency, PLAIN, self._requests(MOST_ROUNDS, concurrency), self._visit_s)
+            self._num_requests[concurrency] = concurrency + math.ceil(found.tokens / MEAN_OUTPUT_TOKENS)
+        place = number, concurrency
+        if place not in self._drawn:
+            of_round = self._requests(*place)
+            self._drawn[place] = list(itertools.islice(of_round, self._num_requests[concurrency]))
+        return self._serve(concurrency, drafting, self._drawn[place])
+
+    def _serve(
+        self, concurrency: int, drafting: DraftPlan, requests: Iterable[pb.GenerateRequest], limit_s: float = math.inf
+    ) -> Yield:
+        self._worker.open(Policy("survey", (drafting,) * self._plan.settings.max_batch_size))
+        self._worker.use("survey")
         try:
-            return worker.runner.run(
-                closed_loop(
-                    *(worker.address, concurrency, next_request, MEAN_OUTPUT_TOKENS),
-                    *(SURVEY_WARM_UP_S, plan.cell_s / rounds),
-                )
-            )
+            return self._worker.runner.run(closed_loop(self._worker.address, concurrency, requests, limit_s))
         except grpc.RpcError as error:
-            reason = explain(error, worker.address)
+            reason = explain(error, self._worker.address)
             raise ValueError(f"the survey failed with {concurrency} requests at a time: {reason}") from error
 
-    return visit
-
-
-def requests_of(plan: Plan) -> Callable[[int], pb.GenerateRequest]:
-    """Makes requests of all kinds that the track has, each for a given number of tokens."""
-    drawer = PromptDrawer(load_tokenizer(plan.settings.target))
-    rng, mixes = np.random.default_rng([plan.seed, 1_000_000]), plan.recipe.mixes
-    drawn = [draw_requests(rng, np.zeros(NUM_SURVEY_REQUESTS // len(mixes)), mix) for mix in mixes]
-    turns = itertools.cycle([arrival for together in zip(*drawn, strict=True) for arrival in together])
-
-    def next_request(num_tokens: int) -> pb.GenerateRequest:
-        arrival = next(turns)
-        prompt = drawer.draw(arrival.kind, arrival.prompt_tokens, arrival.prompt_seed)
-        return make_request(prompt, num_tokens, arrival.temperature, arrival.sampling_seed)
-
-    return next_request
+    def _requests(self, number: int, concurrency: int) -> Iterator[pb.GenerateRequest]:
+        """Requests of all kinds that the track has, of this round and so many at a time."""
+        rng, mixes = np.random.default_rng([self._plan.seed, 1_000_000, number, concurrency]), self._plan.recipe.mixes
+        while True:
+            drawn = [draw_requests(rng, np.zeros(concurrency), mix) for mix in mixes]
+            for each in itertools.chain.from_iterable(zip(*drawn, strict=True)):
+                prompt = self._drawer.draw(each.kind, each.prompt_tokens, each.prompt_seed)
+                yield make_request(prompt, each.output_tokens, each.temperature, each.sampling_seed)
 
 
 def load_tokenizer(target: str) -> Any:

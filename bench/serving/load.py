@@ -2,15 +2,16 @@
 
 Open loop: a request is sent when the track says so, whether or not earlier ones have finished, and its latency counts
 from that moment, so that a server which falls behind cannot hide it. Closed loop: a fixed number of requests at a time,
-to measure what a batch size yields: a list of them as on a track, or any for a while as for a survey.
+to measure what a batch size yields.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,44 +177,40 @@ class Yield:
 
 
 async def closed_loop(
-    address: str,
-    concurrency: int,
-    next_request: Callable[[int], pb.GenerateRequest],
-    num_tokens: int,
-    warm_up_s: float,
-    measure_s: float,
+    address: str, concurrency: int, requests: Iterable[pb.GenerateRequest], limit_s: float = math.inf
 ) -> Yield:
-    """Keep `concurrency` requests running; count the tokens that come while measuring.
+    """Keep `concurrency` of the requests running, in their order; count the tokens that come until there are no more.
 
-    next_request: makes a request for so many tokens. Raises grpc.RpcError when a request fails: a survey with
-    holes in it would be worth nothing.
+    What still runs when a request ends and none is left to take its place is cut off: fewer are another load. The same
+    after limit_s seconds. Raises grpc.RpcError when a request fails: a survey with holes in it would be worth nothing.
     """
+    waiting = iter(requests)
     counted = accepted = steps = 0
-    begin = time.monotonic() + warm_up_s
-    end = begin + measure_s
+    begin = time.monotonic()
+    ended_at: float | None = None
 
-    async def client(stub: Any, offset: int) -> None:
-        nonlocal counted, accepted, steps
-        # Rows start at different lengths, so that they neither begin nor end together.
-        wanted = max(1, num_tokens * (offset + 1) // concurrency)
-        while time.monotonic() < end:
-            call = stub.Generate(next_request(wanted), timeout=REQUEST_TIMEOUT_S)
-            wanted = num_tokens
+    async def client(stub: Any) -> None:
+        nonlocal counted, accepted, steps, ended_at
+        while ended_at is None and (request := next(waiting, None)) is not None:
+            call = stub.Generate(request, timeout=REQUEST_TIMEOUT_S)
             async for response in call:
-                now = time.monotonic()
-                if begin <= now < end:
-                    counted += len(response.chunk.token_ids)
+                if ended_at is not None:
+                    call.cancel()
+                    return
+                counted += len(response.chunk.token_ids)
                 if response.HasField("complete"):
                     steps += response.complete.speculation.num_steps
                     accepted += response.complete.speculation.num_accepted_tokens
-                if now >= end:
-                    call.cancel()
-                    return
+                if time.monotonic() - begin >= limit_s:
+                    ended_at = time.monotonic()
+        if ended_at is None:
+            ended_at = time.monotonic()
 
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.GenerationServiceStub(channel)
-        await asyncio.gather(*(client(stub, offset) for offset in range(concurrency)))
-    return Yield(counted, measure_s, 1 + accepted / steps if steps else 1.0)
+        await asyncio.gather(*(client(stub) for _ in range(concurrency)))
+    assert ended_at is not None
+    return Yield(counted, ended_at - begin, 1 + accepted / steps if steps else 1.0)
 
 
 def explain(error: grpc.RpcError, address: str) -> str:

@@ -154,19 +154,20 @@ def capacity_cells(max_batch_size: int, max_length: int) -> list[Key]:
 
 def measure(
     cells: Sequence[Key],
-    visit: Callable[[int, Plan], Yield],
+    visit: Callable[[int, int, Plan], Yield],
     rounds: int = 2,
     seed: int = 0,
     on_cell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Survey:
     """Visit every cell once a round, in random order, so that what slows the machine for a while hits all alike.
 
-    visit: serves so many requests at a time by a plan, for a moment. Raises ValueError when a cell yields no token.
+    visit: serves the requests of a round, so many at a time, by a plan: the same for every plan, since of unlike requests a
+    few seconds differ by a tenth. Raises ValueError when a cell yields no token.
     """
     survey, rng, done = Survey(), random.Random(seed), 0
-    for _ in range(rounds):
+    for number in range(rounds):
         for concurrency, words in shuffled(cells, rng):
-            found = visit(concurrency, parse_plan(words))
+            found = visit(number, concurrency, parse_plan(words))
             if found.tokens == 0:
                 raise ValueError(
                     f"no token came in {found.seconds:g} s with {concurrency} requests at a time: use a larger --cell-s"

@@ -47,17 +47,24 @@ class LengthChoice:
         self.decided = False
         self.probe_s = 0.0  # expected loss of all probes so far
         self._seconds: FloatArray | None = None
+        self._prompts_s: FloatArray | float = 0.0
 
-    def assess(self, tokens: FloatArray, times: StepTimes) -> None:
-        """Take the newest estimates. tokens: expected, per row and step, [buckets, lengths]."""
+    def assess(self, tokens: FloatArray, times: StepTimes, prompt_s: float = 0.0) -> None:
+        """Take the newest estimates. tokens: expected, per row and step, [buckets, lengths].
+
+        prompt_s: that the draft model's prompts take, per token that a request puts out.
+        """
         self.tokens, self.doubt = tokens, RISK * times.grid(times.variance)
         self._believed, self._seconds = (times.log_seconds, times.noise), None
+        self._prompts_s = 0.0
+        if prompt_s:
+            self._prompts_s = prompt_s * times.grid(times.rows) * tokens * (np.arange(tokens.shape[1]) > 0)
 
     @property
     def seconds(self) -> FloatArray:
-        """Mean step times by the estimates that the choice rests on, [buckets, lengths]."""
+        """Mean step times by the estimates that the choice rests on, [buckets, lengths], with their share of prompts."""
         if self._seconds is None:
-            self._seconds = mean_seconds(*self._believed).reshape(self.tokens.shape)
+            self._seconds = mean_seconds(*self._believed).reshape(self.tokens.shape) + self._prompts_s
         return self._seconds
 
     @property
@@ -65,13 +72,15 @@ class LengthChoice:
         """Expected tokens per row and second, likewise."""
         return self.tokens / self.seconds
 
-    def decide(self, tokens: FloatArray, times: StepTimes, resume_s: float) -> None:
-        """Choose by the newest estimates."""
+    def decide(self, tokens: FloatArray, times: StepTimes, resume_s: float, prompt_s: float = 0.0) -> None:
+        """Choose by the newest estimates. resume_s: that drafting takes longer after length 0; prompt_s: as in `assess`."""
         if not times.known:
             return
         at, now = self.buckets, self.lengths
-        self.assess(tokens, times)
+        self.assess(tokens, times, prompt_s)
         cautious = np.log(tokens) - times.grid(times.log_seconds) - self.doubt
+        if prompt_s:
+            cautious += np.log1p(-self._prompts_s / self.seconds)  # its share of the whole
         best: np.ndarray = cautious.argmax(axis=1)
         needed: FloatArray | float = MARGIN
         if resume_s:

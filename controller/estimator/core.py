@@ -74,6 +74,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     acceptance then.
     read: (match, tokens, right ones) of output that was read since the worker told it last, whatever its plans: how many
     stood behind a match of so many tokens, and how many of those a copy would have been right about.
+    draft_prompt_s: that the draft model was fed prompts for since the worker told it last.
     """
 
     batch_size: int
@@ -87,6 +88,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     num_steps: int = 1
     copying: Copies | None = None
     read: tuple[tuple[int, int, int], ...] = ()
+    draft_prompt_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Reports:
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], spans: Spans, limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying, read = zip(
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying, read, _ = zip(
             *steps, strict=True
         )
         for name, values, most in (
@@ -111,6 +111,7 @@ def _sum(members: Sequence[StepObservation]) -> StepObservation:
         by_class=tuple((alike[0][0], added([runs for _, runs in alike])) for alike in classes),
         num_steps=num_steps,
         read=read_by(members),
+        draft_prompt_s=sum(each.draft_prompt_s for each in members),
     )
 
 

@@ -76,7 +76,7 @@ def read_reports(
     for report in reports:
         seq, batch_size, length = report.seq, report.batch_size, report.speculation_length
         latency_s, context_length = report.latency_s, report.mean_context_length
-        version, probe_id = report.decision_version, report.probe_id
+        version, probe_id, prompt_s = report.decision_version, report.probe_id, report.draft_prompt_s
         histogram = tuple(report.accepted_histogram[:])  # the slice makes it twice as fast
         facts = known.get(histogram) or remember(histogram)
         if not (
@@ -88,6 +88,7 @@ def read_reports(
             and 0 < seq <= MAX_INTEGER
             and version <= MAX_INTEGER
             and probe_id <= MAX_INTEGER
+            and 0.0 <= prompt_s <= MAX_LATENCY_S
         ):
             error = explain_report(report, limits)
             assert error is not None, "the two checks of a report disagree"
@@ -114,10 +115,11 @@ def read_reports(
                 *(batch_size, length, latency_s, histogram, context_length, *teaches, by_class),
                 copying=copies,
                 read=read,
+                draft_prompt_s=prompt_s,
             )
         )
         step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
-        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, copies_text))
+        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, copies_text, prompt_s))
     return refusals
 
 

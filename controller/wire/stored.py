@@ -35,6 +35,8 @@ class StoredReport(Protocol):
     def latency_sd_s(self) -> float | None: ...
     @property
     def copying(self) -> str | None: ...
+    @property
+    def draft_prompt_s(self) -> float: ...
 
 
 def observation_of(report: StoredReport) -> StepObservation:
@@ -52,6 +54,7 @@ def observation_of(report: StoredReport) -> StepObservation:
         tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
         report.num_steps,
         *stored_copies(report.copying, flags),
+        draft_prompt_s=report.draft_prompt_s,
     )
 
 

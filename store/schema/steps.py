@@ -25,6 +25,7 @@ from speclen.store.schema.first_views import (
     WORKER_HEALTH,
 )
 from speclen.store.schema.plans import CHANGES as PLANS
+from speclen.store.schema.prompts import CHANGES as DRAFT_PROMPTS
 from speclen.store.schema.seen import CHANGES as SEEN
 from speclen.store.schema.sums import CHANGES as SUMS
 
@@ -142,4 +143,5 @@ STEPS: dict[str, tuple[str, ...]] = {
     "m008_seen": SEEN,
     "m009_sums": SUMS,
     "m010_plans": PLANS,
+    "m011_draft_prompts": DRAFT_PROMPTS,
 }

@@ -77,6 +77,7 @@ class Engine:
         self.config = config
         self._chooser = chooser
         self._reading = Reading()  # what is not told yet of what rows' indexes have read
+        self._draft_prompt_s = 0.0  # not told yet
         shared = config.max_shared_tokens if config.max_copied_tokens else 0
         self._past = PastOutputs(shared) if shared else None
         self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
@@ -294,8 +295,10 @@ class Engine:
         kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
         read_ends(plan.rows, self._reading, self._past)
         self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
+        self._draft_prompt_s += tokens.draft_prompt_s
         if not plan.rows:
             return None
+        prompt_s, self._draft_prompt_s = self._draft_prompt_s, 0.0
         kept = kept[: len(plan.rows)]
         drafted, copying = kept, None
         if plan.copies is not None:
@@ -311,6 +314,7 @@ class Engine:
             class_histograms=plan.class_histograms(drafted),
             copying=copying,
             read=plan.read,
+            draft_prompt_s=prompt_s,
         )
 
     def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:

@@ -76,6 +76,7 @@ class StepResult:
     read: (match, tokens, right ones) of output that was read since it was last told: how many tokens stood behind a match of
     so many, and of how many a copy would have been right. Empty in most steps, and where the chooser does not ask for it
     and nothing copies.
+    draft_prompt_s: that the draft model was fed prompts for since the step before was told.
     """
 
     batch_size: int
@@ -87,6 +88,7 @@ class StepResult:
     copying: CopyReport | None = None
     class_histograms: tuple[tuple[int, tuple[int, ...]], ...] = ()
     read: tuple[tuple[int, int, int], ...] = ()
+    draft_prompt_s: float = 0.0
 
 
 class LengthChooser(Protocol):

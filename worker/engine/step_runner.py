@@ -6,8 +6,10 @@ takes less than twice the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,11 +37,13 @@ class StepTokens:
     """New tokens of each of the plan's sequences, in its order; none where a prompt goes on.
 
     logprobs: likewise, None where nobody asked for them. flags: what the runner knows of why the step must not teach.
+    draft_prompt_s: that the draft was fed prompts for.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     flags: set[StepFlag] = field(default_factory=set)
+    draft_prompt_s: float = 0.0
 
 
 class StepRunner:
@@ -70,7 +74,8 @@ class StepRunner:
         tokens = StepTokens()
         prompts = self._prompt_parts(plan.chunks)
         prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.forward(prompts)
-        self._feed_draft([chunk for chunk in plan.chunks if self._draft_goes_along(chunk)])
+        if fed := [chunk for chunk in plan.chunks if self._draft_goes_along(chunk)]:
+            tokens.draft_prompt_s = self._timed(lambda: self._feed_draft(fed))
         for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
             ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else ([], None)
             tokens.ids.append(ids)
@@ -226,6 +231,15 @@ class StepRunner:
 
     def _prompt_parts(self, chunks: Sequence[PromptChunk]) -> list[PassPart]:
         return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        """Seconds that the device is at it, and at nothing else."""
+        wait = partial(torch.cuda.synchronize, self._device) if self._device.type == "cuda" else lambda: None
+        wait()
+        started = time.perf_counter()
+        work()
+        wait()
+        return time.perf_counter() - started
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         if not chunks:

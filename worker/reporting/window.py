@@ -79,6 +79,7 @@ def to_sum(members: Sequence[Record]) -> pb.StepSum:
         mean_context_length=sum(result.mean_context_length for result in results) / len(results),
         decision_version=choice.decision_version,
         flags=[FLAGS[flag] for flag in one.flags],
+        draft_prompt_s=sum(result.draft_prompt_s for result in results),
         class_histograms=[
             pb.ClassHistogram(
                 request_class=CLASSES[kind],

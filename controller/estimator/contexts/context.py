@@ -10,6 +10,7 @@ from speclen.controller.estimator.acceptance import Acceptance, Parts, band_of
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.choice import LengthChoice
 from speclen.controller.estimator.contexts.group import Group
+from speclen.controller.estimator.contexts.prompts import DraftPrompts
 from speclen.controller.estimator.contexts.workers import ACCEPTANCE, TIMES, Workers
 from speclen.controller.estimator.core import Bucket, ContextKey, DriftEvent, Limits, StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
@@ -40,6 +41,7 @@ class Context:
         "last_length",
         "resume_s",
         "num_resumes",
+        "prompts",
         "reports_since_drift",
         "next_probe_id",
         "recent",
@@ -67,6 +69,7 @@ class Context:
         self.mix[:, 0] = 1.0
         self.last_length: dict[str, int] = {}
         self.resume_s, self.num_resumes = 0.0, 0
+        self.prompts = DraftPrompts()
         self.last_drift: DriftEvent | None = None
         self.reports_since_drift, self.next_probe_id = 0, 1
         self.recent: list[int] = []  # buckets of the newest reports
@@ -74,7 +77,15 @@ class Context:
     def go_on_from(self, old: Context) -> None:
         """Take over what a context with smaller limits was at, but for its estimates."""
         self.main.version, self.main.lengths = old.main.version, old.main.lengths[: len(self.buckets) - 1]
-        for name in ("last_length", "resume_s", "num_resumes", "last_drift", "reports_since_drift", "next_probe_id"):
+        for name in (
+            "last_length",
+            "resume_s",
+            "num_resumes",
+            "prompts",
+            "last_drift",
+            "reports_since_drift",
+            "next_probe_id",
+        ):
             setattr(self, name, getattr(old, name))
         self.mix[: len(old.mix)] = old.mix
         if old.policy is not None:
@@ -150,6 +161,7 @@ class Context:
             if length is not None or plans is None:
                 return None if length is None else Plan(length)
         tokens = self.tokens(group)[[bucket]]
+        plans.prompt_s = self.prompts.s_per_token
         return plans.probe(bucket, tokens, group.choice, limits, self.resume_s, num_steps)
 
     def learn_mix(self, parts: Parts) -> None:

@@ -19,7 +19,7 @@ DRIFT_NAMED_REPORTS = 1000
 def redecide(context: Context, group: Group, cause: str = "") -> list[Decision]:
     """Choose anew by the newest estimates; returns what changed, and why."""
     group.seen = group.newest
-    group.choice.decide(context.tokens(group), group.times, context.resume_s)
+    group.choice.decide(context.tokens(group), group.times, context.resume_s, context.prompts.s_per_token)
     chosen: list[int] = group.choice.lengths.tolist() if context.policy is None else context.policy.pull_all()
     before = group.played
     group.lengths = chosen
@@ -39,6 +39,7 @@ def _decide_plans(context: Context, group: Group, plans: PlanChoice) -> None:
     """Where rows copy, and how, in buckets that there is news of."""
     if not group.choice.decided:
         return
+    plans.prompt_s = context.prompts.s_per_token
     buckets = plans.due(context.recent)
     if len(buckets):
         plans.decide(buckets, context.tokens(group)[buckets], group.choice)

@@ -14,7 +14,7 @@ from speclen.controller.estimator.plans.saved import exported_plans, restore_pla
 from speclen.controller.estimator.state import exported, restored
 
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 6
+FORMAT = 7
 
 
 def exported_context(context: Context, policy_name: str) -> dict[str, Any]:
@@ -63,6 +63,8 @@ def restore_context(context: Context, state: dict[str, Any], policy_name: str) -
         raise ValueError("it is of another version or has other buckets")
     restored(context, state)
     context.workers.renew()
+    if not context.prompts.sound:
+        raise ValueError("it has prompts that take no time that is a number")
     context.times = [restored(context.new_times(), each) for each in state["times"]]
     context.acceptances[1:] = [restored_acceptance(each) for each in state["acceptances"]]
     for times in context.times:
@@ -77,9 +79,11 @@ def restore_context(context: Context, state: dict[str, Any], policy_name: str) -
         if len(group.lengths) != len(context.buckets) or not all(0 <= each <= longest for each in group.lengths):
             raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")
         if group.choice.decided:
-            group.choice.assess(context.tokens(group), group.times)
+            group.choice.assess(context.tokens(group), group.times, context.prompts.s_per_token)
     for group, plans in zip(context.groups.values(), state.get("plans", ()), strict=False):
         restore_plans(group.plans, plans)
+        if group.plans is not None:
+            group.plans.prompt_s = context.prompts.s_per_token
         group.seen = group.newest
     context.main = context.group((0, 0))
     drift = state["last_drift"]

@@ -63,6 +63,7 @@ class PlanPrediction:
         self.times = CopyTimes(step_times)
         self.drafts = np.zeros((3, step_times.num_lengths - 1))
         self.since_walked = 0
+        self.prompt_s = 0.0  # that the draft model's prompts take, per token that a request puts out
         self.extend(max_copied)
 
     def extend(self, max_copied: int) -> None:
@@ -179,8 +180,9 @@ class PlanPrediction:
         of_tokens = self.copying.log_tokens_variance(self.bounds, share, gain)
         of_time = (self.times.surface.variance(gradients) + own).reshape(per_row.shape)
         shape = per_row.shape
+        seconds = seconds.reshape(shape) + self.prompt_s * rows * per_row * (drafts > 0)
         return Assessed(
-            *(per_row, seconds.reshape(shape), gradients.reshape(*shape, -1), own.reshape(shape)),
+            *(per_row, seconds, gradients.reshape(*shape, -1), own.reshape(shape)),
             *(of_tokens, of_time),
         )
 

@@ -492,6 +492,7 @@ class StepReport(google.protobuf.message.Message):
     CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
     COPYING_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
+    DRAFT_PROMPT_S_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
@@ -506,6 +507,10 @@ class StepReport(google.protobuf.message.Message):
     """decision_version of the table the length came from; 0 for none."""
     probe_id: builtins.int
     """Probe that set the length; 0 for none."""
+    draft_prompt_s: builtins.float
+    """Seconds that the draft model was fed prompts for since the report before, in this step or between the two. A part of what
+    drafting costs that the time of no step without prompts shows.
+    """
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Entry j: rows whose accepted run was exactly j, for j = 0 to speculation_length. Sums to batch_size. What the end of
@@ -545,9 +550,10 @@ class StepReport(google.protobuf.message.Message):
         class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
         copying: Global___CopyReport | None = ...,
         read: collections.abc.Iterable[Global___ReadTokens] | None = ...,
+        draft_prompt_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "read", b"read", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "read", b"read", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
@@ -594,6 +600,7 @@ class StepSum(google.protobuf.message.Message):
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     FLAGS_FIELD_NUMBER: builtins.int
     CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
+    DRAFT_PROMPT_S_FIELD_NUMBER: builtins.int
     first_seq: builtins.int
     """Of the first of them; no two sums of a window have the same."""
     num_steps: builtins.int
@@ -606,6 +613,8 @@ class StepSum(google.protobuf.message.Message):
     mean_context_length: builtins.float
     """Mean over the steps."""
     decision_version: builtins.int
+    draft_prompt_s: builtins.float
+    """Their sum, as in StepReport."""
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sum of the steps' histograms: adds up to batch_size x num_steps."""
@@ -630,8 +639,9 @@ class StepSum(google.protobuf.message.Message):
         decision_version: builtins.int = ...,
         flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
         class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
+        draft_prompt_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "first_seq", b"first_seq", "flags", b"flags", "latency_square_sum_s2", b"latency_square_sum_s2", "latency_sum_s", b"latency_sum_s", "mean_context_length", b"mean_context_length", "num_steps", b"num_steps", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "first_seq", b"first_seq", "flags", b"flags", "latency_square_sum_s2", b"latency_square_sum_s2", "latency_sum_s", b"latency_sum_s", "mean_context_length", b"mean_context_length", "num_steps", b"num_steps", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepSum: typing_extensions.TypeAlias = StepSum
 

@@ -1,0 +1,155 @@
+"""What the draft model's prompts take is told by workers, learned, and borne by what drafts; by nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_models
+from engines import generate, make_engine, make_pair, request
+from steps_of import KEY, Steps, controller_for
+
+from speclen.controller.estimator.contexts.prompts import LARGEST_SHARE, PRIOR_TOKENS, DraftPrompts
+from speclen.controller.estimator.core import Limits, StepObservation
+from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
+from speclen.v1 import control_pb2 as pb
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.length_chooser import LengthChoice, StepResult
+from speclen.worker.reporting.messages import to_report
+from speclen.worker.reporting.window import to_sum
+
+PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+
+
+class Lengths:
+    """Always the same length; keeps what is reported."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.results = length, list[StepResult]()
+
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
+        return LengthChoice(self.length)
+
+    def report(self, choice: LengthChoice, result: StepResult) -> None:
+        self.results.append(result)
+
+
+def told_by(length: int) -> list[float]:
+    chooser = Lengths(length)
+    engine = make_engine(chooser=chooser, max_batch_size=2)
+    generate(engine, *(request(str(at), PROMPT, max_tokens=12 + 6 * at, ignore_eos=True) for at in range(4)))
+    return [result.draft_prompt_s for result in chooser.results]
+
+
+def test_a_worker_tells_what_the_drafts_prompts_took_once() -> None:
+    """Those of an iteration in which no row decodes, with the next step; nothing where nothing is drafted."""
+    told = told_by(3)
+    assert told[0] > 0.0  # two prompts came before it
+    assert 2 <= sum(seconds > 0.0 for seconds in told) <= 4
+    assert sum(told) < 60.0
+    assert not any(told_by(0)[1:])  # before the first choice it is thought to draft
+
+
+def test_a_pair_whose_draft_fails_on_a_prompt_still_tells_what_it_told() -> None:
+    """Time that was counted for a plan that failed and was run in parts is told with one of them."""
+    chooser = Lengths(2)
+    engine: Engine = make_engine(make_pair(), chooser, max_batch_size=2)
+    real, calls = engine.runner.target.forward, []
+
+    def once(parts):  # type: ignore[no-untyped-def]
+        calls.append(len(parts))
+        if len(calls) == 1:
+            raise RuntimeError("once")
+        return real(parts)
+
+    engine.runner.target.forward = once  # type: ignore[method-assign]
+    generate(engine, *(request(str(at), PROMPT, max_tokens=8, ignore_eos=True) for at in range(2)))
+    assert sum(result.draft_prompt_s for result in chooser.results) > 0.0
+
+
+def test_reports_and_sums_of_them_tell_it() -> None:
+    results = [StepResult(2, 1, 0.01, (1, 1), 9.0, draft_prompt_s=seconds) for seconds in (0.25, 0.5)]
+    records = [(at + 1, LengthChoice(1), result) for at, result in enumerate(results)]
+    assert [to_report(*record).draft_prompt_s for record in records] == [0.25, 0.5]
+    assert to_sum(records).draft_prompt_s == 0.75
+    assert pb.StepReport().draft_prompt_s == 0.0  # what workers of before tell
+
+
+def fed(steps: Steps, batch: int, length: int, prompt_s: float) -> StepObservation:
+    return steps.step(batch, length)._replace(draft_prompt_s=prompt_s if length else 0.0)
+
+
+def test_lengths_that_draft_bear_it() -> None:
+    """Where prompts take the draft as long as it saves, plain decoding is better although no step shows it."""
+    for prompt_s, drafts in ((0.0, True), (0.2, False)):
+        controller, steps = controller_for(Steps(1)), Steps(1)
+        assert controller.length_for(KEY, 4) > 0
+        for _ in range(400):
+            controller.observe(KEY, [fed(steps, 4, controller.length_for(KEY, 4), prompt_s)], "w")
+        assert bool(controller.length_for(KEY, 4)) == drafts
+
+
+def test_what_is_believed_of_lengths_is_their_time_and_their_share_of_prompts() -> None:
+    controller, steps = controller_for(Steps(2)), Steps(2)
+    controller.observe(KEY, [steps.step(4, 3) for _ in range(50)], "w")
+    context = controller.context(KEY)
+    bucket, choice = controller.bucket_index(KEY, 4), context.main.choice
+    before, tokens = choice.seconds[bucket].copy(), choice.tokens[bucket].copy()
+    controller.observe(KEY, [fed(steps, 4, 3, 0.01) for _ in range(400)], "w")
+    choice.assess(choice.tokens, context.main.times, 0.0)
+    without = choice.seconds[bucket].copy()
+    each = context.prompts.s_per_token
+    assert each == pytest.approx(0.01 / (4.0 * tokens[3]), rel=0.2)
+    choice.assess(choice.tokens, context.main.times, each)
+    drafts = np.arange(len(tokens)) > 0
+    assert choice.seconds[bucket] - without == pytest.approx(each * 4 * choice.tokens[bucket] * drafts)
+    assert without == pytest.approx(before, rel=0.2)
+
+
+def test_plans_that_draft_bear_it_and_those_that_copy_alone_do_not() -> None:
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(8, 4, 16))
+    estimator.observe(KEY, [Steps(3).step(4, 2) for _ in range(50)], "w")
+    context = estimator.context(KEY)
+    plans = context.main.plans
+    assert plans is not None
+    bucket = np.array([estimator.bucket_index(KEY, 4)])
+    tokens = context.tokens(context.main)[bucket]
+    known = plans.assess(bucket, tokens)
+    plans.prompt_s = 0.001
+    more = plans.assess(bucket, tokens).seconds[0] - known.seconds[0]
+    drafts = np.array([plan.draft_length > 0 for plan in plans.grid])
+    assert more == pytest.approx(0.001 * 4 * known.tokens[0] * drafts)
+
+
+def test_only_steps_that_were_to_draft_tell_of_it() -> None:
+    prompts = DraftPrompts()
+    copying = Copies(Plan(0, 3, 8), 4, 0, 12, (CopiedRun(3, 4, 2, 2),))
+    step = StepObservation(4, 0, 0.01, (4,), draft_prompt_s=0.5)
+    prompts.learn([step, step._replace(copying=copying)])
+    assert prompts.s_per_token == 0.0
+    drafting = copying._replace(plan=Plan(2, 3, 8))
+    prompts.learn([StepObservation(4, 2, 0.01, (2, 1, 1), copying=drafting, draft_prompt_s=0.02)])
+    # Four pending tokens, three drafted ones, and two copied ones of two rows.
+    assert prompts.tokens == 4 + 3 + 4
+    assert prompts.s_per_token == pytest.approx(0.02 / (11 + PRIOR_TOKENS))
+
+
+def test_one_report_cannot_say_that_prompts_take_for_ever() -> None:
+    prompts = DraftPrompts()
+    prompts.learn([StepObservation(4, 2, 0.01, (2, 1, 1), draft_prompt_s=3600.0)])
+    assert prompts.seconds == pytest.approx(LARGEST_SHARE * 0.01)
+
+
+def test_it_is_kept() -> None:
+    first, steps = controller_for(Steps(4)), Steps(4)
+    first.observe(KEY, [fed(steps, 4, 2, 0.01) for _ in range(100)], "w")
+    second = Estimator()
+    second.restore(KEY, first.limits(KEY), first.export_state(KEY), first.export_pair_state(KEY.pair))
+    assert second.context(KEY).prompts.s_per_token == first.context(KEY).prompts.s_per_token > 0.0
+    more = [fed(steps, 4, 2, 0.01) for _ in range(20)]
+    for estimator in (first, second):
+        estimator.observe(KEY, more, "w")
+    assert first.export_state(KEY) == second.export_state(KEY)
