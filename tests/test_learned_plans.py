@@ -14,6 +14,7 @@ from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, T
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.choice import PROBES_BETWEEN
 from speclen.controller.estimator.plans.learning import _in_the_long_run as in_the_long_run_of_one
 from speclen.controller.estimator.plans.learning import plans_before
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
@@ -140,20 +141,49 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
     plans.chosen[7] = Plan(0, 8, 4)
     resume_s = 3.0 * float(plans.assess(np.array([7]), tokens).seconds[0, plans.place[Plan(0, 8, 4)]])
     for credit, may_draft in ((0.9 * CAP_STEPS, False), (CAP_STEPS, True)):
-        choice.credit[7] = credit
+        choice.credit[7], plans.since_length[7] = credit, 0
         plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
         assert plan is not None
         assert bool(plan.draft_length) == may_draft, str(plan)
         assert choice.credit[7] == pytest.approx(credit - LEAST_CHARGE - 3.0 * may_draft)
-    choice.credit[7] = CAP_STEPS
+    choice.credit[7], plans.since_length[7] = CAP_STEPS, 0
     assert plans.probe(7, tokens, choice, (4, 16), resume_s, num_steps=2) == plan
     assert choice.credit[7] == pytest.approx(CAP_STEPS - 2 * LEAST_CHARGE - 3.0)
     plans.chosen[7] = Plan(1, 8, 4)  # it drafts already
-    choice.credit[7] = 0.9 * CAP_STEPS
+    choice.credit[7], plans.since_length[7] = 0.9 * CAP_STEPS, 0
     plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
     assert plan is not None
     assert plan.draft_length
     assert choice.credit[7] == pytest.approx(0.9 * CAP_STEPS - LEAST_CHARGE)
+
+
+def test_the_best_length_is_tried_now_and_then_whatever_is_believed_of_it():
+    """Both are known from unlike steps: what is wrongly believed of lengths would keep plans in their place for ever."""
+    played = Played(REPEATING)
+    played.serve(40)
+    context = played.estimator.context(KEY)
+    plans, choice, tokens = context.main.plans, context.main.choice, context.tokens(context.main)[[7]]
+    assert plans is not None
+    plans.chosen[7] = best = plans.chosen[7] or Plan(2, 3, 8)
+    assert best.copy_min_match
+    length, probed = int(choice.lengths[7]), list[Plan]()
+    known = plans.assess(np.array([7]), tokens)
+    promised = known.tokens[0, plans.place[best]] / known.seconds[0, plans.place[best]]
+    loss = 1.0 - float(choice.goodput[7, length]) / float(promised)
+    assert loss > 0.05, "a probe that is dear, which no hope would ask for"
+    for _ in range(30):
+        choice.credit[7] = CAP_STEPS
+        plan = plans.probe(7, tokens, choice, (4, 16), 0.0)
+        assert plan is not None
+        probed.append(plan)
+    lengths = [at for at, plan in enumerate(probed) if not plan.copy_min_match]
+    assert set(np.diff(lengths).tolist()) <= {1, 2, PROBES_BETWEEN + 1}
+    assert len(lengths) >= 30 // (PROBES_BETWEEN + 1)
+    assert all(probed[at] == Plan(length) for at in lengths)
+    plans.since_length[7] = PROBES_BETWEEN
+    choice.credit[7] = 2.0 * LEAST_CHARGE
+    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None  # saved up for
+    assert choice.credit[7] == 2.0 * LEAST_CHARGE
 
 
 def test_lengths_that_go_on_for_a_step_after_copies_still_count_as_tried():

@@ -19,6 +19,9 @@ from speclen.controller.estimator.times.step_time import StepTimes
 
 # Relative gain that a change to, between and from plans must promise.
 MARGIN = 0.005
+# Where a plan is played, so many probes go where hope is; the next one is of the best length, hope or none. Both are known
+# from unlike steps, so what is believed of one beside the other may be wrong by more than its doubt.
+PROBES_BETWEEN = 2
 # Buckets of a group that are chosen in anew; groups after which one is although there is no news of plans.
 MOST_BUCKETS, IDLE_GROUPS = 6, 8
 
@@ -64,6 +67,10 @@ class Account(NamedTuple):
         loss: FloatArray = np.maximum(seconds / usual.seconds * (1.0 - goodput / usual.goodput), LEAST_CHARGE)
         return self.num_steps * loss
 
+    def pays_ever(self, cost: FloatArray) -> bool:
+        """Whether an account can save up so much."""
+        return bool(cost <= CAP_STEPS)
+
     def pays(self, cost: FloatArray, drafts: np.ndarray) -> np.ndarray:
         """Whether for both. A full one pays for resuming drafts however dear, or it could never be tried."""
         pays: np.ndarray = (cost <= self.credit) & (
@@ -75,11 +82,12 @@ class Account(NamedTuple):
 class PlanChoice(PlanPrediction):
     """Plans of the workers of a group. chosen: by bucket, None where the length without copies is played."""
 
-    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked")
+    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked", "since_length")
 
     def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int) -> None:
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
+        self.since_length = np.zeros(len(self.chosen), dtype=int)  # probes since one was of a length, by bucket
         self.last: dict[str, Plan] = {}  # plan of each worker's newest step
         self.readers: set[str] = set()  # those of them that tell what they read, which they do once in many steps
         self.turn, self.decided_with = 0, -1
@@ -148,8 +156,19 @@ class PlanChoice(PlanPrediction):
         if self.chosen[bucket] is not None:
             tries.append(self._best_length(bucket, choice, usual, limits[0], account))
         best = max(tries, key=lambda each: each.hope)
-        if best.hope <= 0.0:
+        due = (
+            None
+            if self.since_length[bucket] < PROBES_BETWEEN
+            else self._played_length(bucket, choice, usual, limits[0])
+        )
+        if due is not None and account.pays_ever(account.cost(due.seconds, due.goodput, usual)):
+            drafts = np.array([due.plan.draft_length > 0])
+            if not account.pays(account.cost(due.seconds, due.goodput, usual), drafts).all():
+                return None  # it is saved up for
+            best = due
+        elif best.hope <= 0.0:
             return None
+        self.since_length[bucket] = 0 if not best.plan.copy_min_match else self.since_length[bucket] + 1
         charge = float(account.cost(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
         choice.credit[bucket] -= charge
         choice.probe_s += charge * usual.seconds
@@ -190,6 +209,14 @@ class PlanChoice(PlanPrediction):
         length = int(hope.argmax())
         seconds, goodput = float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length])
         return Try(Plan(length), float(hope[length]), seconds, goodput)
+
+    def _played_length(self, bucket: int, choice: LengthChoice, usual: Try, longest: int) -> Try | None:
+        """The length that would be played if no row copied; None where it is played, or more than the worker can."""
+        length = int(choice.lengths[bucket])
+        if self.chosen[bucket] is None or length > longest:
+            return None
+        seconds, goodput = float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length])
+        return Try(Plan(length), float(np.log(goodput / usual.goodput)), seconds, goodput)
 
     @property
     def visited(self) -> np.ndarray:
