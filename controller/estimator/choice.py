@@ -22,7 +22,7 @@ RISK = 1.0
 # Steps over which leaving length 0 must pay for what the draft's catching up costs.
 RESUME_HORIZON = 100.0
 # Share of a bucket's time that probes may cost where drafting is on, and off; the most that can be saved up, in steps.
-SHARE, SHARE_AT_ZERO = 0.002, 0.003
+SHARE, SHARE_AT_ZERO = 0.001, 0.003
 CAP_STEPS, CAP_STEPS_AT_ZERO = 1.0, 4.0
 # Standard deviations of optimism by which a probe is picked, and the least it is charged, in steps: a guess is a guess.
 OPTIMISM, LEAST_CHARGE = 1.5, 0.02
