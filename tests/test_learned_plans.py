@@ -131,13 +131,18 @@ def test_exploring_stays_within_what_was_earned(text):
     assert choice.probe_s <= SHARE_AT_ZERO * played.spent_s + start
 
 
-def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
-    """Where a poor plan that copies alone is played, one with drafts is tried once the account is full, and is charged."""
+def served_at_8_rows():
+    """Plans, lengths and tokens by length of the last bucket, after a while of repeating text."""
     played = Played(REPEATING)
     played.serve(40)
     context = played.estimator.context(KEY)
-    plans, choice, tokens = context.main.plans, context.main.choice, context.tokens(context.main)[[7]]
-    assert plans is not None
+    assert context.main.plans is not None
+    return context.main.plans, context.main.choice, context.tokens(context.main)[[7]]
+
+
+def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
+    """Where a poor plan that copies alone is played, one with drafts is tried once the account is full, and is charged."""
+    plans, choice, tokens = served_at_8_rows()
     plans.chosen[7] = Plan(0, 8, 4)
     resume_s = 3.0 * float(plans.assess(np.array([7]), tokens).seconds[0, plans.place[Plan(0, 8, 4)]])
     for credit, may_draft in ((0.9 * CAP_STEPS, False), (CAP_STEPS, True)):
@@ -159,11 +164,7 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
 
 def test_the_best_length_is_tried_now_and_then_whatever_is_believed_of_it():
     """Both are known from unlike steps: what is wrongly believed of lengths would keep plans in their place for ever."""
-    played = Played(REPEATING)
-    played.serve(40)
-    context = played.estimator.context(KEY)
-    plans, choice, tokens = context.main.plans, context.main.choice, context.tokens(context.main)[[7]]
-    assert plans is not None
+    plans, choice, tokens = served_at_8_rows()
     plans.chosen[7] = best = plans.chosen[7] or Plan(2, 3, 8)
     assert best.copy_min_match
     length, probed = int(choice.lengths[7]), list[Plan]()

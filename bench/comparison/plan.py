@@ -30,6 +30,7 @@ from speclen.worker.drafting.plan import PLAIN
 from speclen.worker.drafting.plan import Plan as DraftPlan
 
 SURVEY_ROUNDS, MOST_ROUNDS = 2, 1000
+DRAWN_TOGETHER = 64  # requests of a mix, among which conversations go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Visitor:
         """Requests of all kinds that the track has, of this round and so many at a time."""
         rng, mixes = np.random.default_rng([self._plan.seed, 1_000_000, number, concurrency]), self._plan.recipe.mixes
         while True:
-            drawn = [draw_requests(rng, np.zeros(concurrency), mix) for mix in mixes]
+            drawn = [draw_requests(rng, np.zeros(DRAWN_TOGETHER), mix) for mix in mixes]
             for each in itertools.chain.from_iterable(zip(*drawn, strict=True)):
                 prompt = self._drawer.draw(each.kind, each.prompt_tokens, each.prompt_seed)
                 yield make_request(prompt, each.output_tokens, each.temperature, each.sampling_seed)

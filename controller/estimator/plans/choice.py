@@ -67,11 +67,7 @@ class Account(NamedTuple):
         loss: FloatArray = np.maximum(seconds / usual.seconds * (1.0 - goodput / usual.goodput), LEAST_CHARGE)
         return self.num_steps * loss
 
-    def pays_ever(self, cost: FloatArray) -> bool:
-        """Whether an account can save up so much."""
-        return bool(cost <= CAP_STEPS)
-
-    def pays(self, cost: FloatArray, drafts: np.ndarray) -> np.ndarray:
+    def pays(self, cost: FloatArray, drafts: np.ndarray | bool) -> np.ndarray:
         """Whether for both. A full one pays for resuming drafts however dear, or it could never be tried."""
         pays: np.ndarray = (cost <= self.credit) & (
             (cost + self.resume * drafts <= self.credit) | (self.credit >= CAP_STEPS)
@@ -152,22 +148,20 @@ class PlanChoice(PlanPrediction):
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
         account = Account(float(choice.credit[bucket]), num_steps, resume)
-        tries = [self._best_plan(known, usual, limits, account)]
-        if self.chosen[bucket] is not None:
-            tries.append(self._best_length(bucket, choice, usual, limits[0], account))
-        best = max(tries, key=lambda each: each.hope)
-        due = (
-            None
-            if self.since_length[bucket] < PROBES_BETWEEN
-            else self._played_length(bucket, choice, usual, limits[0])
-        )
-        if due is not None and account.pays_ever(account.cost(due.seconds, due.goodput, usual)):
-            drafts = np.array([due.plan.draft_length > 0])
-            if not account.pays(account.cost(due.seconds, due.goodput, usual), drafts).all():
+        length = int(choice.lengths[bucket])
+        of_length = _length(bucket, choice, length, 0.0)
+        cost = account.cost(of_length.seconds, of_length.goodput, usual)
+        if self._length_is_due(bucket) and length <= limits[0] and cost <= CAP_STEPS:
+            if not account.pays(cost, length > 0):
                 return None  # it is saved up for
-            best = due
-        elif best.hope <= 0.0:
-            return None
+            best = of_length
+        else:
+            tries = [self._best_plan(known, usual, limits, account)]
+            if self.chosen[bucket] is not None:
+                tries.append(self._best_length(bucket, choice, usual, limits[0], account))
+            best = max(tries, key=lambda each: each.hope)
+            if best.hope <= 0.0:
+                return None
         self.since_length[bucket] = 0 if not best.plan.copy_min_match else self.since_length[bucket] + 1
         charge = float(account.cost(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
         choice.credit[bucket] -= charge
@@ -179,9 +173,7 @@ class PlanChoice(PlanPrediction):
         plan = self.chosen[bucket]
         if plan is None:
             length = int(choice.lengths[bucket])
-            doubt = float(choice.doubt[bucket, length]) / RISK
-            seconds = float(choice.seconds[bucket, length])
-            return Try(Plan(length), doubt, seconds, float(choice.goodput[bucket, length]))
+            return _length(bucket, choice, length, float(choice.doubt[bucket, length]) / RISK)
         place = self.place[plan]
         seconds, goodput = float(known.seconds[0, place]), float(known.tokens[0, place] / known.seconds[0, place])
         return Try(plan, float(known.own[0, place]), seconds, goodput)
@@ -207,16 +199,11 @@ class PlanChoice(PlanPrediction):
         hope[~account.pays(cost, np.arange(len(hope)) > 0)] = -np.inf
         hope[longest + 1 :] = -np.inf
         length = int(hope.argmax())
-        seconds, goodput = float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length])
-        return Try(Plan(length), float(hope[length]), seconds, goodput)
+        return _length(bucket, choice, length, float(hope[length]))
 
-    def _played_length(self, bucket: int, choice: LengthChoice, usual: Try, longest: int) -> Try | None:
-        """The length that would be played if no row copied; None where it is played, or more than the worker can."""
-        length = int(choice.lengths[bucket])
-        if self.chosen[bucket] is None or length > longest:
-            return None
-        seconds, goodput = float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length])
-        return Try(Plan(length), float(np.log(goodput / usual.goodput)), seconds, goodput)
+    def _length_is_due(self, bucket: int) -> bool:
+        """Whether the next probe is of the length that would be played if no row copied."""
+        return self.chosen[bucket] is not None and bool(self.since_length[bucket] >= PROBES_BETWEEN)
 
     @property
     def visited(self) -> np.ndarray:
@@ -253,3 +240,8 @@ class PlanChoice(PlanPrediction):
         self.chosen = [plan if plan in self.place else None for plan in plans]
         self.times.renew()
         self.decided_with = -1 if news else self.version
+
+
+def _length(bucket: int, choice: LengthChoice, length: int, hope: float) -> Try:
+    """A length without copies, as something that might be played."""
+    return Try(Plan(length), hope, float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length]))
