@@ -18,10 +18,13 @@ from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength, LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.preparation import prepare
-from speclen.worker.models.loading import ModelPair
+from speclen.worker.models.loading import ModelPair, cpu_has_bfloat16
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 CPU = torch.device("cpu")
+NEEDS_BFLOAT16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU has no bfloat16 products")
+# What OpenVINO computes in on this machine.
+OPENVINO_DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)]
 WHY_NOT_OPENVINO = openvino.why_not(CPU, torch.float32)
 BACKENDS = [
     "torch",

@@ -27,6 +27,7 @@ from speclen.worker.backends.passes import RaggedPart, StepRows
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import PreparedPair, prepare
+from speclen.worker.models.loading import cpu_has_bfloat16
 from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
 
@@ -65,7 +66,7 @@ def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **setti
 
 @needs_openvino
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None:
     heads = {"head_dim": 16} if family in ("qwen3", "gemma3") and dtype == torch.bfloat16 else {}
     model = tiny_models.build(family, **heads).to(dtype)
@@ -75,7 +76,7 @@ def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None
 
 
 @needs_openvino
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_few_tokens_get_company_that_leaves_no_trace(dtype: torch.dtype) -> None:
     """A row fed token by token, with another beside it or not: its logits are those of one pass over all of them."""
     model = load(tiny_models.build("llama").to(dtype), dtype)
@@ -105,7 +106,7 @@ def test_few_tokens_get_company_that_leaves_no_trace(dtype: torch.dtype) -> None
 
 
 @needs_openvino
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_sizes_that_nearly_stay_are_kept_and_leave_no_trace(dtype: torch.dtype) -> None:
     """Two rows fed unlike numbers of tokens, on both ways into a pass: logits are those of one pass over all of them."""
     model = load(tiny_models.build("llama").to(dtype), dtype)
@@ -158,11 +159,12 @@ def test_a_size_is_given_up_once_nobody_needs_it() -> None:
 @needs_openvino
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_callers_model_stays_as_it_is(family: str) -> None:
-    model = tiny_models.build(family).to(torch.bfloat16)
+    dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    model = tiny_models.build(family).to(dtype)
     before = {
         name: (id(tensor), tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    load(model, torch.bfloat16)
+    load(model, dtype)
     assert {n: (id(t), t.dtype, t.data_ptr()) for n, t in model.state_dict(keep_vars=True).items()} == before
     assert model.config._attn_implementation == "sdpa"
 
@@ -206,7 +208,7 @@ def test_nothing_is_sent_to_anybody() -> None:
 
 
 @needs_openvino
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_weights_stay_while_they_are_read(dtype: torch.dtype) -> None:
     """A compiled model copies them at its first pass, which may come when whoever loaded the model has let it go."""
     model = tiny_models.build("llama").to(dtype)
@@ -339,7 +341,7 @@ def outputs_of(engine: Engine, num_requests: int = 12, **sampling: Any) -> list[
 
 
 @needs_openvino
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}])
 def test_rows_take_the_same_tokens_by_numpy_and_by_torch(dtype: torch.dtype, sampling: dict[str, float]) -> None:
     """At lengths that change every step, all accepted and none: with the same passes, so equal in 16 bits, too."""

@@ -79,7 +79,7 @@ def test_an_output_whose_weights_are_all_zero_stays_zero() -> None:
 
 @needs_openvino
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_rounded_families_pass_the_check(family: str, dtype: torch.dtype) -> None:
     """The one that every model passes: ragged rows give the logits that transformers gives with the rounded weights."""
     heads = {"head_dim": 16} if family in ("qwen3", "gemma3") and dtype == torch.bfloat16 else {}
