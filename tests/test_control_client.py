@@ -12,8 +12,15 @@ from speclen.controller.service.streams import StreamSettings
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
-from speclen.worker.reporting.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
+from speclen.worker.reporting.control_client import (
+    MAX_PROBE_STEPS,
+    ControlClient,
+    ControlSettings,
+    ReportBuffer,
+    WorkerCard,
+)
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
+from speclen.worker.reporting.steadiness import CONTRARY_STEPS
 
 MAX_BATCH, MAX_LENGTH = 8, 4
 QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)
@@ -238,6 +245,30 @@ def test_a_probe_of_several_steps_ends_with_the_one_that_tells_of_it():
     assert choices((4, False), (4, True), (4, False)) == [(1, 0), (2, 0), (2, 0)]
 
 
+def test_a_probe_of_many_steps_goes_on_while_prompts_come_along():
+    control = client(probe_steps=2)
+
+    def choices(*steps: tuple[int, bool]) -> list[tuple[int, int]]:
+        probe = pb.Probe(probe_id=9, batch_min=3, batch_max=8, speculation_length=1, valid_for_s=60, num_steps=4)
+        control._add_probes([probe])
+        made = [control.choice_for(batch_size, with_prompts) for batch_size, with_prompts in steps]
+        assert not control._incoming
+        assert not control._probes
+        return [(choice.speculation_length, choice.probe_id) for choice in made]
+
+    steps = [(4, True), (4, False), (5, True), (8, False), (3, True), (4, False)]
+    assert choices(*steps) == [(2, 0), (1, 0), (1, 0), (1, 0), (1, 9), (2, 0)]
+    assert choices((4, False), (2, False), (4, False)) == [(1, 0), (2, 0), (2, 0)]
+
+
+def test_nobody_has_a_worker_try_something_for_ever():
+    control = client()
+    control._add_probes([pb.Probe(probe_id=9, batch_min=1, batch_max=8, valid_for_s=60, num_steps=2**31)])
+    made = [control.choice_for(1) for _ in range(MAX_PROBE_STEPS + 1)]
+    assert [choice.speculation_length for choice in made] == [0] * MAX_PROBE_STEPS + [2]
+    assert made[MAX_PROBE_STEPS - 1].probe_id == 9
+
+
 def test_an_old_probe_is_forgotten():
     controller = FakeController()
     controller.probes = [pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=0.01)]
@@ -280,21 +311,24 @@ def test_the_buffer_is_bounded_and_counts_what_it_drops():
     assert [seq for seq, _, _ in buffer.after(0, 10)] == [8]
 
 
-def test_drafting_is_resumed_after_some_steps_in_a_row_that_were_to():
-    """While the batch goes to and fro between sizes that draft and do not, the draft model is left alone once it rests."""
-    buckets = [BucketLength(1, 3, 2), BucketLength(4, MAX_BATCH, 0)]
+def test_whether_to_draft_changes_once_most_steps_were_to():
+    """While the batch goes to and fro between sizes that draft and do not, the draft model works on, or is left alone."""
+    buckets = [BucketLength(1, 3, 2), BucketLength(4, 4, 1), BucketLength(5, MAX_BATCH, 0)]
     table = LengthTable.from_buckets(buckets, MAX_BATCH, MAX_LENGTH, 1, "controller")
     worker = ControlClient(card(), table, True, QUICK)
 
     def lengths(*batch_sizes: int) -> list[int]:
         return [worker.choice_for(size).speculation_length for size in batch_sizes]
 
-    assert lengths(2, 5, 2, 5, 5, 2) == [2, 0, 2, 0, 0, 2]
-    assert lengths(5, 5, 5, 5) == [0, 0, 0, 0]
-    assert lengths(2, 2, 2, 5, 2, 2, 2) == [0] * 7
-    assert lengths(2, 2, 5, 2) == [2, 2, 0, 2]
+    to_and_fro = [4, 5] * 20
+    assert lengths(*to_and_fro) == [1] * 40, "a neighbour's plan"
+    assert lengths(7, 3, 7) == [0, 2, 0], "it has no such neighbour"
+    assert lengths(*[5] * CONTRARY_STEPS)[-1] == 0
+    assert lengths(*to_and_fro, 2, 5) == [0] * 42
+    assert lengths(*[2] * CONTRARY_STEPS)[-2:] == [0, 2]
+    assert lengths(4, 5) == [1, 1]
     worker.follow = False  # a table of its own is played as it is
-    assert lengths(5, 5, 5, 5, 5, 2) == [0, 0, 0, 0, 0, 2]
+    assert lengths(5, 2, 5) == [0, 2, 0]
 
 
 def test_choosing_and_reporting_are_cheap():

@@ -14,10 +14,10 @@ from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, T
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.plans.choice import PROBES_BETWEEN
+from speclen.controller.estimator.plans.learning import HARDER_STEPS, plans_before
 from speclen.controller.estimator.plans.learning import _in_the_long_run as in_the_long_run_of_one
-from speclen.controller.estimator.plans.learning import plans_before
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
+from speclen.controller.estimator.plans.stints import STINT_CAP_STEPS, STINT_SHARE, STINT_STEPS, UNASKED_S, Stint, Try
 from speclen.controller.estimator.reports import read_by
 from speclen.controller.estimator.times.steps import spans_of
 
@@ -55,20 +55,24 @@ class Played:
         return report_of(plan, done, seconds * float(np.exp(0.05 * self.rng.standard_normal())), MACHINE)
 
     def serve(self, num_groups: int) -> None:
-        """Groups of eight steps; a probe is taken after each, and done first thing in the next."""
-        probe = None
+        """Groups of eight steps; a probe is taken after each, and done first thing in the next, and on."""
+        probe, left = None, 0
         for number in range(num_groups):
             batch = (4, 8)[number // 10 % 2]
             group = []
-            for at in range(8):
+            for _ in range(8):
                 plan = self.plan(batch)
-                if probe is not None and at == 0 and probe.bucket.batch_min <= batch <= probe.bucket.batch_max:
-                    plan = probe.plan or Plan(probe.speculation_length)
+                if probe is not None and left and probe.bucket.batch_min <= batch <= probe.bucket.batch_max:
+                    plan, left = probe.plan or Plan(probe.speculation_length), left - 1
+                else:
+                    left = 0
                 group.append(self.step(batch, plan))
             self.estimator.observe(KEY, group, "w")
             self.num_steps += 8
-            limits = self.limits.max_speculation_length, "w", self.limits.max_copied_tokens
-            probe = self.estimator.take_probe(KEY, batch, *limits)
+            if not left:
+                limits = self.limits.max_speculation_length, "w", self.limits.max_copied_tokens
+                probe = self.estimator.take_probe(KEY, batch, *limits)
+                left = 0 if probe is None else max(probe.num_steps, 1)
 
 
 def tokens_under(text: Text, plan: Plan) -> float:
@@ -127,16 +131,17 @@ def test_exploring_stays_within_what_was_earned(text):
     played.serve(60)
     choice = played.estimator.context(KEY).main.choice
     longest = float(choice.seconds.max())
-    start = 2 * (CAP_STEPS + CAP_STEPS_AT_ZERO) * longest
-    assert choice.probe_s <= SHARE_AT_ZERO * played.spent_s + start
+    start = (2 * (CAP_STEPS + CAP_STEPS_AT_ZERO) + STINT_CAP_STEPS) * longest
+    assert choice.probe_s <= (SHARE_AT_ZERO + STINT_SHARE) * played.spent_s + start
 
 
 def served_at_8_rows():
     """Plans, lengths and tokens by length of the last bucket, after a while of repeating text."""
     played = Played(REPEATING)
-    played.serve(40)
     context = played.estimator.context(KEY)
     assert context.main.plans is not None
+    context.main.plans.stints.credit_s = -UNASKED_S  # they would tell of lengths
+    played.serve(40)
     return context.main.plans, context.main.choice, context.tokens(context.main)[[7]]
 
 
@@ -146,48 +151,64 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
     plans.chosen[7] = Plan(0, 8, 4)
     resume_s = 3.0 * float(plans.assess(np.array([7]), tokens).seconds[0, plans.place[Plan(0, 8, 4)]])
     for credit, may_draft in ((0.9 * CAP_STEPS, False), (CAP_STEPS, True)):
-        choice.credit[7], plans.since_length[7] = credit, 0
+        choice.credit[7], plans.stints.credit_s = credit, 0.0
         plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
         assert plan is not None
         assert bool(plan.draft_length) == may_draft, str(plan)
         assert choice.credit[7] == pytest.approx(credit - LEAST_CHARGE - 3.0 * may_draft)
-    choice.credit[7], plans.since_length[7] = CAP_STEPS, 0
+    choice.credit[7] = CAP_STEPS
     assert plans.probe(7, tokens, choice, (4, 16), resume_s, num_steps=2) == plan
     assert choice.credit[7] == pytest.approx(CAP_STEPS - 2 * LEAST_CHARGE - 3.0)
     plans.chosen[7] = Plan(1, 8, 4)  # it drafts already
-    choice.credit[7], plans.since_length[7] = 0.9 * CAP_STEPS, 0
+    choice.credit[7] = 0.9 * CAP_STEPS
     plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
     assert plan is not None
     assert plan.draft_length
     assert choice.credit[7] == pytest.approx(0.9 * CAP_STEPS - LEAST_CHARGE)
 
 
-def test_the_best_length_is_tried_now_and_then_whatever_is_believed_of_it():
+def test_the_best_length_has_stints_whatever_is_believed_of_it():
     """Both are known from unlike steps: what is wrongly believed of lengths would keep plans in their place for ever."""
     plans, choice, tokens = served_at_8_rows()
     plans.chosen[7] = best = plans.chosen[7] or Plan(2, 3, 8)
-    assert best.copy_min_match
-    length, probed = int(choice.lengths[7]), list[Plan]()
     known = plans.assess(np.array([7]), tokens)
-    promised = known.tokens[0, plans.place[best]] / known.seconds[0, plans.place[best]]
-    loss = 1.0 - float(choice.goodput[7, length]) / float(promised)
-    assert loss > 0.05, "a probe that is dear, which no hope would ask for"
-    for _ in range(30):
-        choice.credit[7] = CAP_STEPS
-        plan = plans.probe(7, tokens, choice, (4, 16), 0.0)
-        assert plan is not None
-        probed.append(plan)
-    lengths = [at for at, plan in enumerate(probed) if not plan.copy_min_match]
-    assert set(np.diff(lengths).tolist()) <= {1, 2, PROBES_BETWEEN + 1}
-    assert len(lengths) >= 30 // (PROBES_BETWEEN + 1)
-    assert all(probed[at] == Plan(length) for at in lengths)
-    plans.since_length[7] = PROBES_BETWEEN
-    choice.credit[7] = 2.0 * LEAST_CHARGE
-    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None  # saved up for
-    assert choice.credit[7] == 2.0 * LEAST_CHARGE
+    seconds = float(known.seconds[0, plans.place[best]])
+    promised = float(known.tokens[0, plans.place[best]]) / seconds
+    length, stints = int(choice.lengths[7]), plans.stints
+    loss = float(choice.seconds[7, length]) / seconds * (1.0 - float(choice.goodput[7, length]) / promised)
+    assert loss > 0.05, "dear, so that no hope would ask for it"
+    steps = min(STINT_STEPS, int(STINT_CAP_STEPS / loss))
+    cost_s = steps * loss * seconds
+    choice.credit[7], stints.credit_s, before = 0.0, 0.0, choice.probe_s
+    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None
+    stints.earn(0.99 * cost_s / STINT_SHARE)
+    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None, "it is saved up for"
+    stints.earn(0.02 * cost_s / STINT_SHARE)
+    stint = plans.probe(7, tokens, choice, (4, 16), 0.0)
+    assert isinstance(stint, Stint)
+    assert (stint.plan, stint.num_steps) == (Plan(length), steps)
+    assert stint.first <= 7 == stint.last
+    assert choice.probe_s - before == pytest.approx(cost_s)
+    assert stints.credit_s == pytest.approx(0.01 * cost_s)
+    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None
 
 
-def test_lengths_that_go_on_for_a_step_after_copies_still_count_as_tried():
+def test_what_a_stint_costs_can_be_saved_up_or_it_is_not_taken():
+    plans, choice, _ = served_at_8_rows()
+    length, seconds = int(choice.lengths[7]), float(choice.seconds[7].max())
+    for better in (1.0, 1.001, 1.1, 2.0, 50.0, 1e9):
+        usual = Try(Plan(2, 3, 8), 0.0, seconds, better * float(choice.goodput[7, length]))
+        for resume in (0.0, 1.0, 1e6):
+            plans.stints.earn(1e9)
+            stint = plans.stints.take(7, choice, usual, resume)
+            assert stint is None or 0 < stint.num_steps <= STINT_STEPS
+            assert 0.0 <= plans.stints.credit_s <= STINT_CAP_STEPS * seconds
+    quick = usual._replace(seconds=1e-3 * seconds)
+    plans.stints.earn(1e9)
+    assert plans.stints.take(7, choice, quick, 0.0) is None, "not one step of it could be saved up for"
+
+
+def test_lengths_that_go_on_for_a_dozen_steps_after_copies_still_count_as_tried():
     plans = Estimator()
     plans.add_context(KEY, LIMITS)
     main = plans.context(KEY).main.plans
@@ -198,10 +219,11 @@ def test_lengths_that_go_on_for_a_step_after_copies_still_count_as_tried():
         copying = Copies(copied, 4, 4, 8, ()) if plan.copy_min_match else None
         return StepObservation(4, plan.draft_length, 0.01, (4,) + (0,) * plan.draft_length, 9.0, copying=copying)
 
-    played = [Plan(2), copied, Plan(3), Plan(3), Plan(3), copied, Plan(3)]
+    many = [Plan(3)] * HARDER_STEPS
+    played = [Plan(2), copied, *many, Plan(3), copied, Plan(3)]
     steps = [told(plan) for plan in played]
     assert plans_before(main, steps, spans_of(["w"] * len(steps))) == [
-        *(Plan(), Plan(2), copied, copied, Plan(3), Plan(3), copied)
+        *(Plan(), Plan(2), *[copied] * HARDER_STEPS, Plan(3), Plan(3), copied)
     ]
     assert plans_before(main, steps[:2], spans_of(["w"] * 2)) == [Plan(3), Plan(2)]
 

@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 from test_control_client import MAX_BATCH, MAX_LENGTH, QUICK, FakeController, card, start, until
 from test_controller_ingest import read
 
-from speclen.controller.estimator.core import Bucket, Choice, Limits, Table
+from speclen.controller.estimator.core import Bucket, Choice, Limits, Probe, Table
 from speclen.controller.estimator.plans import plan as controller_plan
 from speclen.controller.wire.flags import named_flags
-from speclen.controller.wire.messages import table_message
+from speclen.controller.wire.messages import probe_message, table_message
 from speclen.controller.wire.stored import observation_of
 from speclen.controller.wire.validation import FLAG_NAMES, read_flags
 from speclen.store.records import ReportRow
@@ -297,3 +297,9 @@ def test_probes_of_plans_are_used_once_and_within_the_limits(plan: Plan, used: b
     control = followed(controller, max_copied=8)
     assert control.choice_for(2) == (LengthChoice(1, 1, 5, plan) if used else LengthChoice(1, 1))
     assert control.choice_for(2) == LengthChoice(1, 1)
+
+
+def test_a_probe_of_many_steps_says_how_many():
+    message = probe_message(Probe(7, Bucket(3, 2, 8), 2, None, 64), 2.0)
+    assert (message.probe_id, message.batch_min, message.batch_max, message.num_steps) == (7, 2, 8, 64)
+    assert probe_message(Probe(8, Bucket(3, 4, 4), 2), 2.0).num_steps == 0

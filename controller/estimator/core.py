@@ -214,12 +214,17 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An exploratory length, or a plan that copies, for one step of one worker."""
+    """An exploratory length, or a plan that copies, for one worker's next steps at batch sizes of a bucket.
+
+    num_steps: how many; 0 if as many as that worker takes to show a plan's time. A longer one's bucket may be wider than the
+    one that it is for.
+    """
 
     probe_id: int
     bucket: Bucket
     speculation_length: int
     plan: Plan | None = None
+    num_steps: int = 0
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
 from speclen.worker.reporting.messages import plan_of
 from speclen.worker.reporting.outgoing import Outgoing
+from speclen.worker.reporting.steadiness import SteadyDrafts
 
 log = structlog.get_logger()
 
@@ -60,7 +61,7 @@ class ControlSettings:
 # Between two messages, however long a window is: a controller ends streams after 30 s of silence.
 LONGEST_PAUSE_S = 10.0
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
-RESUMED_AFTER = 4  # steps in a row that were to draft, after steps that were not
+MAX_PROBE_STEPS = 1024  # that a controller may ask for at once
 
 
 class StreamClosedError(Exception):
@@ -143,8 +144,7 @@ class ControlClient:
         # accepted_runs[j]: rows that had draft tokens and whose accepted run was exactly j, since the start.
         self.accepted_runs = [0] * (card.max_speculation_length + 1)
         self.step_s = 0.0  # wall time of all steps
-        self._drafts = True  # whether steps of late were to draft
-        self._contrary = 0  # steps in a row whose plans were otherwise
+        self._steady = SteadyDrafts()
         self._incoming: deque[PendingProbe] = deque()  # event loop to engine
         self._probes: list[PendingProbe] = []  # the engine's own
         self._begun: PendingProbe | None = None  # one of them, of which steps are left
@@ -156,29 +156,20 @@ class ControlClient:
         self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
     ) -> LengthChoice:
         table = self.table
-        plan = table.plan_for(batch_size, rows_by_class)
-        # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait.
+        if self.follow:
+            plan = self._steady.plan_for(table, batch_size, rows_by_class)
+        else:
+            plan = table.plan_for(batch_size, rows_by_class)
+        # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait,
+        # but for those of many steps that were begun.
         begun, self._begun = self._begun, None
-        if (begun or self._incoming or self._probes) and not (with_prompts and plan.draft_length):
+        goes_on = begun is not None and begun.probe.num_steps > 0
+        if (begun or self._incoming or self._probes) and (goes_on or not (with_prompts and plan.draft_length)):
             probe = self._take_probe(batch_size, begun)
             if probe is not None:
                 probe_id = 0 if probe.steps_left else probe.probe.probe_id
                 return LengthChoice.of(probe.plan, table.decision_version, probe_id)
-        return LengthChoice.of(self._resumed(plan) if self.follow else plan, table.decision_version)
-
-    def _resumed(self, plan: Plan) -> Plan:
-        """The plan, but without drafts until some steps in a row were to draft, where those before were not.
-
-        Batches grow and shrink by a row from step to step. Where plans of neighbouring sizes draft and do not, the draft
-        model would catch up with all rows again and again.
-        """
-        if bool(plan.draft_length) == self._drafts:
-            self._contrary = 0
-            return plan
-        self._contrary += 1
-        if self._contrary >= RESUMED_AFTER:
-            self._drafts, self._contrary = not self._drafts, 0
-        return plan if self._drafts or not plan.draft_length else replace(plan, draft_length=0, draft_after_copy=False)
+        return LengthChoice.of(plan, table.decision_version)
 
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.buffer.append(choice, result)
@@ -331,8 +322,9 @@ class ControlClient:
             except ValueError as error:
                 log.error("a probe of the controller is not used", reason=str(error))
                 continue
+            num_steps = min(probe.num_steps, MAX_PROBE_STEPS) or self.card.probe_steps
             if plan.within(self.card.max_speculation_length, self.card.max_copied_tokens) == plan:
-                self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s, self.card.probe_steps))
+                self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s, num_steps))
 
     def _apply_thinning(self, message: pb.Thinning) -> None:
         """Add steps up from now on, or not any more; what was sent stays as it was."""

@@ -72,6 +72,7 @@ class Play:
         sizes = sorted(set(world.batches.tolist()))
         self.best = [best_rates(*world.part(number), sizes, draft) for number in range(world.parts)]
         self.probe: Probe | None = None
+        self.steps_left = 0  # of the probe
 
     def score(self) -> float:
         """In percent."""
@@ -99,7 +100,9 @@ class Play:
     def _plan(self, batch: int) -> Plan:
         probe = self.probe
         if probe is not None and probe.bucket.batch_min <= batch <= probe.bucket.batch_max:
-            self.probe = None
+            self.steps_left -= 1
+            if self.steps_left <= 0:
+                self.probe = None
             return probe.plan or Plan(probe.speculation_length)
         choice = self.estimator.table(KEY).choices[self.estimator.bucket_index(KEY, batch)]
         return choice.plan or Plan(choice.speculation_length)
@@ -107,7 +110,9 @@ class Play:
     def _learn(self, group: list[StepObservation], batch: int) -> None:
         self.estimator.observe(KEY, group, "w")
         most = self.limits.max_speculation_length, "w", self.limits.max_copied_tokens
-        self.probe = self.estimator.take_probe(KEY, batch, *most)
+        if self.probe is None or self.steps_left <= 1:
+            self.probe = self.estimator.take_probe(KEY, batch, *most)
+            self.steps_left = 0 if self.probe is None else max(self.probe.num_steps, 1)
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
-from speclen.controller.estimator.core import Choice, Mix, Probe, Table
+from speclen.controller.estimator.core import Bucket, Choice, Mix, Probe, Table
+from speclen.controller.estimator.plans.stints import Stint
 
 
 def table(context: Context, group: Group) -> Table:
@@ -36,9 +37,13 @@ def probe(
 ) -> Probe | None:
     """The first exploratory plan, of so many steps, that one of the buckets can pay for, charged to it; mostly None."""
     for bucket in buckets:
-        plan = context.probe(group, bucket, (longest, max_copied), num_steps)
-        if plan is not None:
-            context.next_probe_id += 1
-            copying = plan if plan.copy_min_match else None
-            return Probe(context.next_probe_id - 1, context.buckets[bucket], plan.draft_length, copying)
+        tried = context.probe(group, bucket, (longest, max_copied), num_steps)
+        if tried is None:
+            continue
+        probe_id = context.next_probe_id
+        context.next_probe_id += 1
+        if isinstance(tried, Stint):
+            sizes = context.buckets[tried.first].batch_min, context.buckets[tried.last].batch_max
+            return Probe(probe_id, Bucket(bucket, *sizes), tried.plan.draft_length, None, tried.num_steps)
+        return Probe(probe_id, context.buckets[bucket], tried.draft_length, tried if tried.copy_min_match else None)
     return None

@@ -16,6 +16,7 @@ from speclen.controller.estimator.core import Bucket, ContextKey, DriftEvent, Li
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.stints import Stint
 from speclen.controller.estimator.policies.policy import Policy
 from speclen.controller.estimator.reports import typical
 from speclen.controller.estimator.times.step_time import StepTimes
@@ -147,7 +148,7 @@ class Context:
         mixed: FloatArray = np.einsum("bk,kbl->bl", self.mix, known)[self.bands]
         return np.maximum(mixed, 1.0)  # shares sum to 1 only about
 
-    def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | None:
+    def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | Stint | None:
         """An exploratory length or plan for so many steps, charged to the bucket; mostly None. limits: as in `PlanChoice`.
 
         Where lengths are played, both are asked in turn; where a plan is, lengths are among what it is compared with.

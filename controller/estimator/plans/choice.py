@@ -15,13 +15,11 @@ from speclen.controller.estimator.choice import CAP_STEPS, LEAST_CHARGE, OPTIMIS
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction
+from speclen.controller.estimator.plans.stints import Stint, Stints, Try, of_length
 from speclen.controller.estimator.times.step_time import StepTimes
 
 # Relative gain that a change to, between and from plans must promise.
 MARGIN = 0.005
-# Where a plan is played, so many probes go where hope is; the next one is of the best length, hope or none. Both are known
-# from unlike steps, so what is believed of one beside the other may be wrong by more than its doubt.
-PROBES_BETWEEN = 2
 # Buckets of a group that are chosen in anew; groups after which one is although there is no news of plans.
 MOST_BUCKETS, IDLE_GROUPS = 6, 8
 
@@ -42,15 +40,6 @@ class ShownPlan(NamedTuple):
 
     estimate: PlanEstimate
     is_best: bool
-
-
-class Try(NamedTuple):
-    """A plan that might be played: its log goodput over what is played, with optimism; seconds; tokens per row and s."""
-
-    plan: Plan
-    hope: float
-    seconds: float
-    goodput: float
 
 
 class Account(NamedTuple):
@@ -78,16 +67,16 @@ class Account(NamedTuple):
 class PlanChoice(PlanPrediction):
     """Plans of the workers of a group. chosen: by bucket, None where the length without copies is played."""
 
-    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked", "since_length")
+    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked", "stints")
 
     def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int) -> None:
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
-        self.since_length = np.zeros(len(self.chosen), dtype=int)  # probes since one was of a length, by bucket
         self.last: dict[str, Plan] = {}  # plan of each worker's newest step
         self.readers: set[str] = set()  # those of them that tell what they read, which they do once in many steps
         self.turn, self.decided_with = 0, -1
         super().__init__(step_times, copying, max_copied)
+        self.stints = Stints(self.times.rows)
 
     def extend(self, max_copied: int) -> None:
         """Make the grid that workers can play."""
@@ -135,34 +124,30 @@ class PlanChoice(PlanPrediction):
         limits: tuple[int, int],
         resume_s: float,
         num_steps: int = 1,
-    ) -> Plan | None:
+    ) -> Plan | Stint | None:
         """A plan, or a length, that may well be better than what is played, if its expected loss has been earned; charged.
 
         tokens: expected without copies, [1, lengths]; limits: drafted and copied tokens that the worker can do; resume_s:
         what it takes longer to draft after a step that did not, as such probes of a plan that does not draft have to.
-        num_steps: that the worker will take at it.
+        num_steps: that the worker will take at it, unless it is a stint.
         """
-        if not choice.decided or choice.credit[bucket] < num_steps * LEAST_CHARGE:
+        copies = self.chosen[bucket] is not None
+        if not choice.decided or (choice.credit[bucket] < num_steps * LEAST_CHARGE and not copies):
             return None
         known = self.assess(np.array([bucket]), tokens)
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
+        if copies and choice.lengths[bucket] <= limits[0]:
+            stint = self.stints.take(bucket, choice, usual, resume)
+            if stint is not None:
+                return stint
         account = Account(float(choice.credit[bucket]), num_steps, resume)
-        length = int(choice.lengths[bucket])
-        of_length = _length(bucket, choice, length, 0.0)
-        cost = account.cost(of_length.seconds, of_length.goodput, usual)
-        if self._length_is_due(bucket) and length <= limits[0] and cost <= CAP_STEPS:
-            if not account.pays(cost, length > 0):
-                return None  # it is saved up for
-            best = of_length
-        else:
-            tries = [self._best_plan(known, usual, limits, account)]
-            if self.chosen[bucket] is not None:
-                tries.append(self._best_length(bucket, choice, usual, limits[0], account))
-            best = max(tries, key=lambda each: each.hope)
-            if best.hope <= 0.0:
-                return None
-        self.since_length[bucket] = 0 if not best.plan.copy_min_match else self.since_length[bucket] + 1
+        tries = [self._best_plan(known, usual, limits, account)]
+        if copies:
+            tries.append(self._best_length(bucket, choice, usual, limits[0], account))
+        best = max(tries, key=lambda each: each.hope)
+        if best.hope <= 0.0:
+            return None
         charge = float(account.cost(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
         choice.credit[bucket] -= charge
         choice.probe_s += charge * usual.seconds
@@ -173,7 +158,7 @@ class PlanChoice(PlanPrediction):
         plan = self.chosen[bucket]
         if plan is None:
             length = int(choice.lengths[bucket])
-            return _length(bucket, choice, length, float(choice.doubt[bucket, length]) / RISK)
+            return of_length(bucket, choice, length, float(choice.doubt[bucket, length]) / RISK)
         place = self.place[plan]
         seconds, goodput = float(known.seconds[0, place]), float(known.tokens[0, place] / known.seconds[0, place])
         return Try(plan, float(known.own[0, place]), seconds, goodput)
@@ -199,11 +184,7 @@ class PlanChoice(PlanPrediction):
         hope[~account.pays(cost, np.arange(len(hope)) > 0)] = -np.inf
         hope[longest + 1 :] = -np.inf
         length = int(hope.argmax())
-        return _length(bucket, choice, length, float(hope[length]))
-
-    def _length_is_due(self, bucket: int) -> bool:
-        """Whether the next probe is of the length that would be played if no row copied."""
-        return self.chosen[bucket] is not None and bool(self.since_length[bucket] >= PROBES_BETWEEN)
+        return of_length(bucket, choice, length, float(hope[length]))
 
     @property
     def visited(self) -> np.ndarray:
@@ -240,8 +221,3 @@ class PlanChoice(PlanPrediction):
         self.chosen = [plan if plan in self.place else None for plan in plans]
         self.times.renew()
         self.decided_with = -1 if news else self.version
-
-
-def _length(bucket: int, choice: LengthChoice, length: int, hope: float) -> Try:
-    """A length without copies, as something that might be played."""
-    return Try(Plan(length), hope, float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length]))

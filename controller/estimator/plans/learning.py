@@ -17,8 +17,8 @@ from speclen.controller.estimator.plans.times import CopiedSteps
 from speclen.controller.estimator.times.steps import Spans, spans_of
 
 MOST_WORKERS = 128  # whose last plan is remembered
-# Steps of a length after a plan that copies whose text is the harder for it, at least: a probe takes no more.
-HARDER_STEPS = 2
+# Steps of a length after a plan that copies whose text is the harder for it, about.
+HARDER_STEPS = 12
 # Rows that copy, of a step before, of which there must be as many to tell what drafts do in their stead.
 LEAST_SHARE = 0.05
 

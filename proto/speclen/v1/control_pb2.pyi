@@ -376,7 +376,8 @@ class Probe(google.protobuf.message.Message):
     """An exploratory length for one step of one worker. It is never repeated: use it once, at the first step whose batch size
     is in the range and that feeds no prompts along (with any, if the table's length is 0), and forget it when valid_for_s
     has passed since it was received. A worker whose limits name more probe_steps goes on with it for as many of them as such
-    steps follow each other, and only the last one tells probe_id.
+    steps follow each other, and only the last one tells probe_id. Where num_steps is set it goes on for so many steps
+    instead, whether or not they feed prompts along, as long as batch sizes are in the range.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -387,11 +388,14 @@ class Probe(google.protobuf.message.Message):
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
     VALID_FOR_S_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
     probe_id: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
     speculation_length: builtins.int
     valid_for_s: builtins.float
+    num_steps: builtins.int
+    """At most 1024; 0: as many as the worker's probe_steps. Workers that do not know it take those, too."""
     @property
     def plan(self) -> Global___Plan:
         """As in BucketChoice."""
@@ -405,9 +409,10 @@ class Probe(google.protobuf.message.Message):
         speculation_length: builtins.int = ...,
         valid_for_s: builtins.float = ...,
         plan: Global___Plan | None = ...,
+        num_steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "plan", b"plan", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "num_steps", b"num_steps", "plan", b"plan", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
 
 Global___Probe: typing_extensions.TypeAlias = Probe
 
