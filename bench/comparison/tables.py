@@ -42,7 +42,7 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """By track, in the order of the tracks. Raises ValueError for a file that is no comparison, or of a --quick run."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        if path.name.startswith("survey"):
+        if path.name.startswith(("survey", "profile")):
             continue
         document = read_document(path)
         if document["quick"]:
@@ -86,25 +86,36 @@ def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
     """What the figures were measured on, and what takes away from them."""
     if not results:
         return ["Nothing has been measured yet."]
-    machines = sorted({f"{r['machine']['cores']} cores of {r['machine']['processor']}" for r in results.values()})
-    targets = sorted({f"{r['worker']['target']} ({r['context']['dtype']})" for r in results.values()})
-    commits = sorted({f"`{r['commit']}`" for r in results.values()})
     rounds = [f"{track} {r['num_rounds']}" for track, r in results.items()]
     outputs = [one for r in results.values() for one in r["outputs"]]
     same, compared = sum(one["num_same"] for one in outputs), sum(one["num_compared"] for one in outputs)
     worst = max(one["worst_miss_logits"] for one in outputs)
+    ties = sorted(
+        {f"{r['outputs'][0]['tie_logits']:g} is allowed in {r['context']['dtype']}" for r in results.values()}
+    )
     notes = [
         f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1. Rounds: "
-        f"{', '.join(rounds)}. Machine: {' and '.join(machines)}, {' and '.join(targets)}, commit {', '.join(commits)}.",
+        f"{', '.join(rounds)}. {made_where(results)}",
         "",
         f"Of {compared} outputs {same} were the same under both policies in every token. Where two parted, the target "
         f"alone was asked in {sum(one['num_examined'] for one in outputs)} cases: all are ties, at most {worst:.2f} logits "
-        f"apart, where {outputs[0]['tie_logits']:g} is allowed in {next(iter(results.values()))['context']['dtype']}.",
+        f"apart, where {' and '.join(ties)}.",
     ]
     for track, r in results.items():
         remarks = [note for note in r["notes"] if "dropped" not in note]
         notes += ["", f"`{track}`: {'; '.join(remarks)}."] if remarks else []
     return notes
+
+
+def made_where(results: dict[str, dict[str, Any]]) -> str:
+    """Which tracks were measured together: on the same machine, in the same precision, of the same commit."""
+    made: dict[str, list[str]] = {}
+    for track, r in results.items():
+        machine = f"{r['machine']['cores']} cores of {r['machine']['processor']}"
+        pair = f"{r['worker']['target']} ({r['context']['dtype']})"
+        place = f"{machine}, {pair}, commit `{r['commit']}`"
+        made.setdefault(place, []).append(f"`{track}`")
+    return " ".join(f"{place}: {', '.join(tracks)}." for place, tracks in made.items())
 
 
 def aims_table(results: dict[str, dict[str, Any]]) -> str:

@@ -160,12 +160,14 @@ class ControlClient:
             plan = self._steady.plan_for(table, batch_size, rows_by_class)
         else:
             plan = table.plan_for(batch_size, rows_by_class)
-        # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait,
-        # but for those of many steps that were begun.
+        # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait
+        # or, once begun, end; those of many steps go on.
+        may_begin = not (with_prompts and plan.draft_length)
         begun, self._begun = self._begun, None
-        goes_on = begun is not None and begun.probe.num_steps > 0
-        if (begun or self._incoming or self._probes) and (goes_on or not (with_prompts and plan.draft_length)):
-            probe = self._take_probe(batch_size, begun)
+        if begun is not None and not (may_begin or begun.probe.num_steps):
+            begun = None
+        if begun is not None or (may_begin and (self._incoming or self._probes)):
+            probe = self._take_probe(batch_size, begun, may_begin)
             if probe is not None:
                 probe_id = 0 if probe.steps_left else probe.probe.probe_id
                 return LengthChoice.of(probe.plan, table.decision_version, probe_id)
@@ -180,13 +182,13 @@ class ControlClient:
             if result.copying is not None:  # The others counted at 0 had nothing drafted.
                 self.accepted_runs[0] -= result.batch_size - result.copying.num_drafting_rows
 
-    def _take_probe(self, batch_size: int, begun: PendingProbe | None) -> PendingProbe | None:
+    def _take_probe(self, batch_size: int, begun: PendingProbe | None, may_begin: bool) -> PendingProbe | None:
         """The probe that was begun, or else the first live one for the batch size, removed: a probe is used once."""
         while self._incoming:
             self._probes.append(self._incoming.popleft())
         now = self.clock()
         self._probes = [pending for pending in self._probes if pending.expires_at > now]
-        for pending in self._probes if begun is None else [begun, *self._probes]:
+        for pending in ([] if begun is None else [begun]) + (self._probes if may_begin else []):
             if pending.probe.batch_min <= batch_size <= pending.probe.batch_max:
                 if pending is not begun:
                     self._probes.remove(pending)

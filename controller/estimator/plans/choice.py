@@ -13,7 +13,7 @@ import numpy as np
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.choice import CAP_STEPS, LEAST_CHARGE, OPTIMISM, RISK, LengthChoice
 from speclen.controller.estimator.plans.copying import Copying
-from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.plan import Plan, Played, plan_from
 from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction
 from speclen.controller.estimator.plans.stints import Stint, Stints, Try, of_length
 from speclen.controller.estimator.times.step_time import StepTimes
@@ -72,7 +72,7 @@ class PlanChoice(PlanPrediction):
     def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int) -> None:
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
-        self.last: dict[str, Plan] = {}  # plan of each worker's newest step
+        self.last: dict[str, Played] = {}  # by each worker
         self.readers: set[str] = set()  # those of them that tell what they read, which they do once in many steps
         self.turn, self.decided_with = 0, -1
         super().__init__(step_times, copying, max_copied)
@@ -217,7 +217,7 @@ class PlanChoice(PlanPrediction):
 
     def restore(self, chosen: list[list[int] | None], news: bool) -> None:
         """Go on with these plans, which may be of a larger grid. news: whether anything came since the last choice."""
-        plans = [None if each is None else Plan(each[0], each[1], each[2], bool(each[3])) for each in chosen]
+        plans = [None if each is None else plan_from(each) for each in chosen]
         self.chosen = [plan if plan in self.place else None for plan in plans]
         self.times.renew()
         self.decided_with = -1 if news else self.version

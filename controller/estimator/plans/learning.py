@@ -11,7 +11,7 @@ from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Lessons
-from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.plan import NOTHING_PLAYED, Plan, Played
 from speclen.controller.estimator.plans.prediction import WALK_REPORTS
 from speclen.controller.estimator.plans.times import CopiedSteps
 from speclen.controller.estimator.times.steps import Spans, spans_of
@@ -163,15 +163,14 @@ def plans_before(plans: PlanChoice, steps: Sequence[StepObservation], spans: Spa
     """
     before: list[Plan] = []
     for worker, span in spans:
-        last = plans.last.pop(worker, Plan())
-        copied, since = last, 0
+        last, copied, since = plans.last.pop(worker, NOTHING_PLAYED)
         for step in steps[span]:
             plan = Plan(step.speculation_length) if step.copying is None else step.copying.plan
             if last.copy_min_match:
                 copied, since = last, 0
             before.append(last if plan.copy_min_match or since >= HARDER_STEPS else copied)
             last, since = plan, since + 1
-        plans.last[worker] = last
+        plans.last[worker] = Played(last, copied, since)
         if len(plans.last) > MOST_WORKERS:
             silent = next(iter(plans.last))
             del plans.last[silent]

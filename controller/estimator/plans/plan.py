@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 MAX_MATCH = 16  # tokens; longer matches count as this long
 MAX_COPIED = 64  # tokens of one proposal
@@ -58,3 +59,19 @@ class Copies(NamedTuple):
     runs: tuple[CopiedRun, ...]
     teaches_latency: bool = True
     teaches_acceptance: bool = True
+
+
+class Played(NamedTuple):
+    """What a worker has played. plan: of its newest step; copied: the last one that copied; since: steps after that."""
+
+    plan: Plan
+    copied: Plan
+    since: int
+
+
+NOTHING_PLAYED = Played(Plan(), Plan(), 0)
+
+
+def plan_from(values: Sequence[Any]) -> Plan:
+    """The plan whose fields were stored."""
+    return Plan(values[0], values[1], values[2], bool(values[3]))
