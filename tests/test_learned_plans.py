@@ -17,7 +17,15 @@ from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.learning import HARDER_STEPS, plans_before
 from speclen.controller.estimator.plans.learning import _in_the_long_run as in_the_long_run_of_one
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
-from speclen.controller.estimator.plans.stints import STINT_CAP_STEPS, STINT_SHARE, STINT_STEPS, UNASKED_S, Stint, Try
+from speclen.controller.estimator.plans.stints import (
+    STINT_CAP_STEPS,
+    STINT_SHARE,
+    STINT_STEPS,
+    UNASKED_S,
+    Stint,
+    Stints,
+    Try,
+)
 from speclen.controller.estimator.reports import read_by
 from speclen.controller.estimator.times.steps import spans_of
 
@@ -191,6 +199,18 @@ def test_the_best_length_has_stints_whatever_is_believed_of_it():
     assert choice.probe_s - before == pytest.approx(cost_s)
     assert stints.credit_s == pytest.approx(0.01 * cost_s)
     assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None
+
+
+def test_short_steps_leave_what_is_saved_up_for_long_ones():
+    """Where batches are small for a while, their stints must not take all, or large ones would never have any."""
+    plans, choice, _ = served_at_8_rows()
+    stints = Stints(plans.times.rows)
+    long = Try(Plan(2, 3, 8), 0.0, float(choice.seconds[7].max()), 1.2 * float(choice.goodput[7].max()))
+    assert stints.take(7, choice, long, 0.0) is not None
+    stints.credit_s = cost_s = STINT_CAP_STEPS * long.seconds
+    short = long._replace(seconds=0.1 * float(choice.seconds[0].min()), goodput=1e3 * float(choice.goodput[0].max()))
+    stints.take(0, choice, short, 0.0)
+    assert stints.credit_s >= cost_s - STINT_CAP_STEPS * short.seconds
 
 
 def test_what_a_stint_costs_can_be_saved_up_or_it_is_not_taken():

@@ -51,12 +51,14 @@ def of_length(bucket: int, choice: LengthChoice, length: int, hope: float) -> Tr
 
 
 class Stints:
-    """What they may cost. rows: of each bucket; credit_s: expected loss that was earned, in seconds."""
+    """What they may cost. rows: of each bucket; credit_s: expected loss that was earned, in seconds; longest_s: of the steps
+    in which it was to be spent, so that it can be saved up for the longest ones.
+    """
 
-    STATE = ("credit_s",)
+    STATE = ("credit_s", "longest_s")
 
     def __init__(self, rows: FloatArray) -> None:
-        self.rows, self.credit_s = rows, UNASKED_S
+        self.rows, self.credit_s, self.longest_s = rows, UNASKED_S, 0.0
 
     def earn(self, seconds: float) -> None:
         """Earn a share of time that was spent at plans that copy."""
@@ -71,7 +73,8 @@ class Stints:
         tried = of_length(bucket, choice, length, 0.0)
         loss = max(tried.seconds / usual.seconds * (1.0 - tried.goodput / usual.goodput), LEAST_CHARGE)
         resume = min(resume, STINT_CAP_STEPS / 2.0) if length else 0.0
-        self.credit_s = min(self.credit_s, STINT_CAP_STEPS * usual.seconds)
+        self.longest_s = max(self.longest_s, usual.seconds)
+        self.credit_s = min(self.credit_s, STINT_CAP_STEPS * self.longest_s)
         # All that can be saved up pays for fewer steps of what is thought to be much worse.
         num_steps = min(int((STINT_CAP_STEPS - resume) / loss), STINT_STEPS)
         cost_s = (num_steps * loss + resume) * usual.seconds
