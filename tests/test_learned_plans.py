@@ -182,7 +182,7 @@ def test_the_best_length_has_stints_whatever_is_believed_of_it():
     known = plans.assess(np.array([7]), tokens)
     seconds = float(known.seconds[0, plans.place[best]])
     promised = float(known.tokens[0, plans.place[best]]) / seconds
-    length, stints = int(choice.lengths[7]), plans.stints
+    length, stints = 1 + int(choice.goodput[7, 1:].argmax()), plans.stints
     loss = float(choice.seconds[7, length]) / seconds * (1.0 - float(choice.goodput[7, length]) / promised)
     assert loss > 0.05, "dear, so that no hope would ask for it"
     steps = min(STINT_STEPS, int(STINT_CAP_STEPS / loss))
@@ -206,10 +206,10 @@ def test_short_steps_leave_what_is_saved_up_for_long_ones():
     plans, choice, _ = served_at_8_rows()
     stints = Stints(plans.times.rows)
     long = Try(Plan(2, 3, 8), 0.0, float(choice.seconds[7].max()), 1.2 * float(choice.goodput[7].max()))
-    assert stints.take(7, choice, long, 0.0) is not None
+    assert stints.take(7, choice, long, 4, 0.0) is not None
     stints.credit_s = cost_s = STINT_CAP_STEPS * long.seconds
     short = long._replace(seconds=0.1 * float(choice.seconds[0].min()), goodput=1e3 * float(choice.goodput[0].max()))
-    stints.take(0, choice, short, 0.0)
+    stints.take(0, choice, short, 4, 0.0)
     assert stints.credit_s >= cost_s - STINT_CAP_STEPS * short.seconds
 
 
@@ -220,12 +220,13 @@ def test_what_a_stint_costs_can_be_saved_up_or_it_is_not_taken():
         usual = Try(Plan(2, 3, 8), 0.0, seconds, better * float(choice.goodput[7, length]))
         for resume in (0.0, 1.0, 1e6):
             plans.stints.earn(1e9)
-            stint = plans.stints.take(7, choice, usual, resume)
+            stint = plans.stints.take(7, choice, usual, 4, resume)
             assert stint is None or 0 < stint.num_steps <= STINT_STEPS
             assert 0.0 <= plans.stints.credit_s <= STINT_CAP_STEPS * seconds
+    assert plans.stints.take(7, choice, usual, 0, 0.0) is None, "plain decoding puts out one token in any text"
     quick = usual._replace(seconds=1e-3 * seconds)
     plans.stints.earn(1e9)
-    assert plans.stints.take(7, choice, quick, 0.0) is None, "not one step of it could be saved up for"
+    assert plans.stints.take(7, choice, quick, 4, 0.0) is None, "not one step of it could be saved up for"
 
 
 def test_lengths_that_go_on_for_a_dozen_steps_after_copies_still_count_as_tried():

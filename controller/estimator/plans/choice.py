@@ -137,8 +137,8 @@ class PlanChoice(PlanPrediction):
         known = self.assess(np.array([bucket]), tokens)
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
-        if copies and choice.lengths[bucket] <= limits[0]:
-            stint = self.stints.take(bucket, choice, usual, resume)
+        if copies:
+            stint = self.stints.take(bucket, choice, usual, min(limits[0], choice.goodput.shape[1] - 1), resume)
             if stint is not None:
                 return stint
         account = Account(float(choice.credit[bucket]), num_steps, resume)

@@ -1,4 +1,4 @@
-"""Some dozens of steps of the best length in a row, now and then, where a plan that copies is played.
+"""Some dozens of steps of the best length that drafts in a row, now and then, where a plan that copies is played.
 
 A step that copies ends where copies were wrong, so lengths that are tried for a step or two meet harder text than they
 would if they were played on and on, for a dozen steps. What is believed of lengths by such steps alone would keep plans in
@@ -64,15 +64,18 @@ class Stints:
         """Earn a share of time that was spent at plans that copy."""
         self.credit_s += STINT_SHARE * seconds
 
-    def take(self, bucket: int, choice: LengthChoice, usual: Try, resume: float) -> Stint | None:
-        """A stint of the best length, charged, once it has been earned; mostly None.
+    def take(self, bucket: int, choice: LengthChoice, usual: Try, longest: int, resume: float) -> Stint | None:
+        """A stint of the best length that drafts, charged, once it has been earned; mostly None.
 
-        usual: the plan that is played in the bucket; resume: what it takes to draft again, in steps of it.
+        Plain decoding puts out one token whatever the text. usual: the plan that is played in the bucket; longest: that the
+        worker can do; resume: what it takes to draft again, in steps of the plan.
         """
-        length = int(choice.lengths[bucket])
+        if not longest:
+            return None
+        length = 1 + int(choice.goodput[bucket, 1 : longest + 1].argmax())
         tried = of_length(bucket, choice, length, 0.0)
         loss = max(tried.seconds / usual.seconds * (1.0 - tried.goodput / usual.goodput), LEAST_CHARGE)
-        resume = min(resume, STINT_CAP_STEPS / 2.0) if length else 0.0
+        resume = min(resume, STINT_CAP_STEPS / 2.0)
         self.longest_s = max(self.longest_s, usual.seconds)
         self.credit_s = min(self.credit_s, STINT_CAP_STEPS * self.longest_s)
         # All that can be saved up pays for fewer steps of what is thought to be much worse.
