@@ -224,6 +224,9 @@ def test_what_a_stint_costs_can_be_saved_up_or_it_is_not_taken():
             assert stint is None or 0 < stint.num_steps <= STINT_STEPS
             assert 0.0 <= plans.stints.credit_s <= STINT_CAP_STEPS * seconds
     assert plans.stints.take(7, choice, usual, 0, 0.0) is None, "plain decoding puts out one token in any text"
+    dear = usual._replace(seconds=0.2 * seconds, goodput=5.0 * float(choice.goodput[7, length]))
+    plans.stints.earn(1e9)
+    assert plans.stints.take(7, choice, dear, 4, 0.0, least_steps=9) is None, "it pays for two steps"
     quick = usual._replace(seconds=1e-3 * seconds)
     plans.stints.earn(1e9)
     assert plans.stints.take(7, choice, quick, 4, 0.0) is None, "not one step of it could be saved up for"

@@ -138,8 +138,9 @@ class PlanChoice(PlanPrediction):
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
         if copies:
-            stint = self.stints.take(bucket, choice, usual, min(limits[0], choice.goodput.shape[1] - 1), resume)
-            if stint is not None:
+            longest = min(limits[0], choice.goodput.shape[1] - 1)
+            stint = self.stints.take(bucket, choice, usual, longest, resume, num_steps)
+            if stint is not None or choice.credit[bucket] < num_steps * LEAST_CHARGE:
                 return stint
         account = Account(float(choice.credit[bucket]), num_steps, resume)
         tries = [self._best_plan(known, usual, limits, account)]

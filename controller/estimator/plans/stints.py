@@ -64,11 +64,13 @@ class Stints:
         """Earn a share of time that was spent at plans that copy."""
         self.credit_s += STINT_SHARE * seconds
 
-    def take(self, bucket: int, choice: LengthChoice, usual: Try, longest: int, resume: float) -> Stint | None:
+    def take(
+        self, bucket: int, choice: LengthChoice, usual: Try, longest: int, resume: float, least_steps: int = 1
+    ) -> Stint | None:
         """A stint of the best length that drafts, charged, once it has been earned; mostly None.
 
         Plain decoding puts out one token whatever the text. usual: the plan that is played in the bucket; longest: that the
-        worker can do; resume: what it takes to draft again, in steps of the plan.
+        worker can do; resume: what it takes to draft again, in steps of the plan; least_steps: fewer tell nothing.
         """
         if not longest:
             return None
@@ -81,7 +83,7 @@ class Stints:
         # All that can be saved up pays for fewer steps of what is thought to be much worse.
         num_steps = min(int((STINT_CAP_STEPS - resume) / loss), STINT_STEPS)
         cost_s = (num_steps * loss + resume) * usual.seconds
-        if num_steps < 1 or cost_s > self.credit_s:
+        if num_steps < least_steps or cost_s > self.credit_s:
             return None
         self.credit_s -= cost_s
         choice.probe_s += cost_s
