@@ -325,7 +325,7 @@ def test_whether_to_draft_changes_once_most_steps_were_to():
     assert lengths(7, 3, 7) == [0, 2, 0], "it has no such neighbour"
     assert lengths(*[5] * CONTRARY_STEPS)[-1] == 0
     assert lengths(*to_and_fro, 2, 5) == [0] * 42
-    assert lengths(*[2] * CONTRARY_STEPS)[-2:] == [0, 2]
+    assert lengths(5, 5, 5, 5, 2, 2, 2, 2, 2) == [0] * 7 + [2] * 2, "far from those that do not: sooner"
     assert lengths(4, 5) == [1, 1]
     worker.follow = False  # a table of its own is played as it is
     assert lengths(5, 2, 5) == [0, 2, 0]

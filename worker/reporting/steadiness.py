@@ -13,6 +13,7 @@ from speclen.worker.reporting.length_table import LengthTable
 
 # Steps that were to draft, after those that were not, or the other way round: by so many more than went on as before.
 CONTRARY_STEPS = 12
+FAR = 3  # steps that one counts for of which no size near it would go on as before: the load has changed
 # Plans of batch sizes within this part of the present one are nearly as good there: of the next one at least.
 NEAR = 0.125
 
@@ -30,13 +31,19 @@ class SteadyDrafts:
         if bool(plan.draft_length) == self._drafts:
             self._contrary = max(self._contrary - 1, 0)
             return plan
-        self._contrary += 1
+        near = self._near(table, batch_size)
+        self._contrary += 1 if near is not None else FAR
         if self._contrary >= CONTRARY_STEPS:
             self._drafts, self._contrary = not self._drafts, 0
             return plan
-        near = max(1, int(NEAR * batch_size))
-        for distance in range(1, near + 1):
+        if near is not None:
+            return near
+        return plan if self._drafts else replace(plan, draft_length=0, draft_after_copy=False)
+
+    def _near(self, table: LengthTable, batch_size: int) -> Plan | None:
+        """The plan of the nearest size that goes on as before."""
+        for distance in range(1, max(1, int(NEAR * batch_size)) + 1):
             for size in (batch_size - distance, batch_size + distance):
                 if 0 < size < len(table.plans) and bool(table.plans[size].draft_length) == self._drafts:
                     return table.plans[size]
-        return plan if self._drafts else replace(plan, draft_length=0, draft_after_copy=False)
+        return None
