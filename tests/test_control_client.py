@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from grpc import aio
 from structlog.testing import capture_logs
@@ -19,6 +20,7 @@ from speclen.worker.reporting.control_client import (
     ReportBuffer,
     WorkerCard,
 )
+from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
 from speclen.worker.reporting.steadiness import CONTRARY_STEPS
 
@@ -329,6 +331,19 @@ def test_whether_to_draft_changes_once_most_steps_were_to():
     assert lengths(4, 5) == [1, 1]
     worker.follow = False  # a table of its own is played as it is
     assert lengths(5, 2, 5) == [0, 2, 0]
+
+
+def test_hot_rows_do_not_draft_since_rows_of_another_class_would():
+    drafting, hot = [1.0, 1.9, 2.7], [1.0, 1.0, 1.0]
+    mix = LengthMix((MAX_BATCH,), np.array([[1.0, 1.3, 1.6]]), np.array([[drafting], [hot]]))
+    table = LengthTable.from_buckets([BucketLength(1, MAX_BATCH, 2)], MAX_BATCH, MAX_LENGTH, 1, "controller", mix=mix)
+    worker = ControlClient(card(), table, True, QUICK)
+
+    def lengths(*rows_by_class: tuple[int, int]) -> list[int]:
+        return [worker.choice_for(sum(rows), False, rows).speculation_length for rows in rows_by_class]
+
+    assert lengths((4, 0), (0, 4), (4, 0), (0, 4)) == [2, 0, 2, 0], "the usual mix drafts at every batch size"
+    assert lengths(*[(0, 4)] * 4, *[(4, 0)] * 4) == [0] * 7 + [2], "drafting is resumed after four steps"
 
 
 def test_choosing_and_reporting_are_cheap():

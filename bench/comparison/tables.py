@@ -42,7 +42,7 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """By track, in the order of the tracks. Raises ValueError for a file that is no comparison, or of a --quick run."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        if path.name.startswith(("survey", "profile")):
+        if path.name.startswith("survey"):
             continue
         document = read_document(path)
         if document["quick"]:

@@ -93,8 +93,8 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     buckets = group.times.bucket_of[reports.batch]
     group.choice.earn(buckets, reports.count)
     if group.plans is not None:
-        at_plans = np.array([plan is not None for plan in group.plans.chosen])[buckets]
-        group.plans.stints.earn(float((reports.seconds * reports.count)[at_plans].sum()))
+        seconds = reports.seconds * reports.count
+        group.plans.stints.earn(float(seconds[group.plans.at_plans[buckets]].sum()))
     context.recent = list(dict.fromkeys(buckets.tolist()))
     return events
 

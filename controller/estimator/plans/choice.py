@@ -131,16 +131,15 @@ class PlanChoice(PlanPrediction):
         what it takes longer to draft after a step that did not, as such probes of a plan that does not draft have to.
         num_steps: that the worker will take at it, unless it is a stint.
         """
-        copies = self.chosen[bucket] is not None
-        if not choice.decided or (choice.credit[bucket] < num_steps * LEAST_CHARGE and not copies):
+        copies, affords = self.chosen[bucket] is not None, choice.credit[bucket] >= num_steps * LEAST_CHARGE
+        if not choice.decided or not (copies or affords):
             return None
         known = self.assess(np.array([bucket]), tokens)
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
         if copies:
-            longest = min(limits[0], choice.goodput.shape[1] - 1)
-            stint = self.stints.take(bucket, choice, usual, longest, resume, num_steps)
-            if stint is not None or choice.credit[bucket] < num_steps * LEAST_CHARGE:
+            stint = self.stints.take(bucket, choice, usual, limits[0], resume, num_steps)
+            if stint is not None or not affords:
                 return stint
         account = Account(float(choice.credit[bucket]), num_steps, resume)
         tries = [self._best_plan(known, usual, limits, account)]
@@ -191,7 +190,12 @@ class PlanChoice(PlanPrediction):
     def visited(self) -> np.ndarray:
         """Buckets in which rows copied, or are to."""
         seen = self.times.evidence[..., 0].any(axis=(1, 2))
-        return np.flatnonzero(seen | np.array([plan is not None for plan in self.chosen]))
+        return np.flatnonzero(seen | self.at_plans)
+
+    @property
+    def at_plans(self) -> np.ndarray:
+        """Whether a plan is played, by bucket."""
+        return np.array([plan is not None for plan in self.chosen])
 
     def estimates(self, buckets: np.ndarray, tokens: FloatArray, most: int = 2) -> list[list[PlanEstimate]]:
         """In each bucket the plan that is played, if it copies, and then the best others, `most` in all."""
