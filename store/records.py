@@ -69,7 +69,7 @@ class ReportRow(NamedTuple):
     num_steps: how many steps that were alike it stands for. Where these are several, seq is of the first, latency_s and
     mean_context_length are means, latency_sd_s is the standard deviation, histograms are sums over the steps, and
     num_accepted_tokens is per step, rounded down.
-    copying: JSON text of what copying did, and under "read" of what was read, whatever the plan; None where neither is.
+    copying: JSON text of what copying did, and under "read" and "reviews" of what was read and reviewed, whatever the plan.
     draft_prompt_s: of the draft model since the report before.
     """
 

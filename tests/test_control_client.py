@@ -13,13 +13,7 @@ from speclen.controller.service.streams import StreamSettings
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
-from speclen.worker.reporting.control_client import (
-    MAX_PROBE_STEPS,
-    ControlClient,
-    ControlSettings,
-    ReportBuffer,
-    WorkerCard,
-)
+from speclen.worker.reporting.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
 from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
 from speclen.worker.reporting.steadiness import CONTRARY_STEPS
@@ -245,30 +239,6 @@ def test_a_probe_of_several_steps_ends_with_the_one_that_tells_of_it():
     assert choices((2, False), (3, False), (4, False)) == [(2, 0), (1, 0), (1, 9)]
     assert choices((4, False), (5, False), (4, False)) == [(1, 0), (2, 0), (2, 0)]
     assert choices((4, False), (4, True), (4, False)) == [(1, 0), (2, 0), (2, 0)]
-
-
-def test_a_probe_of_many_steps_goes_on_while_prompts_come_along():
-    control = client(probe_steps=2)
-
-    def choices(*steps: tuple[int, bool]) -> list[tuple[int, int]]:
-        probe = pb.Probe(probe_id=9, batch_min=3, batch_max=8, speculation_length=1, valid_for_s=60, num_steps=4)
-        control._add_probes([probe])
-        made = [control.choice_for(batch_size, with_prompts) for batch_size, with_prompts in steps]
-        assert not control._incoming
-        assert not control._probes
-        return [(choice.speculation_length, choice.probe_id) for choice in made]
-
-    steps = [(4, True), (4, False), (5, True), (8, False), (3, True), (4, False)]
-    assert choices(*steps) == [(2, 0), (1, 0), (1, 0), (1, 0), (1, 9), (2, 0)]
-    assert choices((4, False), (2, False), (4, False)) == [(1, 0), (2, 0), (2, 0)]
-
-
-def test_nobody_has_a_worker_try_something_for_ever():
-    control = client()
-    control._add_probes([pb.Probe(probe_id=9, batch_min=1, batch_max=8, valid_for_s=60, num_steps=2**31)])
-    made = [control.choice_for(1) for _ in range(MAX_PROBE_STEPS + 1)]
-    assert [choice.speculation_length for choice in made] == [0] * MAX_PROBE_STEPS + [2]
-    assert made[MAX_PROBE_STEPS - 1].probe_id == 9
 
 
 def test_an_old_probe_is_forgotten():

@@ -20,7 +20,15 @@ ALLOWED = {
     "worker.drafting": set(),
     "worker.requests": {"worker.drafting", "worker.sampling"},
     "worker.structured": {"worker.requests"},
-    "worker.engine": {"worker.drafting", "worker.models", "worker.backends", "worker.sampling", "worker.requests"},
+    "worker.reviewing": {"worker.drafting", "worker.backends", "worker.sampling", "worker.requests"},
+    "worker.engine": {
+        "worker.drafting",
+        "worker.models",
+        "worker.backends",
+        "worker.sampling",
+        "worker.requests",
+        "worker.reviewing",
+    },
     "worker.config": {"worker.models.naming", "transport", "worker.drafting"},
     "worker.reporting": {"v1", "transport", "worker.drafting", "worker.models", "worker.engine"},
     "worker.profiling": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,18 +15,9 @@ from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, T
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.plans.learning import HARDER_STEPS, plans_before
-from speclen.controller.estimator.plans.learning import _in_the_long_run as in_the_long_run_of_one
+from speclen.controller.estimator.plans.learning import plans_before
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
-from speclen.controller.estimator.plans.stints import (
-    STINT_CAP_STEPS,
-    STINT_SHARE,
-    STINT_STEPS,
-    UNASKED_S,
-    Stint,
-    Stints,
-    Try,
-)
+from speclen.controller.estimator.plans.reviews import OutputReview, Reviews
 from speclen.controller.estimator.reports import read_by
 from speclen.controller.estimator.times.steps import spans_of
 
@@ -63,24 +55,21 @@ class Played:
         return report_of(plan, done, seconds * float(np.exp(0.05 * self.rng.standard_normal())), MACHINE)
 
     def serve(self, num_groups: int) -> None:
-        """Groups of eight steps; a probe is taken after each, and done first thing in the next, and on."""
-        probe, left = None, 0
+        """Groups of eight steps; a probe is taken after each, and done first thing in the next."""
+        probe = None
         for number in range(num_groups):
             batch = (4, 8)[number // 10 % 2]
             group = []
             for _ in range(8):
                 plan = self.plan(batch)
-                if probe is not None and left and probe.bucket.batch_min <= batch <= probe.bucket.batch_max:
-                    plan, left = probe.plan or Plan(probe.speculation_length), left - 1
-                else:
-                    left = 0
+                if probe is not None and probe.bucket.batch_min <= batch <= probe.bucket.batch_max:
+                    plan = probe.plan or Plan(probe.speculation_length)
+                probe = None
                 group.append(self.step(batch, plan))
             self.estimator.observe(KEY, group, "w")
             self.num_steps += 8
-            if not left:
-                limits = self.limits.max_speculation_length, "w", self.limits.max_copied_tokens
-                probe = self.estimator.take_probe(KEY, batch, *limits)
-                left = 0 if probe is None else max(probe.num_steps, 1)
+            limits = self.limits.max_speculation_length, "w", self.limits.max_copied_tokens
+            probe = self.estimator.take_probe(KEY, batch, *limits)
 
 
 def tokens_under(text: Text, plan: Plan) -> float:
@@ -139,27 +128,26 @@ def test_exploring_stays_within_what_was_earned(text):
     played.serve(60)
     choice = played.estimator.context(KEY).main.choice
     longest = float(choice.seconds.max())
-    start = (2 * (CAP_STEPS + CAP_STEPS_AT_ZERO) + STINT_CAP_STEPS) * longest
-    assert choice.probe_s <= (SHARE_AT_ZERO + STINT_SHARE) * played.spent_s + start
+    start = 2 * (CAP_STEPS + CAP_STEPS_AT_ZERO) * longest
+    assert choice.probe_s <= SHARE_AT_ZERO * played.spent_s + start
 
 
-def served_at_8_rows():
-    """Plans, lengths and tokens by length of the last bucket, after a while of repeating text."""
-    played = Played(REPEATING)
+def served_at_8_rows(text: Text = REPEATING):
+    """Plans, lengths and tokens by length of the last bucket, after a while."""
+    played = Played(text)
     context = played.estimator.context(KEY)
     assert context.main.plans is not None
-    context.main.plans.stints.credit_s = -UNASKED_S  # they would tell of lengths
     played.serve(40)
     return context.main.plans, context.main.choice, context.tokens(context.main)[[7]]
 
 
 def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
     """Where a poor plan that copies alone is played, one with drafts is tried once the account is full, and is charged."""
-    plans, choice, tokens = served_at_8_rows()
+    plans, choice, tokens = served_at_8_rows(replace(REPEATING, draft_right=(0.85, 0.9)))
     plans.chosen[7] = Plan(0, 8, 4)
     resume_s = 3.0 * float(plans.assess(np.array([7]), tokens).seconds[0, plans.place[Plan(0, 8, 4)]])
     for credit, may_draft in ((0.9 * CAP_STEPS, False), (CAP_STEPS, True)):
-        choice.credit[7], plans.stints.credit_s = credit, 0.0
+        choice.credit[7] = credit
         plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
         assert plan is not None
         assert bool(plan.draft_length) == may_draft, str(plan)
@@ -175,82 +163,21 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
     assert choice.credit[7] == pytest.approx(0.9 * CAP_STEPS - LEAST_CHARGE)
 
 
-def test_the_best_length_has_stints_whatever_is_believed_of_it():
-    """Both are known from unlike steps: what is wrongly believed of lengths would keep plans in their place for ever."""
-    plans, choice, tokens = served_at_8_rows()
-    plans.chosen[7] = best = plans.chosen[7] or Plan(2, 3, 8)
-    known = plans.assess(np.array([7]), tokens)
-    seconds = float(known.seconds[0, plans.place[best]])
-    promised = float(known.tokens[0, plans.place[best]]) / seconds
-    length, stints = 1 + int(choice.goodput[7, 1:].argmax()), plans.stints
-    loss = float(choice.seconds[7, length]) / seconds * (1.0 - float(choice.goodput[7, length]) / promised)
-    assert loss > 0.05, "dear, so that no hope would ask for it"
-    steps = min(STINT_STEPS, int(STINT_CAP_STEPS / loss))
-    cost_s = steps * loss * seconds
-    choice.credit[7], stints.credit_s, before = 0.0, 0.0, choice.probe_s
-    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None
-    stints.earn(0.99 * cost_s / STINT_SHARE)
-    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None, "it is saved up for"
-    stints.earn(0.02 * cost_s / STINT_SHARE)
-    stint = plans.probe(7, tokens, choice, (4, 16), 0.0)
-    assert isinstance(stint, Stint)
-    assert (stint.plan, stint.num_steps) == (Plan(length), steps)
-    assert stint.first <= 7 == stint.last
-    assert choice.probe_s - before == pytest.approx(cost_s)
-    assert stints.credit_s == pytest.approx(0.01 * cost_s)
-    assert plans.probe(7, tokens, choice, (4, 16), 0.0) is None
-
-
-def test_short_steps_leave_what_is_saved_up_for_long_ones():
-    """Where batches are small for a while, their stints must not take all, or large ones would never have any."""
-    plans, choice, _ = served_at_8_rows()
-    stints = Stints(plans.times.rows)
-    long = Try(Plan(2, 3, 8), 0.0, float(choice.seconds[7].max()), 1.2 * float(choice.goodput[7].max()))
-    assert stints.take(7, choice, long, 4, 0.0) is not None
-    stints.credit_s = cost_s = STINT_CAP_STEPS * long.seconds
-    short = long._replace(seconds=0.1 * float(choice.seconds[0].min()), goodput=1e3 * float(choice.goodput[0].max()))
-    stints.take(0, choice, short, 4, 0.0)
-    assert stints.credit_s >= cost_s - STINT_CAP_STEPS * short.seconds
-
-
-def test_what_a_stint_costs_can_be_saved_up_or_it_is_not_taken():
-    plans, choice, _ = served_at_8_rows()
-    length, seconds = int(choice.lengths[7]), float(choice.seconds[7].max())
-    for better in (1.0, 1.001, 1.1, 2.0, 50.0, 1e9):
-        usual = Try(Plan(2, 3, 8), 0.0, seconds, better * float(choice.goodput[7, length]))
-        for resume in (0.0, 1.0, 1e6):
-            plans.stints.earn(1e9)
-            stint = plans.stints.take(7, choice, usual, 4, resume)
-            assert stint is None or 0 < stint.num_steps <= STINT_STEPS
-            assert 0.0 <= plans.stints.credit_s <= STINT_CAP_STEPS * seconds
-    assert plans.stints.take(7, choice, usual, 0, 0.0) is None, "plain decoding puts out one token in any text"
-    dear = usual._replace(seconds=0.2 * seconds, goodput=5.0 * float(choice.goodput[7, length]))
-    plans.stints.earn(1e9)
-    assert plans.stints.take(7, choice, dear, 4, 0.0, least_steps=9) is None, "it pays for two steps"
-    quick = usual._replace(seconds=1e-3 * seconds)
-    plans.stints.earn(1e9)
-    assert plans.stints.take(7, choice, quick, 4, 0.0) is None, "not one step of it could be saved up for"
-
-
-def test_lengths_that_go_on_for_a_dozen_steps_after_copies_still_count_as_tried():
-    plans = Estimator()
-    plans.add_context(KEY, LIMITS)
-    main = plans.context(KEY).main.plans
-    assert main is not None
+def test_the_plan_before_a_step_is_that_of_its_own_worker():
+    estimator = Estimator()
+    estimator.add_context(KEY, LIMITS)
+    plans = estimator.context(KEY).main.plans
+    assert plans is not None
     copied = Plan(2, 3, 8)
 
     def told(plan: Plan) -> StepObservation:
         copying = Copies(copied, 4, 4, 8, ()) if plan.copy_min_match else None
         return StepObservation(4, plan.draft_length, 0.01, (4,) + (0,) * plan.draft_length, 9.0, copying=copying)
 
-    many = [Plan(3)] * HARDER_STEPS
-    played = [Plan(2), copied, *many, Plan(3), copied, Plan(3)]
+    played = [Plan(2), copied, Plan(3), copied]
     steps = [told(plan) for plan in played]
-    expected = [Plan(), Plan(2), *[copied] * HARDER_STEPS, Plan(3), Plan(3), copied]
-    assert plans_before(main, steps, spans_of(["w"] * len(steps))) == expected
-    assert plans_before(main, steps[:1], spans_of(["w"])) == [copied], "the next group goes on"
-    main.last.clear()
-    assert [plans_before(main, [step], spans_of(["w"]))[0] for step in steps] == expected
+    assert plans_before(plans, steps, spans_of(["a", "a", "b", "b"])) == [Plan(), Plan(2), Plan(), Plan(3)]
+    assert plans_before(plans, steps[:2], spans_of(["b", "a"])) == [copied, copied], "the next group goes on"
 
 
 def test_a_worker_without_a_draft_model_learns_to_copy():
@@ -405,118 +332,76 @@ def test_on_recorded_texts_one_plan_tells_what_the_others_put_out(taught, reads)
     assert np.std(errors) < (0.04 if reads else 0.1)
 
 
-def test_rows_after_copies_count_as_steps_of_a_length_would_have_them():
-    """40% of the text behind matches; a fifth of the rows after copies: in the long run tokens per text, not per step."""
-    matched, alone = np.array([0.9, 0.81, 0.729]), np.array([0.5, 0.2, 0.1])
-    text, share = 0.4, 0.2
-    passed = 100.0 * (share * matched + (1.0 - share) * alone)
-    rows = np.stack([np.append(100.0, passed[:-1]), passed])
-    survival = np.array([0.6, 0.4, 0.3])
-    for _ in range(30):
-        counted = in_the_long_run_of_one(rows, survival, alone, share, text)
-        survival = (counted[1] / counted[0]).cumprod()
-    tokens = 1.0 / (text / (1.0 + matched.sum()) + (1.0 - text) / (1.0 + alone.sum()))
-    assert 1.0 + survival.sum() == pytest.approx(tokens, rel=1e-6)
-    assert (counted[0] >= counted[1]).all()
-    assert counted[0, 0] < 100.0, "fewer rows than were seen stand for it"
+def truth_of(mix: str) -> Reviews:
+    """Steps that every plan takes through all recorded texts of a mix."""
+    texts, reviews = recorded_texts(mix), Reviews(8, 6, 3)
+    for begin in texts.begins.tolist():
+        review = texts.review(begin)
+        reviews.sums[review.request_class] += reviews._count(review)
+        reviews.tokens[review.request_class, 0] += len(review.matches)
+    return reviews
 
 
 @pytest.mark.parametrize("mix", ["mixed", "copying"])
-def test_lengths_tried_after_copies_are_believed_to_be_nearly_as_good_as_they_are(mix):
-    """Every tenth step at length 3 beside a plan; counted as they are, such steps say 0.92 and 0.945 of the truth."""
-    plan, text = Plan(3, 3, 8), recorded_texts(mix)
-    truth = text.rows(64, np.random.default_rng(9))
-    tokens = np.mean([1.0 + truth.step(Plan(3), 64).accepted.mean() for _ in range(1000)])
-    believed = []
+@pytest.mark.parametrize("played", [Plan(3, 3, 8), Plan(0, 3, 8), Plan(4), Plan(0)])
+def test_outputs_tell_what_every_plan_makes_of_them_whichever_is_played(mix, played):
+    """Tokens per step of all lengths and plans after 250 outputs, of which each is worth some 30% of scatter.
+
+    Steps of one plan alone say 0.92 of length 3 beside plans that copy, and less of requests that are unlike.
+    """
+    text, truth, errors = recorded_texts(mix), truth_of(mix), []
+    tokens = truth.tokens.sum() / truth.sums[:, :, 0].sum(axis=0)
     for seed in range(3):
         estimator, rows = Estimator(), text.rows(8, np.random.default_rng(seed))
         estimator.add_context(KEY, Limits(16, 8, 16))
-        for _ in range(200):
-            group = [*[plan] * 9, Plan(3)]
-            estimator.observe(KEY, [report_of(each, rows.step(each, 8), 0.01, MACHINE) for each in group], "w")
-        survival = estimator.survival(KEY, estimator.bucket_index(KEY, 8))
-        believed.append(1.0 + sum(survival[:3]))
-    assert 0.94 < np.mean(believed) / tokens < 1.02
+        context = estimator.context(KEY)
+        while context.main.acceptance.reviews.num_outputs < 250:
+            group = [report_of(played, rows.step(played, 8), 0.01, MACHINE) for _ in range(10)]
+            estimator.observe(KEY, group, "w")
+        assert context.main.plans is not None
+        lengths = context.tokens(context.main)[[7]]
+        plans = context.main.plans.assess(np.array([7]), lengths).tokens
+        errors.append(np.log(np.append(lengths[0], plans[0]) / tokens))
+    told = np.mean(errors, axis=0)
+    assert abs(told).max() < 0.07
+    assert abs(told.mean()) < 0.035
 
 
-def test_lengths_are_tried_after_copies_beside_a_worker_that_drafts_further():
-    """Acceptance belongs to the pair, so another device's longer drafts make it longer than what plans know here."""
-    estimator, rows = Estimator(), recorded_texts("mixed").rows(8, np.random.default_rng(0))
-    other = ContextKey("t", "d", "cuda", "float32")
-    estimator.add_context(KEY, LIMITS)
-    estimator.add_context(other, Limits(8, 12, 16))
-    for number in range(60):
-        group = [*[Plan(3, 3, 8)] * 9, Plan(3)]
-        found = estimator.observe(KEY, [report_of(each, rows.step(each, 8), 0.01, MACHINE) for each in group], "w")
-        group = [Plan(12)] * 2
-        estimator.observe(other, [report_of(each, rows.step(each, 8), 0.01, MACHINE) for each in group], "v")
-        assert not any(event.factor == "reset" for event in found.drift_events), number
+def test_a_class_of_requests_whose_outputs_become_others_is_counted_anew():
+    """Greedy texts of which every draft is right, then none: found within a dozen outputs, and not by those alike."""
+    right, wrong = (OutputReview(0, *[bytes(64)] * 3, bytes([at] * 64)) for at in (1, 0))
+    reviews = Reviews(8, 6, 3)
+    reviews.learn([(right, 2, 1.0)] * 300)
+    assert reviews.num_outputs > 200
+    before = float(reviews.steps_at_lengths()[0, 4])
+    reviews.learn([(wrong, 2, 1.0)] * 12)
+    assert reviews.num_outputs < 40
+    assert before == pytest.approx(0.21, abs=0.02)
+    reviews.learn([(wrong, 2, 1.0)] * 60)
+    assert reviews.steps_at_lengths()[0, 4] > 0.75
 
 
-class Smooth:
-    """Plain and copying steps of a machine whose every verified token costs the same, but for plain ones of 16 rows."""
-
-    LIMITS = Limits(16, 3, 16)
-
-    def __init__(self) -> None:
-        self.estimator, self.rng = Estimator(), np.random.default_rng(3)
-        self.estimator.add_context(KEY, self.LIMITS)
-
-    def seconds(self, batch: int, length: int) -> float:
-        return (0.008 + 0.0005 * batch * (1 + length) + 0.0008 * length) * (0.7 if (batch, length) == (16, 0) else 1.0)
-
-    def plain(self, batch: int, length: int, factor: float = 1.0) -> StepObservation:
-        seconds = factor * self.seconds(batch, length) * float(np.exp(0.04 * self.rng.standard_normal()))
-        return StepObservation(batch, length, seconds, (0,) * length + (batch,), 100.0)
-
-    def copying(self, batch: int, factor: float = 1.0) -> StepObservation:
-        """Half of the rows copy four tokens, of which two are right, and half draft two."""
-        half, plan = batch // 2, Plan(2, 3, 4)
-        verified = batch + 4 * half + 2 * half
-        seconds = factor * (0.008 + 0.0005 * verified + 0.0016) * float(np.exp(0.04 * self.rng.standard_normal()))
-        told = Copies(plan, batch, half, verified, (CopiedRun(5, 4, 2, half),))
-        return StepObservation(batch, 2, seconds, (half, 0, half), 100.0, False, False, copying=told)
-
-    def observe(self, steps: list[StepObservation]) -> int:
-        """How many changes were found."""
-        groups = [steps[at : at + 8] for at in range(0, len(steps), 8)]
-        return sum(len(self.estimator.observe(KEY, group, "w").drift_events) for group in groups)
-
-    def believed(self, batch: int, length: int) -> float:
-        rows = self.estimator.learned_rows(KEY, "w")
-        cells = {(row.bucket.batch_max, row.estimate.speculation_length): row.estimate.step_s for row in rows}
-        return cells[batch, length]
+def test_classes_of_requests_have_their_own_steps_and_loads_their_own_classes():
+    """Greedy requests, all of whose drafts are right, come alone; hot ones, none of whose are, with others."""
+    easy, hard = (OutputReview(kind, *[bytes(64)] * 3, bytes([at] * 64)) for kind, at in ((0, 1), (2, 0)))
+    reviews = Reviews(4, 6, 3)
+    reviews.learn([(easy, 0, 1.0), (hard, 4, 1.0)] * 400)
+    alone, together = reviews.rates().steps[[0, 4], 4]
+    assert alone == pytest.approx(0.2, abs=0.06)
+    assert together == pytest.approx(1.0, abs=0.06)
+    assert reviews.rates().steps[2, 4] == pytest.approx(0.6, rel=0.1), "nothing was seen there: as all together"
 
 
-@pytest.fixture
-def taught_machine() -> Smooth:
-    """Plain steps of all lengths, then steps of fewer rows that copied."""
-    played = Smooth()
-    cells = [(batch, length) for batch in (1, 2, 4, 8, 16) for length in range(4)]
-    played.observe([played.plain(*cells[number % len(cells)]) for number in range(600)])
-    played.observe([played.copying((4, 8)[number // 8 % 2]) for number in range(400)])
-    return played
-
-
-def test_a_step_without_a_match_takes_what_a_plain_one_took(taught_machine):
-    """Where plain steps do not lie on the smooth surface, plans that copy alone begin where those are."""
-    context = taught_machine.estimator.context(KEY)
-    times = context.group_of("w").plans.times
-    at = np.array([context.buckets[-1].index])
-    seconds = times.predict(at, np.zeros(1), np.zeros(1), np.array([16.0]))[0]
-    assert seconds[0] == pytest.approx(taught_machine.seconds(16, 0), rel=0.1)
-
-
-def test_plain_times_come_back_although_nobody_plays_plain_steps(taught_machine):
-    """A slow while that was taken for a change, and from then on copying alone."""
-    played = taught_machine
-    changes = 0
-    for number in range(100):
-        batch, length = (4, 8)[number % 2], number // 2 % 4
-        changes += played.observe([played.plain(batch, length, factor=1.8) for _ in range(8)])
-        changes += played.observe([played.copying(batch, factor=1.8) for _ in range(8)])
-    assert changes > 0
-    assert played.believed(4, 0) > 1.4 * played.seconds(4, 0)
-    played.observe([played.copying((4, 8)[number // 8 % 2]) for number in range(800)])
-    for batch in (4, 8):
-        assert played.believed(batch, 0) == pytest.approx(played.seconds(batch, 0), rel=0.2)
+def test_reviews_go_through_the_stored_state():
+    played, text = Estimator(), recorded_texts("mixed")
+    played.add_context(KEY, Limits(16, 8, 16))
+    rows = text.rows(8, np.random.default_rng(0))
+    for _ in range(40):
+        group = [report_of(Plan(3), rows.step(Plan(3), 8), 0.01, MACHINE) for _ in range(10)]
+        played.observe(KEY, group, "w")
+    assert played.acceptance(KEY.pair).reviews.num_outputs > 10
+    again = Estimator()
+    states = [json.loads(json.dumps(each)) for each in (played.export_state(KEY), played.export_pair_state(KEY.pair))]
+    again.restore(KEY, Limits(16, 8, 16), *states)
+    assert (again.acceptance(KEY.pair).tokens == played.acceptance(KEY.pair).tokens).all()
+    assert again.table(KEY) == played.table(KEY)

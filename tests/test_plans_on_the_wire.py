@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 from test_control_client import MAX_BATCH, MAX_LENGTH, QUICK, FakeController, card, start, until
 from test_controller_ingest import read
 
-from speclen.controller.estimator.core import Bucket, Choice, Limits, Probe, Table
+from speclen.controller.estimator.core import Bucket, Choice, Limits, Table
 from speclen.controller.estimator.plans import plan as controller_plan
 from speclen.controller.wire.flags import named_flags
-from speclen.controller.wire.messages import probe_message, table_message
+from speclen.controller.wire.messages import table_message
 from speclen.controller.wire.stored import observation_of
 from speclen.controller.wire.validation import FLAG_NAMES, read_flags
 from speclen.store.records import ReportRow
@@ -25,6 +25,7 @@ from speclen.worker.engine.length_chooser import CopiedRun, CopyReport, LengthCh
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.reporting.messages import plan_of, to_plan, to_report
+from speclen.worker.reviewing.output import CopyReview, OutputReview
 
 PLAN = Plan(2, 3, 8)
 RUNS = (CopiedRun(3, 8, 2, 1), CopiedRun(16, 8, 8, 2))
@@ -124,6 +125,55 @@ def test_what_is_not_plausible_about_reading_is_refused_by_name(field: str, coun
 def test_a_match_length_is_told_once() -> None:
     twice = dataclasses.replace(COPIED, copying=None, flags=frozenset(), read=((3, 1, 1), (3, 2, 1)))
     assert "each may be there once" in read(to_report(1, LengthChoice(2), twice))[1][0]
+
+
+REVIEW = OutputReview(1, CopyReview(bytes([0, 3, 16]), bytes([0, 8, 2]), bytes([0, 8, 0])), bytes([1, 0, 1]))
+
+
+@pytest.mark.parametrize("copying", [COPIED.copying, None])
+def test_what_was_reviewed_is_learned_from_also_once_it_was_stored(copying: CopyReport | None) -> None:
+    flags = frozenset({StepFlag.COPIED}) if copying else frozenset()
+    alone = REVIEW._replace(drafted=b"")
+    step = dataclasses.replace(COPIED, copying=copying, flags=flags, reviews=(REVIEW, alone))
+    report = to_report(1, LengthChoice.of(PLAN) if copying else LengthChoice(2), step)
+    group, refusals = read(report)
+    assert refusals == []
+    (observation,) = group.observations
+    assert [each.request_class for each in observation.reviews] == [1, 1]
+    assert [each[1:] for each in observation.reviews] == [(*REVIEW.copies, each) for each in (REVIEW.drafted, b"")]
+    assert observation_of(ReportRow(1, *group.rows[0])) == observation
+    # A controller of the version before does not know it.
+    assert old("StepReport", report).batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("says", "changed"),
+    [
+        ("reviews.request_class", {"request_class": 0}),
+        ("reviews.request_class", {"request_class": 4}),
+        ("tokens in reviews.matches", {"matches": b"", "proposed": b"", "copied": b"", "drafted": b""}),
+        ("tokens in reviews.matches", dict.fromkeys(("matches", "proposed", "copied", "drafted"), bytes(1025))),
+        ("as many bytes", {"proposed": bytes(2)}),
+        ("as many bytes", {"drafted": bytes(4)}),
+        ("reviews.matches", {"matches": bytes([0, 17, 0])}),
+        ("reviews.proposed", {"proposed": bytes([0, 65, 2])}),
+        ("reviews.drafted", {"drafted": bytes([0, 2, 0])}),
+        ("more tokens than reviews.proposed", {"copied": bytes([1, 8, 0])}),
+    ],
+)
+def test_what_is_not_plausible_about_reviews_is_refused_by_name(says: str, changed: dict[str, Any]) -> None:
+    step = dataclasses.replace(COPIED, copying=None, flags=frozenset(), reviews=(REVIEW,))
+    report = to_report(1, LengthChoice(2), step)
+    for name, value in changed.items():
+        setattr(report.reviews[0], name, value)
+    group, refusals = read(report)
+    assert group.observations == []
+    assert says in refusals[0]
+
+
+def test_no_report_reviews_outputs_without_end() -> None:
+    many = dataclasses.replace(COPIED, copying=None, flags=frozenset(), reviews=(REVIEW,) * 17)
+    assert "16 are allowed" in read(to_report(1, LengthChoice(2), many))[1][0]
 
 
 @pytest.mark.parametrize(
@@ -297,9 +347,3 @@ def test_probes_of_plans_are_used_once_and_within_the_limits(plan: Plan, used: b
     control = followed(controller, max_copied=8)
     assert control.choice_for(2) == (LengthChoice(1, 1, 5, plan) if used else LengthChoice(1, 1))
     assert control.choice_for(2) == LengthChoice(1, 1)
-
-
-def test_a_probe_of_many_steps_says_how_many():
-    message = probe_message(Probe(7, Bucket(3, 2, 8), 2, None, 64), 2.0)
-    assert (message.probe_id, message.batch_min, message.batch_max, message.num_steps) == (7, 2, 8, 64)
-    assert probe_message(Probe(8, Bucket(3, 4, 4), 2), 2.0).num_steps == 0

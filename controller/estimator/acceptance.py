@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.plans.reviews import BELIEVED, TAUGHT_PRIOR, Reviews, believed
 from speclen.controller.estimator.times.change import Change
 
 # Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
@@ -71,16 +72,17 @@ class Acceptance:
     """Acceptance by class, band and position of one pair. Position 0 is the first draft token.
 
     rows: how many reached and passed each position, fading, [classes, bands, 2, positions]. Sums of it are counts of a class
-    and of everybody, to which those of a band are drawn.
+    and of everybody, to which those of a band are drawn. reviews: of whole outputs, to which expected tokens are drawn.
     """
 
-    STATE = ("rows", "ratios", "first", "detectors")
+    STATE = ("rows", "ratios", "first", "detectors", "reviews")
 
     def __init__(self, num_positions: int, num_bands: int, num_classes: int = 1) -> None:
         self.first = COLD_ACCEPTANCE
         self.ratios = np.full(num_positions, COLD_RATIO)
         self.rows = np.zeros((num_classes, num_bands, 2, num_positions))
         self.detectors = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
+        self.reviews = Reviews(num_positions, num_bands, num_classes)
         self.version = 0  # grows with every change
         self.renew()
 
@@ -96,7 +98,7 @@ class Acceptance:
         counts, tokens, most = self.rows.reshape(-1), self.tokens.reshape(-1), self.shape[2] + 1.0 + 1e-6
         least, largest = np.minimum.reduce, np.maximum.reduce
         few = counts.size == 0 or bool(least(counts) >= 0.0 and largest(counts) < MOST_COUNT)
-        return few and bool(least(tokens) >= 1.0 and largest(tokens) <= most)
+        return few and self.reviews.sound and bool(least(tokens) >= 1.0 and largest(tokens) <= most)
 
     def extend(self, num_positions: int, num_bands: int) -> None:
         """Make room for longer lengths and larger batches; never shrinks."""
@@ -104,6 +106,7 @@ class Acceptance:
         more, higher = (0, max(0, num_positions - positions)), (0, max(0, num_bands - bands))
         self.ratios = np.append(self.ratios, np.full(more[1], COLD_RATIO))
         self.rows = np.pad(self.rows, ((0, 0), higher, (0, 0), more))
+        self.reviews = self.reviews.extended(self.shape[2], self.shape[1])
         self.renew()
 
     def seed(self, survival: tuple[float, ...], num_rows: tuple[int, ...]) -> None:
@@ -170,6 +173,7 @@ class Acceptance:
         """Keep a few rows of every class: some of what was counted was not true."""
         for kind in range(self.shape[0]):
             self._forget(kind)
+            self.reviews.forget(kind)
         self.renew()
 
     def _forget(self, kind: int) -> None:
@@ -192,6 +196,12 @@ class Acceptance:
         survival = np.ones((*self.acceptance.shape[:2], len(shared) + 1))
         np.multiply.accumulate(self.acceptance, 2, out=survival[:, :, 1:])
         self.tokens = np.add.accumulate(survival, 2)
+        if self.reviews.num_outputs:
+            taught, seen = self.tokens, self.reviews.outputs.sum(axis=1)[:, None, None]
+            steps = seen * self.reviews.steps_at_lengths()[:, None] + TAUGHT_PRIOR / taught
+            told, within = (seen + TAUGHT_PRIOR) / steps, np.append(1.0, believed(self.everybody[0], BELIEVED))
+            told = np.minimum(np.maximum(told, taught / within), taught * within)
+            self.tokens = np.minimum(np.maximum(told, 1.0), np.arange(1.0, taught.shape[2] + 1.0))
         self.version += 1
 
     def of_band(self) -> FloatArray:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.plans.plan import Copies, Plan
+from speclen.controller.estimator.plans.reviews import OutputReview
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     read: (match, tokens, right ones) of output that was read since the worker told it last, whatever its plans: how many
     stood behind a match of so many tokens, and how many of those a copy would have been right about.
     draft_prompt_s: that the draft model was fed prompts for since the worker told it last.
+    reviews: of outputs that ended in it, some of them.
     """
 
     batch_size: int
@@ -89,6 +91,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     copying: Copies | None = None
     read: tuple[tuple[int, int, int], ...] = ()
     draft_prompt_s: float = 0.0
+    reviews: tuple[OutputReview, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,17 +217,12 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An exploratory length, or a plan that copies, for one worker's next steps at batch sizes of a bucket.
-
-    num_steps: how many; 0 if as many as that worker takes to show a plan's time. A longer one's bucket may be wider than the
-    one that it is for.
-    """
+    """An exploratory length, or a plan that copies, for as many steps of one worker as it takes to show a plan's time."""
 
     probe_id: int
     bucket: Bucket
     speculation_length: int
     plan: Plan | None = None
-    num_steps: int = 0
 
 
 @dataclass(slots=True)

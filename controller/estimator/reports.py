@@ -33,8 +33,8 @@ class Reports:
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], spans: Spans, limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying, read, _ = zip(
-            *steps, strict=True
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying, read, _, _ = (
+            zip(*steps, strict=True)
         )
         for name, values, most in (
             ("batch_size", batch, limits.max_batch_size),
@@ -112,6 +112,7 @@ def _sum(members: Sequence[StepObservation]) -> StepObservation:
         num_steps=num_steps,
         read=read_by(members),
         draft_prompt_s=sum(each.draft_prompt_s for each in members),
+        reviews=tuple(chain.from_iterable(each.reviews for each in members)),
     )
 
 
@@ -151,7 +152,7 @@ def typical(observation: StepObservation) -> StepObservation:
     if observation.num_steps == 1:
         return observation
     rows = shared_out(observation.accepted_histogram, observation.batch_size)
-    return observation._replace(accepted_histogram=rows, by_class=(), num_steps=1, read=())
+    return observation._replace(accepted_histogram=rows, by_class=(), num_steps=1, read=(), reviews=())
 
 
 def shared_out(runs: Sequence[int], total: int) -> tuple[int, ...]:

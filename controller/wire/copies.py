@@ -1,11 +1,13 @@
-"""What copying did in a step, and what was read: from the message to the estimator's values, to text, and back."""
+"""What copying did in a step, what was read and reviewed: from messages to the estimator's values, to text, and back."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from speclen.controller.estimator.plans.plan import MAX_COPIED, MAX_MATCH, CopiedRun, Copies, Plan
+from speclen.controller.estimator.plans.reviews import OutputReview
 from speclen.controller.wire.flags import Flags
 from speclen.controller.wire.validation import MAX_LENGTH, InvalidMessageError, check_range
 from speclen.v1 import control_pb2 as pb
@@ -13,19 +15,53 @@ from speclen.v1 import control_pb2 as pb
 # Tokens of one match length that one report may tell: more than all rows of a worker put out in a window of a minute.
 MOST_READ = 2**20
 
+# Outputs that one report may review, and their tokens.
+MOST_REVIEWS, MOST_REVIEWED = 16, 1024
+NUM_CLASSES = 3
+
 Read = tuple[tuple[int, int, int], ...]  # match, tokens, right ones
+Reviews = tuple[OutputReview, ...]
 
 
-def copies_of(report: pb.StepReport, flags: Flags) -> tuple[Copies | None, Read, str | None] | InvalidMessageError:
-    """What copying may teach, None where other flags forbid it; what was read; all of it as JSON text; or why not."""
+class Told(NamedTuple):
+    """What copying may teach, None where other flags forbid it; what was read, and reviewed; all of it as JSON text."""
+
+    copies: Copies | None = None
+    read: Read = ()
+    reviews: Reviews = ()
+    text: str | None = None
+
+
+def told_by(report: pb.StepReport, flags: Flags) -> Told | InvalidMessageError:
+    """What a report tells beside its step; or why not."""
     try:
-        read = _read(report)
-        if not report.HasField("copying"):
-            return None, read, _text(None, read) if read else None
-        copies = _copies(report, flags)
+        read, reviews = _read(report), _reviews(report)
+        copies = _copies(report, flags) if report.HasField("copying") else None
     except InvalidMessageError as error:
         return InvalidMessageError(error.reason, f"report {report.seq}: {error}")
-    return copies if flags.copies_teach else None, read, _text(copies, read)
+    return Told(copies if flags.copies_teach else None, read, reviews, _text(copies, read, reviews))
+
+
+def _reviews(report: pb.StepReport) -> Reviews:
+    if len(report.reviews) > MOST_REVIEWS:
+        raise InvalidMessageError("reviews", f"reviews has {len(report.reviews)} entries; {MOST_REVIEWS} are allowed")
+    return tuple(_review(each) for each in report.reviews)
+
+
+def _review(review: pb.OutputReview) -> OutputReview:
+    matches, proposed, copied, drafted = review.matches, review.proposed, review.copied, review.drafted
+    check_range("reviews.request_class", review.request_class, 1, NUM_CLASSES)
+    check_range("the number of tokens in reviews.matches", len(matches), 1, MOST_REVIEWED)
+    if {len(proposed), len(copied), len(drafted) or len(matches)} != {len(matches)}:
+        raise InvalidMessageError(
+            "reviews", "matches, proposed, copied and drafted of a review must have as many bytes"
+        )
+    check_range("reviews.matches", max(matches), 0, MAX_MATCH)
+    check_range("reviews.proposed", max(proposed), 0, MAX_COPIED)
+    check_range("reviews.drafted", max(drafted, default=0), 0, 1)
+    if any(right > most for right, most in zip(copied, proposed, strict=True)):
+        raise InvalidMessageError("reviews", "reviews.copied has more tokens than reviews.proposed")
+    return OutputReview(review.request_class - 1, matches, proposed, copied, drafted)
 
 
 def _read(report: pb.StepReport) -> Read:
@@ -76,33 +112,38 @@ def _copies(report: pb.StepReport, flags: Flags) -> Copies:
     )
 
 
-def _text(copies: Copies | None, read: Read) -> str:
+def _text(copies: Copies | None, read: Read, reviews: Reviews) -> str | None:
     told: dict[str, object] = {}
     if copies is not None:
         plan = [*copies.plan[:3], int(copies.plan.draft_after_copy)]
         told = {"plan": plan, "searched": copies.num_searched_rows, "drafting": copies.num_drafting_rows}
         told |= {"verified": copies.num_verified_tokens, "runs": copies.runs}
-    return json.dumps(told | ({"read": read} if read else {}), separators=(",", ":"))
+    if read:
+        told["read"] = read
+    if reviews:
+        told["reviews"] = [[kind, *(each.hex() for each in texts)] for kind, *texts in reviews]
+    return json.dumps(told, separators=(",", ":")) if told else None
 
 
-def stored_copies(text: str | None, flags: Flags) -> tuple[Copies | None, Read]:
-    """What a stored report may teach of copying, and what was read.
+def stored_copies(text: str | None, flags: Flags) -> Told:
+    """What a stored report tells beside its step.
 
     KeyError, TypeError or ValueError for a text that is none of ours.
     """
     if text is None:
-        return None, ()
+        return Told()
     told = json.loads(text)
     read = tuple((match, tokens, right) for match, tokens, right in told.get("read", ()))
+    reviews = tuple(OutputReview(kind, *map(bytes.fromhex, texts)) for kind, *texts in told.get("reviews", ()))
     if not flags.copies_teach or "plan" not in told:
-        return None, read
+        return Told(None, read, reviews, text)
     copies = Copies(
         plan_of(told["plan"]),
         *(told["searched"], told["drafting"], told["verified"]),
         runs=tuple(CopiedRun(*run) for run in told["runs"]),
         teaches_latency=flags.copies_teach_latency,
     )
-    return copies, read
+    return Told(copies, read, reviews, text)
 
 
 def plan_of(numbers: Iterable[int]) -> Plan:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from operator import mul
 
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.estimator.plans.plan import Copies
-from speclen.controller.wire.copies import Read, copies_of
+from speclen.controller.wire.copies import Told, told_by
 from speclen.controller.wire.flags import Flags
 from speclen.controller.wire.validation import (
     MAX_CONTEXT_LENGTH,
@@ -39,7 +38,7 @@ ByClass = tuple[tuple[int, tuple[int, ...]], ...]
 _histograms: dict[tuple[int, ...], HistogramFacts] = {}
 _flags: dict[frozenset[int], Flags] = {}
 _NO_CLASSES: tuple[ByClass, str | None] = ((), None)
-_NO_COPIES: tuple[Copies | None, Read, str | None] = (None, (), None)
+_NOTHING_TOLD = Told()
 _ORDINARY = Flags("", True, True)
 
 
@@ -102,13 +101,13 @@ def read_reports(
                 continue
             by_class, classes_text = split
         flags = meaning_of(report) if report.flags else _ORDINARY
-        copies, read, copies_text = _NO_COPIES
-        if report.read or report.HasField("copying"):
-            told = copies_of(report, flags)
+        copies, read, reviews, text = _NOTHING_TOLD
+        if report.read or report.reviews or report.HasField("copying"):
+            told = told_by(report, flags)
             if isinstance(told, InvalidMessageError):
                 refusals.append(told)
                 continue
-            copies, read, copies_text = told
+            copies, read, reviews, text = told
         teaches = flags.teaches_latency, flags.teaches_acceptance
         observe(
             StepObservation(
@@ -116,10 +115,11 @@ def read_reports(
                 copying=copies,
                 read=read,
                 draft_prompt_s=prompt_s,
+                reviews=reviews,
             )
         )
         step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
-        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, copies_text, prompt_s))
+        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, text, prompt_s))
     return refusals
 
 

@@ -75,7 +75,6 @@ def probe_message(probe: Probe, valid_for_s: float) -> pb.Probe:
         speculation_length=probe.speculation_length,
         valid_for_s=valid_for_s,
         plan=None if probe.plan is None else plan_message(probe.plan),
-        num_steps=probe.num_steps,
     )
 
 

@@ -43,6 +43,7 @@ def observation_of(report: StoredReport) -> StepObservation:
     """A stored report as the estimator saw it."""
     flags = named_flags(report.flags)
     by_class = json.loads(report.class_histograms) if report.class_histograms else {}
+    told = stored_copies(report.copying, flags)
     return StepObservation(
         report.batch_size,
         report.speculation_length,
@@ -53,8 +54,10 @@ def observation_of(report: StoredReport) -> StepObservation:
         flags.teaches_acceptance,
         tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
         report.num_steps,
-        *stored_copies(report.copying, flags),
-        draft_prompt_s=report.draft_prompt_s,
+        told.copies,
+        told.read,
+        report.draft_prompt_s,
+        told.reviews,
     )
 
 

@@ -40,6 +40,7 @@ from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import EngineFailedError, GenerationRequest
 from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
 from speclen.worker.requests.validation import check_request
+from speclen.worker.reviewing.reviewer import Reviewer
 
 __all__ = ["Engine", "EngineConfig", "EngineLoad"]
 
@@ -98,9 +99,15 @@ class Engine:
         generator = torch.Generator(pair.device)
         generator.seed() if config.seed is None else generator.manual_seed(config.seed)
         self.runner = StepRunner(self.target, self.draft, config.prefill_chunk, generator)
+        # Where rows may copy from others' outputs, too, one output does not tell what they would have.
+        self._reviewer = None if shared else Reviewer(self.target, self.draft, config.prefill_chunk, generator)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
         self._inbox = Inbox(config.max_waiting)
         self._outbox = Outbox(self._inbox.forget)
+
+    @property
+    def _reads_texts(self) -> bool:
+        return getattr(self._chooser, "reads_texts", False)
 
     # Called from any thread.
 
@@ -240,7 +247,7 @@ class Engine:
         )
         context, copies = self.target.max_context_length, None
         read: tuple[tuple[int, int, int], ...] = ()
-        if wanted.copies or getattr(self._chooser, "reads_texts", False):
+        if wanted.copies or self._reads_texts:
             most_rows = None if wanted.copies else READ_ROWS
             read_texts(rows, [chunk.sequence for chunk in chunks], self._reading, most_rows, self._past)
             if self._reading.num_tokens >= READ_TOGETHER:
@@ -294,6 +301,11 @@ class Engine:
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
         kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
         read_ends(plan.rows, self._reading, self._past)
+        ended = time.perf_counter()
+        reviews = (
+            () if self._reviewer is None or not self._reads_texts else self._reviewer.review(plan.rows, ended - started)
+        )
+        reviewing_s = time.perf_counter() - ended
         self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         self._draft_prompt_s += tokens.draft_prompt_s
         if not plan.rows:
@@ -307,7 +319,7 @@ class Engine:
         return StepResult(
             batch_size=len(plan.rows),
             speculation_length=plan.speculation_length,
-            latency_s=time.perf_counter() - started,
+            latency_s=time.perf_counter() - started - reviewing_s,
             accepted_histogram=plan.histogram(drafted),
             mean_context_length=mean_context_length,
             flags=frozenset(tokens.flags | plan.flags),
@@ -315,6 +327,7 @@ class Engine:
             copying=copying,
             read=plan.read,
             draft_prompt_s=prompt_s,
+            reviews=reviews,
         )
 
     def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:

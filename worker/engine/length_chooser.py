@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from speclen.worker.drafting.plan import Plan
+from speclen.worker.reviewing.output import OutputReview
 
 
 class StepFlag(enum.Enum):
@@ -76,7 +77,8 @@ class StepResult:
     read: (match, tokens, right ones) of output that was read since it was last told: how many tokens stood behind a match of
     so many, and of how many a copy would have been right. Empty in most steps, and where the chooser does not ask for it
     and nothing copies.
-    draft_prompt_s: that the draft model was fed prompts for since the step before was told.
+    draft_prompt_s: that the draft model was fed prompts for since the step before was told. reviews: of outputs that ended
+    in the step, some of them, where the chooser asks for it; what reviewing took is no part of latency_s.
     """
 
     batch_size: int
@@ -89,13 +91,14 @@ class StepResult:
     class_histograms: tuple[tuple[int, tuple[int, ...]], ...] = ()
     read: tuple[tuple[int, int, int], ...] = ()
     draft_prompt_s: float = 0.0
+    reviews: tuple[OutputReview, ...] = ()
 
 
 class LengthChooser(Protocol):
     """Chooses lengths and learns from steps. Both methods are called from the engine's thread and never block.
 
     One whose `reads_texts` is True is told what copies would have been right also of steps that copy nothing, which takes
-    some microseconds a token.
+    some microseconds a token; and of some outputs what every plan would have done with them (`worker/reviewing`).
     """
 
     def choice_for(

@@ -61,7 +61,6 @@ class ControlSettings:
 # Between two messages, however long a window is: a controller ends streams after 30 s of silence.
 LONGEST_PAUSE_S = 10.0
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
-MAX_PROBE_STEPS = 1024  # that a controller may ask for at once
 
 
 class StreamClosedError(Exception):
@@ -161,13 +160,10 @@ class ControlClient:
         else:
             plan = table.plan_for(batch_size, rows_by_class)
         # A step that feeds prompts along teaches acceptance alone, which only length 0 has to ask for. Other probes wait
-        # or, once begun, end; those of many steps go on.
-        may_begin = not (with_prompts and plan.draft_length)
+        # or, once begun, end.
         begun, self._begun = self._begun, None
-        if begun is not None and not (may_begin or begun.probe.num_steps):
-            begun = None
-        if begun is not None or (may_begin and (self._incoming or self._probes)):
-            probe = self._take_probe(batch_size, begun, may_begin)
+        if (begun or self._incoming or self._probes) and not (with_prompts and plan.draft_length):
+            probe = self._take_probe(batch_size, begun)
             if probe is not None:
                 probe_id = 0 if probe.steps_left else probe.probe.probe_id
                 return LengthChoice.of(probe.plan, table.decision_version, probe_id)
@@ -182,13 +178,13 @@ class ControlClient:
             if result.copying is not None:  # The others counted at 0 had nothing drafted.
                 self.accepted_runs[0] -= result.batch_size - result.copying.num_drafting_rows
 
-    def _take_probe(self, batch_size: int, begun: PendingProbe | None, may_begin: bool) -> PendingProbe | None:
+    def _take_probe(self, batch_size: int, begun: PendingProbe | None) -> PendingProbe | None:
         """The probe that was begun, or else the first live one for the batch size, removed: a probe is used once."""
         while self._incoming:
             self._probes.append(self._incoming.popleft())
         now = self.clock()
         self._probes = [pending for pending in self._probes if pending.expires_at > now]
-        for pending in ([] if begun is None else [begun]) + (self._probes if may_begin else []):
+        for pending in ([] if begun is None else [begun]) + self._probes:
             if pending.probe.batch_min <= batch_size <= pending.probe.batch_max:
                 if pending is not begun:
                     self._probes.remove(pending)
@@ -324,9 +320,8 @@ class ControlClient:
             except ValueError as error:
                 log.error("a probe of the controller is not used", reason=str(error))
                 continue
-            num_steps = min(probe.num_steps, MAX_PROBE_STEPS) or self.card.probe_steps
             if plan.within(self.card.max_speculation_length, self.card.max_copied_tokens) == plan:
-                self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s, num_steps))
+                self._incoming.append(PendingProbe(probe, plan, now + probe.valid_for_s, self.card.probe_steps))
 
     def _apply_thinning(self, message: pb.Thinning) -> None:
         """Add steps up from now on, or not any more; what was sent stays as it was."""

@@ -41,6 +41,12 @@ def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepRepo
             pb.ReadTokens(match_length=match, num_tokens=tokens, num_right=right)
             for match, tokens, right in result.read
         ],
+        reviews=[
+            pb.OutputReview(
+                request_class=CLASSES[review.request_class], **review.copies._asdict(), drafted=review.drafted
+            )
+            for review in result.reviews
+        ],
     )
 
 

@@ -25,7 +25,7 @@ def to_window(records: Sequence[Record]) -> pb.ReportWindow:
     alone: list[Record] = []
     for record in told_once(records):
         _, choice, result = record
-        if choice.probe_id or result.copying is not None or result.read or result.flags & ALONE:
+        if choice.probe_id or result.copying is not None or result.read or result.reviews or result.flags & ALONE:
             alone.append(record)
             continue
         like = result.batch_size, result.speculation_length, result.flags, choice.decision_version

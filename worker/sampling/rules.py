@@ -221,3 +221,21 @@ class SamplingRule:
         copied = torch.arange(columns - 1, device=probs.device) < self._num_copied[:, None]
         drafted[copied] = torch.nn.functional.one_hot(draft_ids[copied], vocab_size).to(drafted.dtype)
         return drafted
+
+
+def choices_of(row: RowSampling, logits: torch.Tensor, first: int) -> torch.Tensor:
+    """Tokens [n] that a greedy row, or one with a seed, chooses one after the other by these logits, [n, vocab].
+
+    first: tokens that it has put out before the first of them. Of a row that does not look back.
+    """
+    if row.temperature == 0:
+        return most_likely(logits)
+    assert row.key is not None
+    positions = torch.arange(first, first + len(logits), device=logits.device)[None]
+    key = torch.tensor([row.key], device=logits.device)
+    return choose(distributions_of(row, logits), noise.exponential(key, positions, logits.shape[-1])[0])
+
+
+def distributions_of(row: RowSampling, logits: torch.Tensor) -> torch.Tensor:
+    """Probabilities [n, vocab] that one row draws from by these logits, [n, vocab]."""
+    return BatchSampling([row], logits.device).distribution(logits[None])[0]

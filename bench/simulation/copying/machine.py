@@ -10,6 +10,7 @@ import numpy as np
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
+from speclen.controller.estimator.plans.reviews import OutputReview
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,20 @@ class CopyingMachine:
     beyond_s: float
     bumps: FloatArray
 
-    def seconds(self, batch: int, passes: int, drafting: int, verified: int) -> float:
-        """Mean time of a step."""
+    def seconds(self, batch: int, passes: np.ndarray, drafting: np.ndarray, verified: np.ndarray) -> FloatArray:
+        """Mean times of steps of so many rows."""
         seconds = self.overhead_s + passes * (self.draft_s + drafting * self.draft_row_s) + verified * self.token_s
-        seconds += max(verified - self.knee, 0.0) * self.beyond_s
-        width = min(round(verified / batch), self.bumps.shape[1] - 1)
-        return seconds * float(self.bumps[batch, width])
+        seconds += np.maximum(verified - self.knee, 0.0) * self.beyond_s
+        width = np.minimum(np.rint(verified / batch), self.bumps.shape[1] - 1).astype(int)
+        mean: FloatArray = seconds * self.bumps[batch, width]
+        return mean
 
 
 class Outcome(NamedTuple):
     """What each row of a step did: longest match, proposed and accepted copies, drafted tokens and accepted ones, [rows].
 
     read: of its new tokens, row after row, the match that each stood behind, and whether a copy was right, [2, tokens].
+    reviews: of outputs that ended.
     """
 
     match: np.ndarray
@@ -47,6 +50,7 @@ class Outcome(NamedTuple):
     drafted: np.ndarray
     accepted: np.ndarray
     read: np.ndarray
+    reviews: tuple[OutputReview, ...] = ()
 
     @property
     def tokens(self) -> np.ndarray:
@@ -59,7 +63,8 @@ def time_of(machine: CopyingMachine, done: Outcome) -> tuple[float, int, int, in
     drafting = int((done.drafted > 0).sum())
     passes, batch = int(done.drafted.max()), len(done.match)
     verified = batch + int(done.proposed.sum() + done.drafted.sum())
-    return machine.seconds(batch, passes, drafting, verified), passes, drafting, verified
+    seconds = machine.seconds(batch, np.array(passes), np.array(drafting), np.array(verified))
+    return float(seconds), passes, drafting, verified
 
 
 def report_of(plan: Plan, done: Outcome, latency_s: float, machine: CopyingMachine) -> StepObservation:
@@ -68,7 +73,8 @@ def report_of(plan: Plan, done: Outcome, latency_s: float, machine: CopyingMachi
     histogram = np.bincount(done.accepted, minlength=passes + 1)
     read = reading_of(done)
     if not plan.copy_min_match:
-        return StepObservation(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, read=read)
+        step = len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0
+        return StepObservation(*step, read=read, reviews=done.reviews)
     copied = done.proposed > 0
     runs, counts = np.unique(np.array([done.match, done.proposed, done.copied])[:, copied], axis=1, return_counts=True)
     told = tuple(
@@ -76,7 +82,10 @@ def report_of(plan: Plan, done: Outcome, latency_s: float, machine: CopyingMachi
     )
     copies = Copies(plan, len(done.match), drafting, verified, told)
     return StepObservation(
-        *(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, False, False), copying=copies, read=read
+        *(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, False, False),
+        copying=copies,
+        read=read,
+        reviews=done.reviews,
     )
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
-from speclen.controller.estimator.core import Bucket, Choice, Mix, Probe, Table
-from speclen.controller.estimator.plans.stints import Stint
+from speclen.controller.estimator.core import Choice, Mix, Probe, Table
 
 
 def table(context: Context, group: Group) -> Table:
@@ -42,8 +41,5 @@ def probe(
             continue
         probe_id = context.next_probe_id
         context.next_probe_id += 1
-        if isinstance(tried, Stint):
-            sizes = context.buckets[tried.first].batch_min, context.buckets[tried.last].batch_max
-            return Probe(probe_id, Bucket(bucket, *sizes), tried.plan.draft_length, None, tried.num_steps)
         return Probe(probe_id, context.buckets[bucket], tried.draft_length, tried if tried.copy_min_match else None)
     return None

@@ -16,7 +16,8 @@ from speclen.controller.estimator.core import Bucket, ContextKey, DriftEvent, Li
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan
-from speclen.controller.estimator.plans.stints import Stint
+from speclen.controller.estimator.plans.prediction import Seen
+from speclen.controller.estimator.plans.reviews import TAUGHT_PRIOR
 from speclen.controller.estimator.policies.policy import Policy
 from speclen.controller.estimator.reports import typical
 from speclen.controller.estimator.times.step_time import StepTimes
@@ -61,11 +62,11 @@ class Context:
         self.copying = copying or Copying()
         self.times = [self.new_times()]
         self.acceptances = [acceptance]
+        self.band_of_batch = np.array([band_of(max(size, 1)) for size in range(limits.max_batch_size + 1)])
+        self.bands = self.band_of_batch[[bucket.batch_max for bucket in buckets]]
         self.groups: dict[tuple[int, int], Group] = {}
         self.main = self.group((0, 0))
         self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1), band_of(limits.max_batch_size) + 1)
-        self.band_of_batch = np.array([band_of(max(size, 1)) for size in range(limits.max_batch_size + 1)])
-        self.bands = self.band_of_batch[[bucket.batch_max for bucket in buckets]]
         self.mix = np.zeros((self.bands.max() + 1, acceptance.shape[0]))  # usual share of classes by band
         self.mix[:, 0] = 1.0
         self.last_length: dict[str, int] = {}
@@ -119,7 +120,8 @@ class Context:
         if group is None:
             choice = LengthChoice(len(self.buckets), self.limits.max_speculation_length)
             times = self.times[models[TIMES]]
-            group = Group(times, self.acceptances[models[ACCEPTANCE]], choice, self.new_plans(times))
+            acceptance = self.acceptances[models[ACCEPTANCE]]
+            group = Group(times, acceptance, choice, self.new_plans(times, acceptance))
             self.groups[models] = group
             if like is not None:
                 group.version, group.lengths = like.version, list(like.lengths)
@@ -127,28 +129,36 @@ class Context:
                     group.plans.chosen = list(like.plans.chosen)
         return group
 
-    def new_plans(self, times: StepTimes) -> PlanChoice | None:
-        """Plans of workers with these times; None where none can copy, or another policy chooses."""
+    def new_plans(self, times: StepTimes, acceptance: Acceptance) -> PlanChoice | None:
+        """Plans of workers with these models; None where none can copy, or another policy chooses."""
         if not self.limits.max_copied_tokens or self.policy is not None:
             return None
-        return PlanChoice(times, self.copying, self.limits.max_copied_tokens)
+        return PlanChoice(times, self.copying, self.limits.max_copied_tokens, Seen(acceptance, self.bands))
 
     def allow_copies(self, limits: Limits) -> None:
         """Workers can copy, or more than before; nothing else of the limits has changed."""
         self.limits = limits
         for group in self.groups.values():
             if group.plans is None:
-                group.plans = self.new_plans(group.times)
+                group.plans = self.new_plans(group.times, group.acceptance)
             else:
                 group.plans.extend(limits.max_copied_tokens)
 
     def tokens(self, group: Group) -> FloatArray:
-        """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
-        known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
-        mixed: FloatArray = np.einsum("bk,kbl->bl", self.mix, known)[self.bands]
-        return np.maximum(mixed, 1.0)  # shares sum to 1 only about
+        """Expected tokens per row and step of the usual mix of classes, [buckets, lengths].
 
-    def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | Stint | None:
+        Shares of rows are those of the plans that are played, and requests that these get through quickly are in few steps.
+        Shares of tokens are the requests' own, and known from outputs.
+        """
+        known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
+        mixed: FloatArray = np.maximum(np.einsum("bk,kbl->bl", self.mix, known), 1.0)  # shares sum to 1 only about
+        if seen := group.acceptance.reviews.num_outputs:
+            steps = np.einsum("bk,kbl->bl", group.acceptance.reviews.shares()[: len(self.mix)], 1.0 / known)
+            mixed = (seen + TAUGHT_PRIOR) / (seen * steps + TAUGHT_PRIOR / mixed)
+        of_buckets: FloatArray = mixed[self.bands]
+        return of_buckets
+
+    def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | None:
         """An exploratory length or plan for so many steps, charged to the bucket; mostly None. limits: as in `PlanChoice`.
 
         Where lengths are played, both are asked in turn; where a plan is, lengths are among what it is compared with.

@@ -13,7 +13,7 @@ from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import DriftEvent, StepObservation
 from speclen.controller.estimator.plans.copying import Copying
-from speclen.controller.estimator.plans.learning import in_the_long_run, learn_copies, learn_reading, plans_before
+from speclen.controller.estimator.plans.learning import learn_copies, learn_reading, plans_before
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.reports import OTHERS, Reports, merged
 from speclen.controller.estimator.state import exported, restored
@@ -70,9 +70,13 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     before: list[Plan] = []
     if group.plans is not None:
         before = plans_before(group.plans, reports.steps, reports.spans)
-        parts = in_the_long_run(group.plans, parts, reports.steps, before, group.acceptance.acceptance)
     judged = group.acceptance.judge(parts)
     weight, offset = context.workers.say(reports.spans, parts, judged, reports.count)
+    group.acceptance.reviews.learn(
+        (review, int(context.band_of_batch[reports.batch[at]]), float(weight[at]))
+        for at, step in enumerate(reports.steps)
+        for review in step.reviews
+    )
     events = []
     if found := group.acceptance.learn(parts, judged, weight[parts.report]):
         events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
@@ -92,9 +96,6 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
                 events.append(_times_changed(context, group, found))
     buckets = group.times.bucket_of[reports.batch]
     group.choice.earn(buckets, reports.count)
-    if group.plans is not None:
-        seconds = reports.seconds * reports.count
-        group.plans.stints.earn(float(seconds[group.plans.at_plans[buckets]].sum()))
     context.recent = list(dict.fromkeys(buckets.tolist()))
     return events
 
@@ -129,7 +130,7 @@ def _reset(context: Context, group: Group) -> DriftEvent:
         restored(group.acceptance, exported(context.new_acceptance())).renew()
     if group.plans is not None:
         restored(context.copying, exported(Copying())).renew()
-        group.plans = context.new_plans(group.times)
+        group.plans = context.new_plans(group.times, group.acceptance)
     restored(group.choice, exported(type(group.choice)(len(context.buckets), context.limits.max_speculation_length)))
     return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: what was learned starts anew")
 

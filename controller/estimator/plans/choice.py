@@ -13,9 +13,8 @@ import numpy as np
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.choice import CAP_STEPS, LEAST_CHARGE, OPTIMISM, RISK, LengthChoice
 from speclen.controller.estimator.plans.copying import Copying
-from speclen.controller.estimator.plans.plan import Plan, Played, plan_from
-from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction
-from speclen.controller.estimator.plans.stints import Stint, Stints, Try, of_length
+from speclen.controller.estimator.plans.plan import Plan, plan_from
+from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction, Seen
 from speclen.controller.estimator.times.step_time import StepTimes
 
 # Relative gain that a change to, between and from plans must promise.
@@ -40,6 +39,15 @@ class ShownPlan(NamedTuple):
 
     estimate: PlanEstimate
     is_best: bool
+
+
+class Try(NamedTuple):
+    """A plan that might be played: its log goodput over what is played, with optimism; seconds; tokens per row and s."""
+
+    plan: Plan
+    hope: float
+    seconds: float
+    goodput: float
 
 
 class Account(NamedTuple):
@@ -67,16 +75,15 @@ class Account(NamedTuple):
 class PlanChoice(PlanPrediction):
     """Plans of the workers of a group. chosen: by bucket, None where the length without copies is played."""
 
-    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked", "stints")
+    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked")
 
-    def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int) -> None:
+    def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int, seen: Seen | None = None) -> None:
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
-        self.last: dict[str, Played] = {}  # by each worker
+        self.last: dict[str, Plan] = {}  # of each worker's newest step
         self.readers: set[str] = set()  # those of them that tell what they read, which they do once in many steps
         self.turn, self.decided_with = 0, -1
-        super().__init__(step_times, copying, max_copied)
-        self.stints = Stints(self.times.rows)
+        super().__init__(step_times, copying, max_copied, seen)
 
     def extend(self, max_copied: int) -> None:
         """Make the grid that workers can play."""
@@ -124,26 +131,21 @@ class PlanChoice(PlanPrediction):
         limits: tuple[int, int],
         resume_s: float,
         num_steps: int = 1,
-    ) -> Plan | Stint | None:
+    ) -> Plan | None:
         """A plan, or a length, that may well be better than what is played, if its expected loss has been earned; charged.
 
         tokens: expected without copies, [1, lengths]; limits: drafted and copied tokens that the worker can do; resume_s:
         what it takes longer to draft after a step that did not, as such probes of a plan that does not draft have to.
-        num_steps: that the worker will take at it, unless it is a stint.
+        num_steps: that the worker will take at it.
         """
-        copies, affords = self.chosen[bucket] is not None, choice.credit[bucket] >= num_steps * LEAST_CHARGE
-        if not choice.decided or not (copies or affords):
+        if not choice.decided or choice.credit[bucket] < num_steps * LEAST_CHARGE:
             return None
         known = self.assess(np.array([bucket]), tokens)
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
-        if copies:
-            stint = self.stints.take(bucket, choice, usual, limits[0], resume, num_steps)
-            if stint is not None or not affords:
-                return stint
         account = Account(float(choice.credit[bucket]), num_steps, resume)
         tries = [self._best_plan(known, usual, limits, account)]
-        if copies:
+        if self.chosen[bucket] is not None:
             tries.append(self._best_length(bucket, choice, usual, limits[0], account))
         best = max(tries, key=lambda each: each.hope)
         if best.hope <= 0.0:
@@ -226,3 +228,8 @@ class PlanChoice(PlanPrediction):
         self.chosen = [plan if plan in self.place else None for plan in plans]
         self.times.renew()
         self.decided_with = -1 if news else self.version
+
+
+def of_length(bucket: int, choice: LengthChoice, length: int, hope: float) -> Try:
+    """A length without copies, as something that might be played."""
+    return Try(Plan(length), hope, float(choice.seconds[bucket, length]), float(choice.goodput[bucket, length]))

@@ -200,10 +200,6 @@ class Copying:
         self.walk = (1.0 - grows)[:, None] * self.begins + _after(np.diag(grows))
         self.version += 1
 
-    def share_behind(self, least: int) -> float:
-        """Of the text that is looked at and stands behind a match of at least so many tokens."""
-        return float(self.shares[least:].sum()) * self.looked_at
-
     def right_behind(self, least: int, most: int) -> FloatArray:
         """Chance that token 1, 2, ..., most of a copy is right if those before it were, behind matches from `least` on."""
         reached, chances = self.shares[least:], np.zeros(most)

@@ -6,21 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speclen.controller.estimator.acceptance import Parts
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Lessons
-from speclen.controller.estimator.plans.plan import NOTHING_PLAYED, Plan, Played
+from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.plans.prediction import WALK_REPORTS
 from speclen.controller.estimator.plans.times import CopiedSteps
 from speclen.controller.estimator.times.steps import Spans, spans_of
 
 MOST_WORKERS = 128  # whose last plan is remembered
-# Steps of a length after a plan that copies whose text is the harder for it, about.
-HARDER_STEPS = 12
-# Rows that copy, of a step before, of which there must be as many to tell what drafts do in their stead.
-LEAST_SHARE = 0.05
 
 
 def learn_reading(
@@ -61,7 +56,8 @@ def learn_copies(
     timed = [at for at, step in enumerate(steps) if step.copying is not None and step.copying.teaches_latency]
     if timed and plans.step_times.known:
         spans = spans_of([workers[at] for at in timed])
-        plans.times.learn(_copied_steps(spans, [steps[at] for at in timed], weight[timed], offset[timed]))
+        copied = [steps[at] for at in timed]
+        plans.times.learn(_copied_steps(plans, spans, copied, weight[timed], offset[timed]))
 
 
 def _learn_drafts(
@@ -86,7 +82,7 @@ def _learn_drafts(
 
 
 def _copied_steps(
-    spans: Spans, steps: Sequence[StepObservation], weight: FloatArray, offset: FloatArray
+    plans: PlanChoice, spans: Spans, steps: Sequence[StepObservation], weight: FloatArray, offset: FloatArray
 ) -> CopiedSteps:
     """Their features: the draft model's passes run over the rows that draft."""
     told = [step.copying for step in steps if step.copying is not None]
@@ -96,6 +92,7 @@ def _copied_steps(
     copied = np.array([sum(run.num_proposed * run.num_rows for run in each.runs) for each in told])
     return CopiedSteps(
         spans=spans,
+        plan=np.array([plans.place.get(each.plan, -1) for each in told]),
         batch=batch,
         passes=passes,
         drafted=passes * drafting,
@@ -108,69 +105,15 @@ def _copied_steps(
     )
 
 
-def in_the_long_run(
-    plans: PlanChoice, parts: Parts, steps: Sequence[StepObservation], before: Sequence[Plan], acceptance: FloatArray
-) -> Parts:
-    """Rows as they would be if lengths that were tried for a step were played on and on.
-
-    A step that copies ends where copies were wrong, so the next begins in harder text than steps of a length do: fewer of
-    its rows stand behind a match. What drafts of the others do is known from plans, and so, from the sum of both, what
-    those do that stand behind one. before: the plan of each step's worker before it; acceptance: by class, band, position.
-    """
-    after_copies = [
-        step.copying is None
-        and step.speculation_length > 0
-        and plan in plans.place
-        and plans.knows_without_match(step.speculation_length)
-        for step, plan in zip(steps, before, strict=True)
-    ]
-    if not any(after_copies):
-        return parts
-    rows = parts.rows.copy()
-    for at in np.flatnonzero(np.array(after_copies)[parts.report] & (rows[:, 0, 0] > 0.0)).tolist():
-        report = int(parts.report[at])
-        length, plan = steps[report].speculation_length, before[report]
-        survival = acceptance[parts.kinds[at], parts.bands[at], :length].cumprod()
-        shares = plans.share_of(plan), plans.copying.share_behind(plan.copy_min_match)
-        if min(shares) > LEAST_SHARE and max(shares) < 1.0:
-            alone = plans.without_match(survival)
-            rows[at, :, :length] = _in_the_long_run(rows[at, :, :length], survival, alone, *shares)
-    return parts._replace(rows=rows)
-
-
-def _in_the_long_run(
-    rows: FloatArray, survival: FloatArray, alone: FloatArray, share: float, text: float
-) -> FloatArray:
-    """Rows that reached and passed each position, [2, positions], of as many as they are worth.
-
-    survival, alone: chance that a row, and that one without a match, passes each position. share: of the rows that stand
-    behind a match; text: of the text that does.
-    """
-    # Steps behind a match are longer, so there are fewer of them than of text.
-    steps = min(max(1.0 - (1.0 - text) * (1.0 + survival.sum()) / (1.0 + alone.sum()), 0.0), text)
-    matched, others = steps / share, (1.0 - steps) / (1.0 - share)
-    num_rows = rows[0, 0]
-    passed = matched * rows[1] + (others - matched) * (1.0 - share) * num_rows * alone
-    passed = np.minimum.accumulate(np.clip(passed, 0.0, num_rows))
-    long_run: FloatArray = np.stack([np.append(num_rows, passed[:-1]), passed]) / max(matched, 1.0)
-    return long_run
-
-
 def plans_before(plans: PlanChoice, steps: Sequence[StepObservation], spans: Spans) -> list[Plan]:
-    """The plan of the step that the same worker took before each; a length is one that does not copy.
-
-    Of a length that goes on for some steps after a plan that copies: that plan.
-    """
+    """The plan of the step that the same worker took before each; a length is one that does not copy."""
     before: list[Plan] = []
     for worker, span in spans:
-        last, copied, since = plans.last.pop(worker, NOTHING_PLAYED)
+        last = plans.last.pop(worker, Plan())
         for step in steps[span]:
-            plan = Plan(step.speculation_length) if step.copying is None else step.copying.plan
-            if last.copy_min_match:
-                copied, since = last, 0
-            before.append(last if plan.copy_min_match or since >= HARDER_STEPS else copied)
-            last, since = plan, since + 1
-        plans.last[worker] = Played(last, copied, since)
+            before.append(last)
+            last = Plan(step.speculation_length) if step.copying is None else step.copying.plan
+        plans.last[worker] = last
         if len(plans.last) > MOST_WORKERS:
             silent = next(iter(plans.last))
             del plans.last[silent]

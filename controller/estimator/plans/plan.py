@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 MAX_MATCH = 16  # tokens; longer matches count as this long
 MAX_COPIED = 64  # tokens of one proposal
+# The grid: copy from matches of so many tokens on; at most so many; with up to so many draft lengths.
+MATCHES, MOSTS, NUM_LENGTHS = (2, 3, 5, 8), (4, 8, 16), 9
 
 
 class Plan(NamedTuple):
@@ -61,17 +63,28 @@ class Copies(NamedTuple):
     teaches_acceptance: bool = True
 
 
-class Played(NamedTuple):
-    """What a worker has played. plan: of its newest step; copied: the last one that copied; since: steps after that."""
-
-    plan: Plan
-    copied: Plan
-    since: int
-
-
-NOTHING_PLAYED = Played(Plan(), Plan(), 0)
-
-
 def plan_from(values: Sequence[Any]) -> Plan:
     """The plan whose fields were stored."""
     return Plan(values[0], values[1], values[2], bool(values[3]))
+
+
+def plans_of_lengths(num_lengths: int) -> list[Plan]:
+    """Of the draft model alone: 0, 1, 2, ... tokens."""
+    return [Plan(length) for length in range(num_lengths)]
+
+
+def grid_of(num_lengths: int, mosts: Sequence[int] = MOSTS) -> list[Plan]:
+    """Plans that copy, among which one is chosen."""
+    lengths = drafted_lengths(num_lengths)
+    return [Plan(drafted, match, most) for match in MATCHES for most in mosts for drafted in lengths]
+
+
+def drafted_lengths(num_lengths: int) -> list[int]:
+    """Draft lengths of the grid: all, or some of many."""
+    if num_lengths <= NUM_LENGTHS:
+        return list(range(num_lengths))
+    longest, some = num_lengths - 1, NUM_LENGTHS - 1
+    return sorted({round(longest ** (at / (some - 1))) for at in range(some)} | {0})
+
+
+assert max(MATCHES) <= MAX_MATCH

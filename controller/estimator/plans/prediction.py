@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
-from speclen.controller.estimator.plans.plan import MAX_MATCH, Plan
+from speclen.controller.estimator.plans.plan import MAX_MATCH, MOSTS, Plan, drafted_lengths, grid_of
+from speclen.controller.estimator.plans.reviews import BELIEVED_OF_PLANS, TAUGHT_PRIOR, Reviews, believed
 from speclen.controller.estimator.plans.times import CopyTimes
 from speclen.controller.estimator.times.step_time import StepTimes
 
-# The grid: copy from matches of so many tokens on; at most so many; with up to so many draft lengths.
-MATCHES, MOSTS, NUM_LENGTHS = (2, 3, 5, 8), (4, 8, 16), 9
 # Reports that copied after which the walk is followed anew; tokens by which the usual ones may be off until then.
 WALK_REPORTS, USUAL_MOVED = 32, 0.2
 # Drafts of rows without a match: acceptance of a position over everybody's, before anything was seen, and the rows that
@@ -38,6 +38,17 @@ class Walk(NamedTuple):
     proposes: FloatArray
 
 
+class Seen(NamedTuple):
+    """acceptance: whose reviews tell of whole outputs; bands: of load, by bucket."""
+
+    acceptance: Acceptance
+    bands: np.ndarray
+
+    @property
+    def reviews(self) -> Reviews:
+        return self.acceptance.reviews
+
+
 class Assessed(NamedTuple):
     """All plans of the grid in some buckets, [buckets, plans]; shares: gradients of log times, [buckets, plans, weights].
 
@@ -55,11 +66,12 @@ class Assessed(NamedTuple):
 class PlanPrediction:
     """Plans of the workers of a group, as far as tokens and times go.
 
-    drafts: rows without a match whose drafts reached and passed each position, and how many were expected to, [3, n].
+    drafts: rows without a match whose drafts reached and passed each position, and how many were expected to, [3, n]. seen:
+    where outputs were seen as a whole, to which all of it is drawn.
     """
 
-    def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int) -> None:
-        self.copying, self.step_times = copying, step_times
+    def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int, seen: Seen | None = None) -> None:
+        self.copying, self.step_times, self.seen = copying, step_times, seen
         self.times = CopyTimes(step_times)
         self.drafts = np.zeros((3, step_times.num_lengths - 1))
         self.since_walked = 0
@@ -71,10 +83,12 @@ class PlanPrediction:
         lengths = drafted_lengths(self.step_times.num_lengths)
         self.lengths = np.array(lengths)
         self.mosts = sorted({min(each, max_copied) for each in MOSTS})
-        self.grid = [Plan(drafted, match, most) for match in MATCHES for most in self.mosts for drafted in lengths]
+        self.grid = grid_of(self.step_times.num_lengths, self.mosts)
         self.place = {plan: at for at, plan in enumerate(self.grid)}
         self.length_at = np.array([lengths.index(plan.draft_length) for plan in self.grid])
+        self.times.extend(self.lengths[self.length_at] > 0)
         self.bounds = np.array([plan.copy_min_match for plan in self.grid])
+        self._places: tuple[int, np.ndarray] | None = None
         self.usual = np.zeros(len(lengths))  # tokens of rows that draft, by length of the grid
         self.walked: Walk | None = None
 
@@ -107,10 +121,6 @@ class PlanPrediction:
         counted = self.drafts[PASSED] + COLD_RATIO * PRIOR_ROWS, self.drafts[EXPECTED] + PRIOR_ROWS
         ratio = np.clip(counted[0] / counted[1], LEAST_RATIO, MOST_RATIO).cumprod()
         return np.minimum(survival * ratio[: survival.shape[-1]], 1.0)
-
-    def knows_without_match(self, length: int) -> bool:
-        """Whether as many rows without a match have drafted so far as a guess counts for."""
-        return bool(self.drafts[EXPECTED, length - 1] >= PRIOR_ROWS)
 
     def draft_tokens(self, tokens: FloatArray) -> FloatArray:
         """Expected tokens of rows without a match at the grid's lengths, [buckets, lengths]. tokens: everybody's."""
@@ -157,27 +167,27 @@ class PlanPrediction:
         drafted = self.draft_tokens(tokens)
         if not self.usual.any():
             self._follow_usual(drafted)
-        share, copied, proposes = self.now()
-        drafts = self.lengths[self.length_at]
         rows = self.times.rows[buckets][:, None]
-        alone = drafted[:, self.length_at]  # tokens of rows that do not copy, [buckets, plans]
-        per_row = copied + (1.0 - share) * alone
+        per_row, share, copied, proposes = self._of_rows(buckets, drafted[:, self.length_at])
+        drafts = self.lengths[self.length_at]
         some = 1.0 - share**rows
         if self.times.rectangular:
-            width = max(proposes.shape[1], int(self.lengths[-1]))
-            going = np.zeros((len(self.grid), width))
-            going[:, : proposes.shape[1]] = proposes
-            going += (1.0 - share)[:, None] * (np.arange(width) < drafts[:, None])
+            width = max(proposes.shape[2], int(self.lengths[-1]))
+            going = np.zeros((*share.shape, width))
+            going[:, :, : proposes.shape[2]] = proposes
+            going += (1.0 - share)[:, :, None] * (np.arange(width) < drafts[:, None])
             columns = np.resize(COLUMNS, width)
             fed = (columns * (1.0 - (1.0 - np.minimum(going, 1.0)) ** rows[:, :, None])).sum(axis=-1)
             in_passes = rows * some * drafts
         else:
-            fed = np.broadcast_to(proposes.sum(axis=1) + (1.0 - share) * drafts, per_row.shape)
+            fed = proposes.sum(axis=-1) + (1.0 - share) * drafts
             in_passes = rows * (1.0 - share) * drafts
         flat = [each.reshape(-1) for each in (some * drafts, in_passes, rows * (1.0 + fed))]
-        seconds, gradients, own = self.times.predict(np.repeat(buckets, len(self.grid)), *flat)
+        every = np.tile(np.arange(len(self.grid)), len(buckets))
+        seconds, gradients, own = self.times.predict(np.repeat(buckets, len(self.grid)), every, *flat)
+        alone = (per_row - copied) / np.maximum(1.0 - share, 1e-9)
         gain = (copied / np.maximum(share, 1e-9) - alone) / per_row
-        of_tokens = self.copying.log_tokens_variance(self.bounds, share, gain)
+        of_tokens = self.copying.log_tokens_variance(self.bounds, share, gain) * self._taught
         of_time = (self.times.surface.variance(gradients) + own).reshape(per_row.shape)
         shape = per_row.shape
         seconds = seconds.reshape(shape) + self.prompt_s * rows * per_row * (drafts > 0)
@@ -185,6 +195,46 @@ class PlanPrediction:
             *(per_row, seconds, gradients.reshape(*shape, -1), own.reshape(shape)),
             *(of_tokens, of_time),
         )
+
+    def _of_rows(self, buckets: np.ndarray, alone: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """By bucket and plan: tokens per row, the share of rows that copy, what those put out per row of all, and the share
+        that proposes at least 1, 2, ... copies. alone: tokens of rows that do not copy, by what steps taught.
+        """
+        share, copied, proposes = self.now()
+        per_row = copied + (1.0 - share) * alone
+        if self.seen is None or self._taught == 1.0:
+            share, copied = (np.broadcast_to(each, per_row.shape) for each in (share, copied))
+            return per_row, share, copied, np.broadcast_to(proposes, (len(buckets), *proposes.shape))
+        # All per token, whose number does not hang on the plan.
+        rates, bands = self.seen.reviews.rates(), self.seen.bands[buckets][:, None]
+        places = self._places_in(self.seen.reviews)
+        taught = np.where(places < 0, 1.0, self._taught)
+
+        def drawn(known: FloatArray, told: FloatArray, kept: FloatArray) -> FloatArray:
+            of_both: FloatArray = known[bands, places] * (1.0 - kept) + told * kept
+            return of_both
+
+        steps = drawn(rates.steps, 1.0 / per_row, taught)
+        within = believed(self.copying.matches[1, -1], BELIEVED_OF_PLANS)
+        steps = np.clip(steps, 1.0 / (within * per_row), within / per_row)
+        in_copying = drawn(rates.in_copying, copied / per_row, taught)
+        told = (
+            drawn(rates.proposes[:, :, : proposes.shape[1]], proposes / per_row[:, :, None], taught[:, None])
+            / steps[:, :, None]
+        )
+        told = np.minimum(told, 1.0)
+        return 1.0 / steps, told[:, :, 0], np.minimum(in_copying / steps, 1.0 / steps), told
+
+    @property
+    def _taught(self) -> float:
+        """Share of what is believed of tokens that single steps taught, and not whole outputs."""
+        return 1.0 if self.seen is None else TAUGHT_PRIOR / (self.seen.reviews.num_outputs + TAUGHT_PRIOR)
+
+    def _places_in(self, reviews: Reviews) -> np.ndarray:
+        """Of the grid's plans among those whose steps are counted, -1 where they are not."""
+        if self._places is None or self._places[0] != reviews.num_lengths:
+            self._places = reviews.num_lengths, np.array([reviews.place.get(plan, -1) for plan in self.grid])
+        return self._places[1]
 
     def share_of(self, plan: Plan) -> float:
         """Of rows that copy under a plan of the grid."""
@@ -202,13 +252,3 @@ def _stationary(kernels: FloatArray) -> FloatArray:
     equations[:, -1] = 1.0
     stands: FloatArray = np.linalg.solve(equations, np.broadcast_to(np.eye(size)[-1][:, None], (len(kernels), size, 1)))
     return np.maximum(stands[..., 0], 0.0)
-
-
-def drafted_lengths(num_lengths: int) -> list[int]:
-    """Draft lengths of the grid: all, or some of many."""
-    if num_lengths <= NUM_LENGTHS:
-        return list(range(num_lengths))
-    return sorted({round(each) for each in np.geomspace(1, num_lengths - 1, NUM_LENGTHS - 1).tolist()} | {0})
-
-
-assert max(MATCHES) <= MAX_MATCH

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from speclen.controller.estimator.plans.choice import PlanChoice
-from speclen.controller.estimator.plans.plan import Played, plan_from
+from speclen.controller.estimator.plans.plan import plan_from
 from speclen.controller.estimator.plans.prediction import Walk
 from speclen.controller.estimator.state import exported, restored
 
@@ -21,7 +21,7 @@ def exported_plans(plans: PlanChoice | None) -> Any:
         "chosen": [None if plan is None else [*plan] for plan in plans.chosen],
         "news": plans.news,
         "walk": None if plans.walked is None else [exported(each) for each in plans.walked],
-        "last": {worker: [[*last.plan], [*last.copied], last.since] for worker, last in plans.last.items()},
+        "last": {worker: [*last] for worker, last in plans.last.items()},
         "readers": sorted(plans.readers),
     }
 
@@ -36,9 +36,6 @@ def restore_plans(plans: PlanChoice | None, state: Any) -> None:
     if state["walk"] is not None:
         shapes = np.zeros(len(plans.grid)), np.zeros(len(plans.grid)), np.zeros((len(plans.grid), plans.mosts[-1]))
         plans.walked = Walk(*(restored(here, each) for here, each in zip(shapes, state["walk"], strict=True)))
-    plans.last = {
-        worker: Played(plan_from(plan), plan_from(copied), int(since))
-        for worker, (plan, copied, since) in state["last"].items()
-    }
+    plans.last = {worker: plan_from(last) for worker, last in state["last"].items()}
     plans.readers = set(state["readers"])
     plans.restore(state["chosen"], bool(state["news"]))

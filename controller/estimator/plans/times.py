@@ -42,6 +42,8 @@ RENEWED_SHARE, RENEWED_REPORTS = 0.1, 100
 # After a change of times, the evidence of before counts for so much.
 KEPT_SHARE = 0.05
 COUNT, LOG_S, ROWS, PASSES, DRAFTED, VERIFIED, CONTEXT = range(7)
+# Log-sd by which a bucket's plans may differ from the surface together, and each by itself; reports of one plan that count.
+ALL_SD, PLAN_SD, PLAN_REPORTS = 0.04, 0.03, 200.0
 # Share of the rectangle beyond what rows propose from which on a backend is thought to be fed rectangles.
 PADDED, PADDED_REPORTS = 0.02, 20.0
 
@@ -50,10 +52,11 @@ class CopiedSteps(NamedTuple):
     """Steps that copied and whose time may teach, all [n]. passes, drafted: of the draft model, and rows summed over them.
 
     asked: verified tokens if each row were fed its own only. offset: log time that a worker takes longer than others.
-    spans: each worker and its place.
+    spans: each worker and its place. plan: of the grid, which each step followed, -1 for others.
     """
 
     spans: Spans
+    plan: np.ndarray
     batch: np.ndarray
     passes: np.ndarray
     drafted: np.ndarray
@@ -66,9 +69,12 @@ class CopiedSteps(NamedTuple):
 
 
 class CopyTimes:
-    """Evidence by kind, [buckets, drafting or not, widths, 7]: sums of weight and of what the indices above name."""
+    """Evidence by kind, [buckets, drafting or not, widths, 7]: sums of weight and of what the indices above name.
 
-    STATE = ("evidence", "surface", "since_fit", "fitted_with", "padding")
+    played: by bucket and plan, reports and log times beyond the surface, [2, buckets, plans].
+    """
+
+    STATE = ("evidence", "surface", "since_fit", "fitted_with", "padding", "played")
 
     def __init__(self, times: StepTimes) -> None:
         self.times, times.beside = times, self._told
@@ -77,7 +83,14 @@ class CopyTimes:
         self.since_fit, self.fitted_with, self.version = 0, -1, 0
         self.padding = np.zeros(2)  # fed tokens beyond the rows' own, and those, fading
         self.rows = np.array([(b.batch_min + b.batch_max) / 2.0 for b in times.buckets])
-        self.left_over, self.trust = np.zeros((2, len(times.buckets), 2))
+        self.trust = np.zeros((len(times.buckets), 2))
+        self.extend(np.zeros(0, dtype=bool))
+
+    def extend(self, drafts: np.ndarray) -> None:
+        """The grid is another one, of whose plans none was played. drafts: whether each does."""
+        self.kinds = drafts.astype(int)
+        self.played = np.zeros((2, len(self.times.buckets), len(drafts)))
+        self.left_over, self.doubt = np.zeros((2, *self.played.shape[1:]))
 
     @property
     def rectangular(self) -> bool:
@@ -99,7 +112,9 @@ class CopyTimes:
         rows = self.surface.features(steps.batch, steps.passes, steps.drafted, steps.verified, steps.context)
         kind = (steps.passes > 0).astype(int)
         width = np.searchsorted(WIDTHS, steps.verified / steps.batch)
-        expected = np.log(rows @ np.exp(self.surface.phi)) + (self._of_plain() + self.left_over)[bucket, kind]
+        known = steps.plan >= 0
+        over = np.where(known, self.left_over[bucket, steps.plan], 0.0)
+        expected = np.log(rows @ np.exp(self.surface.phi)) + self._of_plain()[bucket, kind] + over
         log_s = np.log(np.minimum(np.maximum(steps.seconds, SHORTEST_S), LONGEST_S)) - steps.offset
         unsure = self._unsure(rows, bucket, kind)
         surprise, speed, share = self._without_speed(steps.spans, log_s - expected, unsure, bucket, kind)
@@ -110,6 +125,7 @@ class CopyTimes:
             axis=1,
         )
         np.add.at(self.evidence, (bucket, kind, width), told * count[:, None])
+        self._count_played(bucket[known], steps.plan[known], count[known], (over + surprise - speed)[known])
         touched = self.evidence[bucket, kind, width]
         self.evidence[bucket, kind, width] = touched * np.minimum(
             1.0, MOST_REPORTS / np.maximum(touched[:, :1], MOST_REPORTS)
@@ -117,6 +133,13 @@ class CopyTimes:
         self._fit_if_due(len(steps.batch))
         if times.known:
             self._combine()
+
+    def _count_played(self, bucket: np.ndarray, plan: np.ndarray, count: FloatArray, over: FloatArray) -> None:
+        """Steps of plans of the grid, and what they took beyond the surface."""
+        for sums, told in zip(self.played, (count, count * over), strict=True):
+            np.add.at(sums, (bucket, plan), told)
+        now = self.played[:, bucket, plan]
+        self.played[:, bucket, plan] = now * np.minimum(1.0, PLAN_REPORTS / np.maximum(now[0], PLAN_REPORTS))
 
     def _unsure(self, rows: FloatArray, bucket: np.ndarray, kind: np.ndarray) -> FloatArray:
         """Variance of what is expected of steps."""
@@ -155,6 +178,7 @@ class CopyTimes:
         if (num_new or self.fitted_with == self.times.fitted_at) and self.since_fit <= due:
             return
         self.fitted_with, self.since_fit = self.times.fitted_at, 0
+        before = self._errors()
         seen, mean, log_s, count = self._means()
         if num_new:
             self.times.fit()
@@ -167,6 +191,8 @@ class CopyTimes:
             rows = np.vstack([mine.features(*mean), alike])
             unsure = np.append(CELL_SD**2 + self.times.noise**2 / count, np.full(len(alike), ALIKE_SD**2))
             mine.fit(rows, np.append(log_s, log_alike), unsure)
+        # What the surface now says itself is beyond it no more.
+        self.played[1] += self.played[0] * (self._errors() - before)[:, self.kinds]
         self._combine()
 
     def _told(self) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -217,35 +243,51 @@ class CopyTimes:
             count[seen],
         )
 
-    def _combine(self) -> None:
-        """What the surface leaves over by bucket, for plans with and without the draft model."""
-        self.version += 1
-        self.left_over, self.trust = np.zeros((2, *self.evidence.shape[:2]))
+    def _errors(self) -> FloatArray:
+        """Mean log times beyond the surface by bucket, without drafts and with them, [buckets, 2]; 0 where none was seen."""
         seen, mean, log_s, count = self._means()
-        if not seen.any():
-            return
-        error = log_s - np.log(self.surface.features(*mean) @ np.exp(self.surface.phi))
-        bucket, kind, _ = seen.nonzero()
-        total, errors = np.zeros((2, *self.trust.shape))
-        np.add.at(total, (bucket, kind), count)
-        np.add.at(errors, (bucket, kind), count * error)
-        strength = total * CELL_SD**2
+        total, errors = np.zeros((2, *self.evidence.shape[:2]))
+        if seen.any():
+            error = log_s - np.log(self.surface.features(*mean) @ np.exp(self.surface.phi))
+            bucket, kind, _ = seen.nonzero()
+            np.add.at(total, (bucket, kind), count)
+            np.add.at(errors, (bucket, kind), count * error)
+        return errors / np.maximum(total, 1e-9)
+
+    def _combine(self) -> None:
+        """What the surface leaves over by bucket and plan: something of all that draft, or do not, and something of its own.
+
+        By what each plan that was played took: one that is played all the time says little of what is its own.
+        """
+        self.version += 1
+        strength = self.evidence[..., COUNT].sum(axis=2) * CELL_SD**2
         self.trust = strength / (strength + self.times.noise**2)
-        self.left_over = self.trust * errors / np.maximum(total, 1e-9)
+        count, sums = self.played
+        noise = self.times.noise**2
+        over = sums / np.maximum(count, 1e-9)
+        weight = count / (count * PLAN_SD**2 + noise)  # 1 / (PLAN_SD^2 + noise / count)
+        common = np.zeros((len(count), 2))
+        for kind in (0, 1):
+            mine = weight * (self.kinds == kind)
+            common[:, kind] = (mine * over).sum(axis=1) / (mine.sum(axis=1) + 1.0 / ALL_SD**2)
+        own = count * PLAN_SD**2 / (count * PLAN_SD**2 + noise)
+        shared = common[:, self.kinds]
+        self.left_over = shared + own * (over - shared)
+        self.doubt = PLAN_SD**2 * (1.0 - own)
 
     def predict(
-        self, bucket: np.ndarray, passes: FloatArray, drafted: FloatArray, verified: FloatArray
+        self, bucket: np.ndarray, plan: np.ndarray, passes: FloatArray, drafted: FloatArray, verified: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Mean seconds of steps, the gradients of their logs, [n, weights], and their own variance; bucket: of each."""
+        """Mean seconds of steps of plans of the grid, the gradients of their logs, [n, weights], and their own variance."""
         rows = self.rows[bucket]
         context = np.maximum(self.times.usual_context, self._context())[bucket]
         parts = self.surface.features(rows, passes, drafted, verified, context) * np.exp(self.surface.phi)
         smooth = parts.sum(axis=1)
         kind = (passes > 0.0).astype(int)
         doubt = 1.0 - self.trust[bucket, kind]
-        more = (self._of_plain() + self.left_over)[bucket, kind]
+        more = self._of_plain()[bucket, kind] + self.left_over[bucket, plan]
         seconds = smooth * np.exp(more + 0.5 * self.times.noise**2)
-        return seconds, parts / smooth[:, None] * doubt[:, None], CELL_SD**2 * doubt
+        return seconds, parts / smooth[:, None] * doubt[:, None], CELL_SD**2 * doubt + self.doubt[bucket, plan]
 
     def _context(self) -> FloatArray:
         """Tokens that rows of each bucket held in steps that copied; 0 where there were none."""
@@ -257,6 +299,7 @@ class CopyTimes:
         """Times have changed: what was seen before counts for little, and is moved as plain times were."""
         self.evidence[..., LOG_S] += self.times.moved * self.evidence[..., COUNT]
         self.evidence *= KEPT_SHARE
+        self.played *= KEPT_SHARE
         self.fitted_with = -1
 
     def renew(self) -> None:

@@ -376,8 +376,7 @@ class Probe(google.protobuf.message.Message):
     """An exploratory length for one step of one worker. It is never repeated: use it once, at the first step whose batch size
     is in the range and that feeds no prompts along (with any, if the table's length is 0), and forget it when valid_for_s
     has passed since it was received. A worker whose limits name more probe_steps goes on with it for as many of them as such
-    steps follow each other, and only the last one tells probe_id. Where num_steps is set it goes on for so many steps
-    instead, whether or not they feed prompts along, as long as batch sizes are in the range.
+    steps follow each other, and only the last one tells probe_id.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -395,7 +394,7 @@ class Probe(google.protobuf.message.Message):
     speculation_length: builtins.int
     valid_for_s: builtins.float
     num_steps: builtins.int
-    """At most 1024; 0: as many as the worker's probe_steps. Workers that do not know it take those, too."""
+    """Not used any more: it asked for some dozens of steps in a row."""
     @property
     def plan(self) -> Global___Plan:
         """As in BucketChoice."""
@@ -498,6 +497,7 @@ class StepReport(google.protobuf.message.Message):
     COPYING_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     DRAFT_PROMPT_S_FIELD_NUMBER: builtins.int
+    REVIEWS_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
@@ -540,6 +540,10 @@ class StepReport(google.protobuf.message.Message):
     def read(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReadTokens]:
         """Output that was read since it was last told, whatever the plans: each match length once. Empty in most steps."""
 
+    @property
+    def reviews(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OutputReview]:
+        """Of outputs that ended in this step, some of them. Empty in most steps."""
+
     def __init__(
         self,
         *,
@@ -556,11 +560,46 @@ class StepReport(google.protobuf.message.Message):
         copying: Global___CopyReport | None = ...,
         read: collections.abc.Iterable[Global___ReadTokens] | None = ...,
         draft_prompt_s: builtins.float = ...,
+        reviews: collections.abc.Iterable[Global___OutputReview] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "read", b"read", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "read", b"read", "reviews", b"reviews", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
+
+@typing.final
+class OutputReview(google.protobuf.message.Message):
+    """What every plan would have done with an output, for each of its tokens but the first (which comes with the prompt) as if it
+    were the next: outputs do not hang on what is proposed for them. A byte a token in every field.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_CLASS_FIELD_NUMBER: builtins.int
+    MATCHES_FIELD_NUMBER: builtins.int
+    PROPOSED_FIELD_NUMBER: builtins.int
+    COPIED_FIELD_NUMBER: builtins.int
+    DRAFTED_FIELD_NUMBER: builtins.int
+    request_class: Global___RequestClass.ValueType
+    matches: builtins.bytes
+    """Tokens before it that the row had read before, at most 16; 0 where nothing would have been copied."""
+    proposed: builtins.bytes
+    """Tokens that a copy would have proposed there, at most 16, and how many of those the output went on with."""
+    copied: builtins.bytes
+    drafted: builtins.bytes
+    """1 where the draft model, after all tokens before it, chooses the same one, else 0. Empty without a draft model."""
+    def __init__(
+        self,
+        *,
+        request_class: Global___RequestClass.ValueType = ...,
+        matches: builtins.bytes = ...,
+        proposed: builtins.bytes = ...,
+        copied: builtins.bytes = ...,
+        drafted: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copied", b"copied", "drafted", b"drafted", "matches", b"matches", "proposed", b"proposed", "request_class", b"request_class"]) -> None: ...
+
+Global___OutputReview: typing_extensions.TypeAlias = OutputReview
 
 @typing.final
 class ReadTokens(google.protobuf.message.Message):
@@ -669,7 +708,7 @@ class ReportWindow(google.protobuf.message.Message):
     @property
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepReport]:
         """Steps that are not added up: probes, copies, stalls, the first that tells what was read, which it does for all of
-        them, and those without a like.
+        them, those with reviews, and those without a like.
         """
 
     def __init__(

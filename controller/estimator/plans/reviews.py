@@ -1,0 +1,215 @@
+"""What every length and plan would have taken to get through outputs that were seen as a whole: nothing of it is guessed.
+
+Outputs do not hang on what was proposed for them. So a worker that looks at one that has ended tells for each of its tokens
+what a copy would have proposed there and whether the draft model would have been right, and the steps of any plan through it
+can be counted. Steps that were played tell less, in two ways: those of a plan that copies end where copies were wrong, so
+lengths that are tried between them meet harder text; and requests that a plan gets through quickly are in few of its steps,
+so its rows are not those that another plan would have.
+
+Counted are steps *per token*, over whole outputs: tokens are what requests ask for, and they are the same under every plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.plans.plan import MAX_MATCH, Plan, grid_of, plans_of_lengths
+from speclen.controller.estimator.times.change import Change
+
+# Outputs of a class after which what was counted has faded to 1/e.
+MEMORY_OUTPUTS = 500.0
+# Log-sd of an output's steps per token. A change is a sum of surprises at this length, or where nothing drafts at this match
+# and number of copies, as of acceptance; of outputs before it so many are kept.
+SCATTER, USUAL_LENGTH, USUAL_COPY = 0.3, 4, (3, 8)
+SLACK, THRESHOLD, LARGEST_Z = 0.5, 9.0, 4.0
+# Outputs that the level above counts for: everybody's for a class, a class's share at all loads for its share at one.
+CLASS_PRIOR, LOAD_PRIOR = 20.0, 20.0
+# Outputs that what steps taught counts for. Of one, steps per token are a third off the mean; what steps teach of lengths
+# that were tried between copies is 5 to 10% off.
+TAUGHT_PRIOR = 25.0
+KEPT_OUTPUTS = 20.0
+# By how much reviews may move what steps taught of lengths, and of plans that copy: who makes them up moves no more;
+# that much more where no more rows or tokens than this have taught it.
+BELIEVED, BELIEVED_OF_PLANS, FEW = 1.25, 1.4, 300.0
+MOST_COUNT = 1e15
+MOST_PROPOSED = 16
+STEPS, IN_COPYING, PROPOSES = 0, 1, 2  # and on
+
+
+class OutputReview(NamedTuple):
+    """By token of an output, as if it were the next, a byte each: the match before it, tokens that a copy would propose, how
+    many of them are right; 1 where the draft model chooses it, too, else 0, and nothing where there is no draft model.
+    request_class: greedy, cool or hot.
+    """
+
+    request_class: int
+    matches: bytes
+    proposed: bytes
+    copied: bytes
+    drafted: bytes
+
+
+class Rates(NamedTuple):
+    """Per token that requests put out, by load and plan: steps, and tokens put out in those that copy, [bands, plans]; steps
+    that propose at least 1, 2, ... copies, [bands, plans, positions].
+    """
+
+    steps: FloatArray
+    in_copying: FloatArray
+    proposes: FloatArray
+
+
+class Reviews:
+    """Sums over outputs of one pair, fading. tokens, outputs: by class and band of load, [classes, bands].
+
+    sums: by class and plan, steps, tokens put out in those that copy, and steps that propose at least 1, 2, ... copies,
+    [classes, plans, 2 + positions].
+    """
+
+    STATE = ("tokens", "outputs", "sums", "changes")
+
+    def __init__(self, num_positions: int, num_bands: int, num_classes: int) -> None:
+        self.num_lengths = num_positions + 1
+        self.plans = [*plans_of_lengths(self.num_lengths), *grid_of(self.num_lengths)]
+        self.place = {plan: at for at, plan in enumerate(self.plans)}
+        drafts, least, most, _ = np.array(self.plans, dtype=np.int64).T
+        self._drafts, self._most = drafts[:, None], most[:, None]
+        self._least = np.where(least == 0, MAX_MATCH + 1, least)[:, None]
+        self.tokens, self.outputs = np.zeros((2, num_classes, num_bands))
+        self.sums = np.zeros((num_classes, len(self.plans), 2 + MOST_PROPOSED))
+        self.changes = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
+        longest = min(USUAL_LENGTH, self.num_lengths - 1)
+        self._usual = self.place[Plan(longest) if longest else Plan(0, *USUAL_COPY)]
+        self.version = 0  # grows with every change
+        self._rates: tuple[int, Rates] | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether all are counts; NaN is none."""
+        counts = (self.tokens, self.outputs, self.sums)
+        return all(bool(each.min() >= 0.0 and each.max() < MOST_COUNT) for each in counts)
+
+    @property
+    def num_outputs(self) -> float:
+        """That are remembered."""
+        return float(self.outputs.sum())
+
+    def extended(self, num_positions: int, num_bands: int) -> Reviews:
+        """With room for longer lengths and larger batches. Of longer ones nothing was counted: then it begins anew."""
+        classes, bands = self.tokens.shape
+        wider = Reviews(max(num_positions, self.num_lengths - 1), max(num_bands, bands), classes)
+        if wider.num_lengths == self.num_lengths:
+            wider.tokens[:, :bands], wider.outputs[:, :bands], wider.sums = self.tokens, self.outputs, self.sums
+            wider.changes = self.changes
+        return wider
+
+    def forget(self, kind: int, kept_outputs: float = 0.0) -> None:
+        """What was counted of a class is not true, or not any more, but for so many outputs' worth."""
+        self._keep(kind, min(1.0, kept_outputs / max(float(self.outputs[kind].sum()), 1e-9)))
+
+    def _keep(self, kind: int, share: float) -> None:
+        for counts in (self.tokens, self.outputs, self.sums):
+            counts[kind] *= share
+        self.version += 1
+
+    def learn(self, reviews: Iterable[tuple[OutputReview, int, float]]) -> None:
+        """Count outputs, each at a band of load and with a weight. Those without drafts count where nothing can draft."""
+        for review, band, weight in reviews:
+            if not review.drafted and self.num_lengths > 1:
+                continue
+            kind, sums = min(review.request_class, len(self.tokens) - 1), self._count(review)
+            if self._has_changed(kind, sums, len(review.matches)):
+                self.forget(kind, KEPT_OUTPUTS)
+            self._keep(kind, math.exp(-weight / MEMORY_OUTPUTS))
+            self.tokens[kind, band] += weight * len(review.matches)
+            self.outputs[kind, band] += weight
+            self.sums[kind] += weight * sums
+
+    def _has_changed(self, kind: int, sums: FloatArray, num_tokens: int) -> bool:
+        """Whether outputs of a class have been unlike those before for long enough, by their steps at a usual plan."""
+        if self.outputs[kind].sum() < KEPT_OUTPUTS:
+            return False
+        plan = self._usual
+        expected = float(self.sums[kind, plan, STEPS] / self.tokens[kind].sum())
+        unlike = math.log(max(float(sums[plan, STEPS]), 1.0) / num_tokens / max(expected, 1e-9)) / SCATTER
+        return bool(self.changes[kind].add("", [min(max(unlike, -LARGEST_Z), LARGEST_Z)]))
+
+    def _count(self, review: OutputReview) -> FloatArray:
+        """The sums of one output, [plans, 2 + positions]."""
+        num_tokens, every = len(review.matches), np.arange(len(self.plans))
+        place = np.arange(num_tokens)
+        most = num_tokens - 1 - place  # the last token comes with whatever was proposed before it
+        copies = _numbers(review.matches) >= self._least
+        proposed = np.where(copies, np.minimum(np.minimum(_numbers(review.proposed), most), self._most), 0)
+        copied = np.minimum(_numbers(review.copied), proposed)
+        drafted = np.where(proposed > 0, 0, np.minimum(_foreseen(review.drafted, most), self._drafts))
+        done = 1 + copied + drafted
+        after = np.hstack([place + done, np.full((len(every), 1), num_tokens)])
+        begins = np.zeros((len(every), num_tokens + 1), dtype=bool)
+        at = np.zeros(len(every), dtype=np.int64)
+        while at.min() < num_tokens:
+            begins[every, at] = True
+            at = after[every, at]
+        begins = begins[:, :num_tokens]
+        sums = np.zeros((len(every), 2 + MOST_PROPOSED))
+        sums[:, STEPS] = begins.sum(axis=1)
+        sums[:, IN_COPYING] = (done * (begins & (proposed > 0))).sum(axis=1)
+        plan, step = begins.nonzero()
+        counts = np.zeros((len(every), MOST_PROPOSED + 1))
+        np.add.at(counts, (plan, np.minimum(proposed[plan, step], MOST_PROPOSED)), 1.0)
+        sums[:, PROPOSES:] = counts[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        return sums
+
+    def shares(self) -> FloatArray:
+        """Of tokens that classes put out, by load, [bands, classes]; loads hardly seen are like all."""
+        total, prior = self.tokens.sum(), LOAD_PRIOR * self._mean_tokens
+        usual = self.tokens.sum(axis=1) / max(float(total), 1e-9)
+        shares: FloatArray = (self.tokens.T + prior * usual) / (self.tokens.sum(axis=0)[:, None] + prior)
+        return shares
+
+    def rates(self) -> Rates:
+        """By load, of whichever classes' requests come at it."""
+        if self._rates is None or self._rates[0] != self.version:
+            steps, in_copying, *proposes = np.einsum("bc,cpi->ibp", self.shares(), self._of_classes(self.sums))
+            self._rates = self.version, Rates(steps, in_copying, np.stack(proposes, axis=-1))
+        return self._rates[1]
+
+    def steps_at_lengths(self) -> FloatArray:
+        """Steps per token by class and length, [classes, lengths]."""
+        return self._of_classes(self.sums[:, : self.num_lengths, STEPS])
+
+    @property
+    def _mean_tokens(self) -> float:
+        return float(self.tokens.sum()) / max(self.num_outputs, 1e-9)
+
+    def _of_classes(self, sums: FloatArray) -> FloatArray:
+        """Sums per token, by class; those hardly seen are like all together."""
+        by_class, known = self.tokens.sum(axis=1), CLASS_PRIOR * self._mean_tokens
+        everybody = sums.sum(axis=0) / max(float(by_class.sum()), 1e-9)
+        counted = np.maximum(by_class + known, 1e-9).reshape(-1, *[1] * everybody.ndim)
+        rates: FloatArray = (sums + known * everybody) / counted
+        return rates
+
+
+def believed(taught: FloatArray, factor: float) -> FloatArray:
+    """By which factor reviews may move what so many rows or tokens have taught."""
+    within: FloatArray = factor ** np.minimum(1.0 + FEW / np.maximum(taught, 1.0), 20.0)
+    return within
+
+
+def _foreseen(drafted: bytes, most: np.ndarray) -> np.ndarray:
+    """By token, how many from it on the draft model foresees, one after the other."""
+    if not drafted:
+        return np.zeros_like(most)
+    place = np.arange(len(most))
+    wrong = np.where(_numbers(drafted) > 0, len(most), place)
+    return np.minimum(np.minimum.accumulate(wrong[::-1])[::-1] - place, most)
+
+
+def _numbers(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, dtype=np.uint8).astype(np.int64)

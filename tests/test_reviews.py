@@ -1,0 +1,197 @@
+"""The law: what a review of an output says that a plan takes is what the engine takes to write it, step for step.
+
+Outputs of greedy requests, and of those with a seed, do not hang on what is proposed for them. So one engine reviews outputs
+that it wrote under some plan, and others write them again under every other plan; the number of steps, and of copied
+tokens that were proposed, must be the same as counted by the estimator.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from engines import RandomPlans, generate, make_engine, make_pair, request
+from test_copying_engine import Plans, Reader
+from test_lossless import check_greedy
+
+from speclen.controller.estimator.plans.plan import Plan as EstimatorPlan
+from speclen.controller.estimator.plans.reviews import IN_COPYING, PROPOSES, STEPS, OutputReview, Reviews
+from speclen.worker.drafting.plan import Plan
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.length_chooser import StepResult
+from speclen.worker.reviewing import reviewer as reviewing
+from speclen.worker.reviewing.output import MOST_REVIEWED, review_copies
+from speclen.worker.reviewing.output import OutputReview as WorkerReview
+
+MAX_LENGTH = 4
+
+
+def reviewed(review: WorkerReview) -> OutputReview:
+    """As the estimator sees it."""
+    return OutputReview(review.request_class, *review.copies, review.drafted)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reviewing, "SHARE", 1e6)
+    monkeypatch.setattr(reviewing, "MOST_CREDIT_S", 1e6)
+
+
+def engine_of(chooser: object, **settings: object) -> Engine:
+    return make_engine(chooser=chooser, max_copied_tokens=16, max_speculation_length=MAX_LENGTH, **settings)
+
+
+def requests_of(rng: random.Random) -> list:
+    """Prompts that repeat themselves, of greedy and of seeded requests."""
+    made = []
+    for number in range(6):
+        loop = [rng.randrange(3, 40) for _ in range(rng.randrange(3, 9))]
+        sampling = {"temperature": (0.0, 0.4, 1.0)[number % 3], "seed": number, "top_k": (0, 12)[number % 2]}
+        made.append(request(str(number), loop * 5, max_tokens=rng.randrange(12, 50), ignore_eos=True, **sampling))
+    return made
+
+
+PLANS = [Plan(0), Plan(3), Plan(4), Plan(0, 2, 4), Plan(2, 3, 8), Plan(4, 5, 16), Plan(1, 8, 4)]
+
+
+def test_a_review_says_how_many_steps_every_plan_takes(always: None) -> None:
+    for one in requests_of(random.Random(1)):
+        reader = Reader(Plan(2))
+        first = generate(engine_of(reader), one).ids(one.request_id)
+        (told,) = [review for result in reader.results for review in result.reviews]
+        reviews = Reviews(MAX_LENGTH, 1, 3)
+        counted = reviews._count(reviewed(told))
+        assert len(told.drafted) == len(first) - 1
+        for plan in PLANS:
+            played = Plans(plan)
+            assert generate(engine_of(played), one).ids(one.request_id) == first
+            sums = counted[reviews.place[EstimatorPlan(*plan_values(plan))]]
+            assert sums[STEPS] == len(played.results), (one.sampling, plan)
+            runs = [run for result in played.results if result.copying for run in result.copying.runs]
+            assert sums[PROPOSES:].sum() == sum(run.num_proposed for run in runs)
+            assert sums[PROPOSES] == len(runs)
+            assert sums[IN_COPYING] == sum(run.num_accepted + 1 for run in runs)
+
+
+def plan_values(plan: Plan) -> tuple[int, int, int]:
+    return plan.draft_length, plan.copy_min_match, plan.copy_max_tokens
+
+
+def test_what_a_review_says_does_not_hang_on_what_was_played(always: None) -> None:
+    for one in requests_of(random.Random(2)):
+        told = []
+        for plan in (Plan(0), Plan(4), Plan(0, 2, 16), Plan(2, 3, 8)):
+            reader = Reader(plan)
+            generate(engine_of(reader), one)
+            told += [review for result in reader.results for review in result.reviews]
+        assert len(told) == 4
+        assert len(set(told)) == 1
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_reviews_change_nothing_of_what_is_written(always: None, seeded: bool) -> None:
+    """Rows go on beside one that is reviewed; those that end have their prompts remembered with what was reviewed."""
+    rng = random.Random(5)
+
+    def sampling(seed: int) -> dict[str, object]:
+        return {"temperature": 0.8 * seeded, "seed": seed, "ignore_eos": True}
+
+    requests = [
+        request(str(at), [rng.randrange(3, 20) for _ in range(30)], max_tokens=rng.randrange(10, 40), **sampling(at))
+        for at in range(8)
+    ]
+    plans = RandomPlans(6, MAX_LENGTH)
+    plans.reads_texts = True
+    engine = engine_of(plans, max_batch_size=3, seed=1)
+    collected = generate(engine, *requests)
+    assert engine._reviewer is not None
+    assert engine._reviewer._num_reviewed > 2
+    for one in requests:
+        alone = generate(engine_of(Plans(Plan(0))), one)
+        assert collected.ids(one.request_id) == alone.ids(one.request_id)
+        if not seeded:
+            check_greedy(engine.pair.target, one, collected.ids(one.request_id))
+
+
+def test_of_rows_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: None) -> None:
+    """Rejection sampling accepts with chance sum(min(target, draft)); reviews must foresee about as many tokens.
+
+    Some 2,500 tokens: a difference of 0.05 in a share between 0.2 and 0.9 has odds below 1e-4 by chance.
+    """
+    torch.manual_seed(0)
+    one = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    reader, right, tokens = Reader(Plan(0)), 0, 0
+    engine = engine_of(reader, seed=3)
+    for at in range(42):
+        generate(engine, request(f"r{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
+    for review in (review for result in reader.results for review in result.reviews):
+        right, tokens = right + sum(review.drafted), tokens + len(review.drafted)
+    played = Plans(Plan(1))
+    engine = engine_of(played, seed=4)
+    for at in range(60):
+        generate(engine, request(f"p{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
+    # Steps of one drafted token each: rows whose draft was accepted, over those that had one.
+    hits = np.sum([result.accepted_histogram for result in played.results if result.speculation_length], axis=0)
+    assert tokens > 2000
+    assert right / tokens == pytest.approx(hits[1] / hits.sum(), abs=0.05)
+
+
+def test_few_outputs_are_reviewed_and_what_it_takes_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(Plan(2))
+    engine = engine_of(reader)
+    slow = [0.0]
+
+    def clock() -> float:
+        slow[0] += 1.0  # every look at the clock: a step takes some seconds, a review one
+        return slow[0]
+
+    monkeypatch.setattr(reviewing.time, "perf_counter", clock)
+    for at in range(300):
+        generate(engine, request(str(at), [5, 6, 7, 8] * 4, max_tokens=12, ignore_eos=True))
+    num_reviews = sum(len(result.reviews) for result in reader.results)
+    step_s = sum(result.latency_s for result in reader.results)
+    assert num_reviews <= 1 + reviewing.SHARE * step_s / 1.0
+    assert num_reviews >= 2
+
+
+def test_a_review_that_fails_ends_nothing(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(reviewing, "review_copies", fail)
+    reader = Reader(Plan(2))
+    engine = engine_of(reader)
+    for at in range(3):
+        assert len(generate(engine, request(str(at), [5, 6, 7] * 4, max_tokens=20, ignore_eos=True)).ids(str(at))) == 20
+    assert not any(result.reviews for result in reader.results)
+
+
+def test_requests_that_look_back_or_have_their_own_length_are_not_reviewed(always: None) -> None:
+    for settings in ({"fixed_length": 2}, {"frequency_penalty": 0.5}):
+        reader = Reader(Plan(2))
+        generate(engine_of(reader), request("x", [5, 6, 7] * 4, max_tokens=20, ignore_eos=True, **settings))
+        assert not any(result.reviews for result in reader.results)
+
+
+def test_where_nothing_drafts_copies_are_reviewed_alone(always: None) -> None:
+    pair = make_pair(draft=None)
+    pair.draft = None
+    reader = Reader(Plan(0, 2, 8))
+    engine = make_engine(pair, reader, max_copied_tokens=8, max_speculation_length=0)
+    generate(engine, request("x", [5, 6, 7, 8] * 5, max_tokens=30, ignore_eos=True))
+    (told,) = [review for result in reader.results for review in result.reviews]
+    assert told.drafted == b""
+    reviews = Reviews(0, 1, 3)
+    reviews.learn([(reviewed(told), 0, 1.0)])
+    steps = [result for result in reader.results if isinstance(result, StepResult)]
+    assert reviews.sums[0, reviews.place[EstimatorPlan(0, 2, 8)], STEPS] == pytest.approx(len(steps))
+
+
+def test_of_long_outputs_the_end_is_reviewed() -> None:
+    text = [random.Random(0).randrange(50) for _ in range(MOST_REVIEWED + 300)]
+    first = len(text) - MOST_REVIEWED
+    assert len(review_copies(text, first).matches) == MOST_REVIEWED
+    whole = review_copies(text, 1)
+    assert whole.matches[first - 1 :] == review_copies(text, first).matches

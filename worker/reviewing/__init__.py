@@ -1,0 +1,1 @@
+"""What every plan would have made of an output that has ended."""

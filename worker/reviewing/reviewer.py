@@ -1,0 +1,101 @@
+"""Looks at some outputs that have ended, to see how every plan would have got through them (`output.py`).
+
+What a plan is worth cannot be seen from steps of others: those that copy end where copies were wrong, and requests that a
+plan gets through quickly are rarely among its rows. Of an output as a whole it can. That takes one pass of the draft model
+over it, between two steps, and therefore time of requests that wait: a small share, which is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from speclen.worker.backends.passes import PassModel, PassPart, StepRows
+from speclen.worker.requests.sequence import SequenceState
+from speclen.worker.reviewing.output import MOST_REVIEWED, OutputReview, review_copies
+from speclen.worker.sampling.rules import choices_of, distributions_of
+
+log = logging.getLogger(__name__)
+
+# Share of the time of steps that reviewing may take, and after how many outputs it may take so much less.
+SHARE, MANY, LATER_SHARE = 0.01, 1000, 0.0025
+MOST_CREDIT_S = 0.1  # that a quiet time saves up
+LEAST_TOKENS = 8  # of an output: fewer say little for what they take
+MOST_TOKENS = 8192  # prompt and output: longer ones would keep others waiting
+
+
+class Reviewer:
+    """draft: None when nothing can be drafted. prefill_chunk: tokens of a text that go through it in one pass."""
+
+    def __init__(
+        self, target: PassModel, draft: PassModel | None, prefill_chunk: int, generator: torch.Generator
+    ) -> None:
+        self._target, self._draft, self._prefill_chunk, self._generator = target, draft, prefill_chunk, generator
+        self._credit_s, self._num_reviewed = 0.0, 0
+        self._works = True
+
+    def review(self, rows: Sequence[SequenceState], step_s: float) -> tuple[OutputReview, ...]:
+        """One of the rows whose output has just ended, if it is time for one. They must still hold their rows.
+
+        step_s: that the step took. A failure is logged, and nothing is reviewed from then on.
+        """
+        share = SHARE if self._num_reviewed < MANY else LATER_SHARE
+        self._credit_s = min(self._credit_s + share * step_s, MOST_CREDIT_S)
+        ended = [row for row in rows if row.finished and self._can_review(row)]
+        if not ended or self._credit_s <= 0.0 or not self._works:
+            return ()
+        started = time.perf_counter()
+        try:
+            reviewed = self._review(ended[self._num_reviewed % len(ended)])
+        except Exception:
+            log.exception("outputs cannot be reviewed: what lengths and plans are worth is learned from steps alone")
+            self._works = False
+            return ()
+        self._num_reviewed += 1
+        self._credit_s -= time.perf_counter() - started
+        return (reviewed,)
+
+    @staticmethod
+    def _can_review(row: SequenceState) -> bool:
+        """Whether it chose its tokens one like the other, at the table's lengths."""
+        usual = row.may_copy and not row.sampling.looks_back
+        return usual and row.row >= 0 and row.num_output_tokens > LEAST_TOKENS and len(row.tokens) <= MOST_TOKENS
+
+    def _review(self, row: SequenceState) -> OutputReview:
+        first = max(row.num_prompt_tokens + 1, len(row.tokens) - MOST_REVIEWED)
+        drafted = b"" if self._draft is None or not row.may_draft else self._drafted(self._draft, row, first)
+        return OutputReview(int(row.request_class), review_copies(row.tokens, first), drafted)
+
+    def _drafted(self, draft: PassModel, row: SequenceState, first: int) -> bytes:
+        """By token from place `first` on whether the draft model chooses it, too."""
+        logits = self._logits(draft, row, min(row.draft_length, first - 1), first)
+        row.draft_length = len(row.tokens) - 1
+        chosen = torch.tensor(row.tokens[first:], device=draft.device)
+        if row.sampling.key is not None or row.sampling.temperature == 0:
+            same = choices_of(row.sampling, logits, first - row.num_prompt_tokens) == chosen
+        else:
+            # A draft would have been drawn, and the token have come out of it with this chance, given that it came out.
+            drawn_from = distributions_of(row.sampling, logits)
+            wanted = distributions_of(row.sampling, self._logits(self._target, row, first - 1, first))
+            mine, theirs = (probs.gather(-1, chosen[:, None])[:, 0] for probs in (drawn_from, wanted))
+            uniform = torch.rand(len(chosen), generator=self._generator, device=draft.device)
+            same = uniform * theirs < mine
+        return bytes(same.to(torch.uint8).tolist())
+
+    def _logits(self, model: PassModel, row: SequenceState, held: int, first: int) -> torch.Tensor:
+        """After each token but the last from place first - 1 on, [n, vocab]. held: tokens that the model's row holds."""
+        end, found = len(row.tokens) - 1, []
+        while held < end:
+            stop = min(end, held + self._prefill_chunk)
+            num_wanted = max(0, stop - max(held, first - 1))
+            rows = StepRows(np.array([held]), stop - held, model.device, first_row=row.row)
+            ids = torch.tensor([row.tokens[held:stop]], device=model.device)
+            (logits,) = model.forward([PassPart(rows, ids, num_logits=max(1, num_wanted))])
+            if num_wanted:
+                found.append(logits[0].clone())  # the next pass writes over them
+            held = stop
+        return found[0] if len(found) == 1 else torch.cat(found)
