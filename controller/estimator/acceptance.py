@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.plans.reviews import BELIEVED, TAUGHT_PRIOR, Reviews, believed
+from speclen.controller.estimator.plans.reviews import TAUGHT_PRIOR, Reviews
 from speclen.controller.estimator.times.change import Change
 
 # Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
@@ -197,11 +197,9 @@ class Acceptance:
         np.multiply.accumulate(self.acceptance, 2, out=survival[:, :, 1:])
         self.tokens = np.add.accumulate(survival, 2)
         if self.reviews.num_outputs:
-            taught, seen = self.tokens, self.reviews.outputs.sum(axis=1)[:, None, None]
-            steps = seen * self.reviews.steps_at_lengths()[:, None] + TAUGHT_PRIOR / taught
-            told, within = (seen + TAUGHT_PRIOR) / steps, np.append(1.0, believed(self.everybody[0], BELIEVED))
-            told = np.minimum(np.maximum(told, taught / within), taught * within)
-            self.tokens = np.minimum(np.maximum(told, 1.0), np.arange(1.0, taught.shape[2] + 1.0))
+            seen = self.reviews.outputs.sum(axis=1)[:, None, None]
+            steps = seen * self.reviews.steps_at_lengths()[:, None] + TAUGHT_PRIOR / self.tokens
+            self.tokens = np.maximum((seen + TAUGHT_PRIOR) / steps, 1.0)
         self.version += 1
 
     def of_band(self) -> FloatArray:

@@ -16,7 +16,7 @@ from speclen.v1 import control_pb2 as pb
 MOST_READ = 2**20
 
 # Outputs that one report may review, and their tokens.
-MOST_REVIEWS, MOST_REVIEWED = 16, 1024
+MOST_REVIEWS, MOST_REVIEWED = 4, 1024
 NUM_CLASSES = 3
 
 Read = tuple[tuple[int, int, int], ...]  # match, tokens, right ones

@@ -49,7 +49,7 @@ def _set_acceptance_apart(context: Context, worker: str) -> DriftEvent:
     context.acceptances.append(context.new_acceptance())
     like.acceptance.forget_all()
     for each in context.workers.peers.values():
-        each.tokens[:] = 0.0
+        each.tokens[:] = each.reviewed[:] = 0.0
     context.group((peer.models[TIMES], peer.models[ACCEPTANCE]), like)
     return _apart(context, worker, "accepted tokens")
 

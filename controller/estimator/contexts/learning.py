@@ -15,6 +15,7 @@ from speclen.controller.estimator.core import DriftEvent, StepObservation
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.learning import learn_copies, learn_reading, plans_before
 from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.reviews import MOST_TOKENS
 from speclen.controller.estimator.reports import OTHERS, Reports, merged
 from speclen.controller.estimator.state import exported, restored
 from speclen.controller.estimator.times.steps import Spans, Steps, spans_of
@@ -72,11 +73,7 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
         before = plans_before(group.plans, reports.steps, reports.spans)
     judged = group.acceptance.judge(parts)
     weight, offset = context.workers.say(reports.spans, parts, judged, reports.count)
-    group.acceptance.reviews.learn(
-        (review, int(context.band_of_batch[reports.batch[at]]), float(weight[at]))
-        for at, step in enumerate(reports.steps)
-        for review in step.reviews
-    )
+    _learn_reviews(context, group, reports, weight)
     events = []
     if found := group.acceptance.learn(parts, judged, weight[parts.report]):
         events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
@@ -98,6 +95,24 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     group.choice.earn(buckets, reports.count)
     context.recent = list(dict.fromkeys(buckets.tolist()))
     return events
+
+
+def _learn_reviews(context: Context, group: Group, reports: Reports, weight: FloatArray) -> None:
+    """Count outputs that were reviewed: the first of each worker, and not more than there is time for.
+
+    Only while most workers of the group send some: with nobody to be compared with, one could make them up.
+    """
+    reviews, counted, num_tokens = group.acceptance.reviews, [], 0
+    for worker, span in reports.spans:
+        told = ((at, review) for at in range(span.start, span.stop) for review in reports.steps[at].reviews)
+        first = next(((at, review) for at, review in told if reviews.tells(review)), None)
+        if first is not None and num_tokens <= MOST_TOKENS:
+            at, review = first
+            num_tokens += len(review.matches)
+            context.workers.note_review(worker, review.request_class, reviews.share_right(review))
+            counted.append((review, int(context.band_of_batch[reports.batch[at]]), float(weight[at])))
+    if counted and context.workers.most_review([worker for worker, _ in reports.spans]):
+        reviews.learn(counted)
 
 
 def _learn_times(context: Context, group: Group, reports: Reports, weight: FloatArray, offset: FloatArray) -> float:

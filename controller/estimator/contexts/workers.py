@@ -19,6 +19,10 @@ from speclen.controller.estimator.times.steps import ByStep, Spans, by_step, sum
 
 # Reports of a worker after which what is kept of it has faded to 1/e.
 MEMORY_REPORTS = 300.0
+# Outputs that it reviewed, likewise; before those are compared.
+MEMORY_REVIEWS, ENOUGH_REVIEWS = 100.0, 5
+# Every output counts as one of so many tokens; sd of the share that would have been proposed.
+USUAL_TOKENS, RIGHT_SD = 64.0, 0.12
 # Reports of a context between two comparisons, per worker; reports of a worker before it is compared.
 ROUND_REPORTS, ENOUGH_REPORTS = 32, 24.0
 # Log time by which a worker's cells may differ from the others': beyond a constant factor, root mean square; the factor.
@@ -41,19 +45,19 @@ class Peer:
     """What one worker reported lately.
 
     mean_log, as_seen, count: by cell, without the speed of the moment and with it. tokens: accepted, expected, variance; by
-    class and load, summed, fading, [classes x bands, 3].
+    class and load, summed, fading, [classes x bands, 3]. reviewed: the same of outputs that it reviewed, by class.
     """
 
     STATE = (
-        *("mean_log", "as_seen", "count", "tokens", "num_reports"),
+        *("mean_log", "as_seen", "count", "tokens", "reviewed", "num_reviews", "num_reports"),
         *("level", "offset", "models", "compared"),
     )
 
     def __init__(self, cells: FloatArray, num_loads: int) -> None:
         """cells: its place among all peers', [3, cells]. num_loads: classes x bands."""
         self.mean_log, self.as_seen, self.count = cells
-        self.tokens = np.zeros((num_loads, 3))
-        self.num_reports = 0.0
+        self.tokens, self.reviewed = np.zeros((num_loads, 3)), np.zeros((NUM_CLASSES, 3))
+        self.num_reports, self.num_reviews = 0.0, 0
         self.level, self.offset = 0.0, 0.0  # mean log time over the shared model's; what is taken out of it
         self.models = [0, 0]  # which step times and which acceptance it shares with others
         self.compared = False
@@ -118,6 +122,20 @@ class Workers:
                     peer.tokens *= math.exp(-size / MEMORY_REPORTS)
                     np.add.at(peer.tokens, load[start:end], tokens[start:end])
         return weights, offsets
+
+    def note_review(self, worker: str, kind: int, share_right: float) -> None:
+        """A worker has reviewed an output of a class, so many of whose tokens would have been proposed."""
+        peer = self.peer(worker)
+        if peer is not None:
+            peer.num_reviews += 1
+            peer.reviewed *= math.exp(-1.0 / MEMORY_REVIEWS)
+            peer.reviewed[kind] += USUAL_TOKENS * np.array([share_right, 0.5, USUAL_TOKENS * RIGHT_SD**2 / DISPERSION])
+
+    def most_review(self, senders: Sequence[str]) -> bool:
+        """Whether most of those who share an acceptance with these senders, of one group, send reviews."""
+        mine = next((peer.models[ACCEPTANCE] for name in senders if (peer := self.peers.get(name)) is not None), 0)
+        sharing = [peer for peer in self.peers.values() if peer.models[ACCEPTANCE] == mine]
+        return 2 * sum(peer.num_reviews > 0 for peer in sharing) > len(sharing)
 
     def _weight(self, peer: Peer) -> float:
         """What a report counts for: as much as any, but a worker not yet compared has no more say than the others."""
@@ -197,20 +215,11 @@ class Workers:
         members = self.sharing(ACCEPTANCE, model)
         if len(members) < 2:
             return None
-        tokens = np.stack([peer.tokens for _, peer in members])
-        if len(members) == 2:
-            tokens = tokens.sum(axis=1, keepdims=True)
-        sent = tokens[..., 1].sum(axis=1)
-        # Everybody has the same say, however much it sends.
-        tokens *= np.minimum(1.0, 2.0 * sent.min() / np.maximum(sent, 1e-9))[:, None, None]
-        others = tokens.sum(axis=0) - tokens
-        ratio = (others[..., 0] + 1.0) / (others[..., 1] + 1.0)
-        shared = others[..., 1] / np.maximum(others[..., 1] + tokens[..., 1], 1e-9)  # how well the others know a load
-        mine = (shared * tokens[..., 0]).sum(axis=1)
-        theirs = (shared * ratio * tokens[..., 1]).sum(axis=1)
-        z = np.abs(mine - theirs) / np.sqrt(DISPERSION * ((shared * tokens[..., 2]).sum(axis=1) + 1.0))
-        size = np.abs(np.log((mine + 1.0) / (theirs + 1.0)))
-        score = np.where((size > UNLIKE_ACCEPTANCE) & (z > SIGNIFICANT), size, 0.0)
+        score = _unlike(np.stack([peer.tokens for _, peer in members]))
+        reviewing = [at for at, (_, peer) in enumerate(members) if peer.num_reviews >= ENOUGH_REVIEWS]
+        if len(reviewing) > 1:
+            of_reviews = _unlike(np.stack([members[at][1].reviewed for at in reviewing]))
+            score[reviewing] = np.maximum(score[reviewing], of_reviews)
         worst = int(score.argmax())
         return members[worst][0] if score[worst] > 0.0 else None
 
@@ -245,6 +254,27 @@ class Workers:
         for at, peer in enumerate(self.peers.values()):
             cells[:, at] = peer.mean_log, peer.as_seen, peer.count
         self._move(cells)
+
+
+def _unlike(tokens: FloatArray) -> FloatArray:
+    """By how much, in logs, workers' accepted tokens differ from what the others' lead to expect; 0 where that may be chance.
+
+    tokens: accepted, expected, and variance, [workers, loads, 3].
+    """
+    if len(tokens) == 2:
+        tokens = tokens.sum(axis=1, keepdims=True)
+    sent = tokens[..., 1].sum(axis=1)
+    # Everybody has the same say, however much it sends.
+    tokens = tokens * np.minimum(1.0, 2.0 * sent.min() / np.maximum(sent, 1e-9))[:, None, None]
+    others = tokens.sum(axis=0) - tokens
+    ratio = (others[..., 0] + 1.0) / (others[..., 1] + 1.0)
+    shared = others[..., 1] / np.maximum(others[..., 1] + tokens[..., 1], 1e-9)  # how well the others know a load
+    mine = (shared * tokens[..., 0]).sum(axis=1)
+    theirs = (shared * ratio * tokens[..., 1]).sum(axis=1)
+    z = np.abs(mine - theirs) / np.sqrt(DISPERSION * ((shared * tokens[..., 2]).sum(axis=1) + 1.0))
+    size = np.abs(np.log((mine + 1.0) / (theirs + 1.0)))
+    score: FloatArray = np.where((size > UNLIKE_ACCEPTANCE) & (z > SIGNIFICANT), size, 0.0)
+    return score
 
 
 def differs(

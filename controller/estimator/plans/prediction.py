@@ -15,7 +15,7 @@ from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
 from speclen.controller.estimator.plans.plan import MAX_MATCH, MOSTS, Plan, drafted_lengths, grid_of
-from speclen.controller.estimator.plans.reviews import BELIEVED_OF_PLANS, TAUGHT_PRIOR, Reviews, believed
+from speclen.controller.estimator.plans.reviews import TAUGHT_PRIOR, Reviews
 from speclen.controller.estimator.plans.times import CopyTimes
 from speclen.controller.estimator.times.step_time import StepTimes
 
@@ -215,8 +215,6 @@ class PlanPrediction:
             return of_both
 
         steps = drawn(rates.steps, 1.0 / per_row, taught)
-        within = believed(self.copying.matches[1, -1], BELIEVED_OF_PLANS)
-        steps = np.clip(steps, 1.0 / (within * per_row), within / per_row)
         in_copying = drawn(rates.in_copying, copied / per_row, taught)
         told = (
             drawn(rates.proposes[:, :, : proposes.shape[1]], proposes / per_row[:, :, None], taught[:, None])

@@ -33,9 +33,8 @@ CLASS_PRIOR, LOAD_PRIOR = 20.0, 20.0
 # that were tried between copies is 5 to 10% off.
 TAUGHT_PRIOR = 25.0
 KEPT_OUTPUTS = 20.0
-# By how much reviews may move what steps taught of lengths, and of plans that copy: who makes them up moves no more;
-# that much more where no more rows or tokens than this have taught it.
-BELIEVED, BELIEVED_OF_PLANS, FEW = 1.25, 1.4, 300.0
+# Tokens of outputs that one group of reports may have counted, which takes some 10 ms.
+MOST_TOKENS = 2048
 MOST_COUNT = 1e15
 MOST_PROPOSED = 16
 STEPS, IN_COPYING, PROPOSES = 0, 1, 2  # and on
@@ -117,11 +116,20 @@ class Reviews:
             counts[kind] *= share
         self.version += 1
 
+    def tells(self, review: OutputReview) -> bool:
+        """Whether it says something: one without drafts does where nothing can draft."""
+        return bool(review.drafted) or self.num_lengths == 1
+
+    def share_right(self, review: OutputReview) -> float:
+        """Of an output's tokens, those that a usual plan would have proposed.
+
+        The model has no say in it: whoever makes reviews up may have spoiled it.
+        """
+        return 1.0 - float(self._count(review)[self._usual, STEPS]) / len(review.matches)
+
     def learn(self, reviews: Iterable[tuple[OutputReview, int, float]]) -> None:
-        """Count outputs, each at a band of load and with a weight. Those without drafts count where nothing can draft."""
+        """Count outputs, each at a band of load and with a weight."""
         for review, band, weight in reviews:
-            if not review.drafted and self.num_lengths > 1:
-                continue
             kind, sums = min(review.request_class, len(self.tokens) - 1), self._count(review)
             if self._has_changed(kind, sums, len(review.matches)):
                 self.forget(kind, KEPT_OUTPUTS)
@@ -194,12 +202,6 @@ class Reviews:
         counted = np.maximum(by_class + known, 1e-9).reshape(-1, *[1] * everybody.ndim)
         rates: FloatArray = (sums + known * everybody) / counted
         return rates
-
-
-def believed(taught: FloatArray, factor: float) -> FloatArray:
-    """By which factor reviews may move what so many rows or tokens have taught."""
-    within: FloatArray = factor ** np.minimum(1.0 + FEW / np.maximum(taught, 1.0), 20.0)
-    return within
 
 
 def _foreseen(drafted: bytes, most: np.ndarray) -> np.ndarray:
