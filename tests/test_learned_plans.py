@@ -337,7 +337,7 @@ def truth_of(mix: str) -> Reviews:
     texts, reviews = recorded_texts(mix), Reviews(8, 6, 3)
     for begin in texts.begins.tolist():
         review = texts.review(begin)
-        reviews.sums[review.request_class] += reviews._count(review)
+        reviews.sums[review.request_class] += reviews.count(review).sums
         reviews.tokens[review.request_class, 0] += len(review.matches)
     return reviews
 
@@ -371,13 +371,13 @@ def test_a_class_of_requests_whose_outputs_become_others_is_counted_anew():
     """Greedy texts of which every draft is right, then none: found within a dozen outputs, and not by those alike."""
     right, wrong = (OutputReview(0, *[bytes(64)] * 3, bytes([at] * 64)) for at in (1, 0))
     reviews = Reviews(8, 6, 3)
-    reviews.learn([(right, 2, 1.0)] * 300)
+    reviews.learn([(reviews.count(right), 2, 1.0)] * 300)
     assert reviews.num_outputs > 200
     before = float(reviews.steps_at_lengths()[0, 4])
-    reviews.learn([(wrong, 2, 1.0)] * 12)
+    reviews.learn([(reviews.count(wrong), 2, 1.0)] * 12)
     assert reviews.num_outputs < 40
     assert before == pytest.approx(0.21, abs=0.02)
-    reviews.learn([(wrong, 2, 1.0)] * 60)
+    reviews.learn([(reviews.count(wrong), 2, 1.0)] * 60)
     assert reviews.steps_at_lengths()[0, 4] > 0.75
 
 
@@ -385,7 +385,7 @@ def test_classes_of_requests_have_their_own_steps_and_loads_their_own_classes():
     """Greedy requests, all of whose drafts are right, come alone; hot ones, none of whose are, with others."""
     easy, hard = (OutputReview(kind, *[bytes(64)] * 3, bytes([at] * 64)) for kind, at in ((0, 1), (2, 0)))
     reviews = Reviews(4, 6, 3)
-    reviews.learn([(easy, 0, 1.0), (hard, 4, 1.0)] * 400)
+    reviews.learn([(reviews.count(easy), 0, 1.0), (reviews.count(hard), 4, 1.0)] * 400)
     alone, together = reviews.rates().steps[[0, 4], 4]
     assert alone == pytest.approx(0.2, abs=0.06)
     assert together == pytest.approx(1.0, abs=0.06)

@@ -62,7 +62,7 @@ def test_a_review_says_how_many_steps_every_plan_takes(always: None) -> None:
         first = generate(engine_of(reader), one).ids(one.request_id)
         (told,) = [review for result in reader.results for review in result.reviews]
         reviews = Reviews(MAX_LENGTH, 1, 3)
-        counted = reviews._count(reviewed(told))
+        counted = reviews.count(reviewed(told)).sums
         assert len(told.drafted) == len(first) - 1
         for plan in PLANS:
             played = Plans(plan)
@@ -184,7 +184,7 @@ def test_where_nothing_drafts_copies_are_reviewed_alone(always: None) -> None:
     (told,) = [review for result in reader.results for review in result.reviews]
     assert told.drafted == b""
     reviews = Reviews(0, 1, 3)
-    reviews.learn([(reviewed(told), 0, 1.0)])
+    reviews.learn([(reviews.count(reviewed(told)), 0, 1.0)])
     steps = [result for result in reader.results if isinstance(result, StepResult)]
     assert reviews.sums[0, reviews.place[EstimatorPlan(0, 2, 8)], STEPS] == pytest.approx(len(steps))
 

@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 SHARE, MANY, LATER_SHARE = 0.01, 1000, 0.0025
 MOST_CREDIT_S = 0.1  # that a quiet time saves up
 LEAST_TOKENS = 8  # of an output: fewer say little for what they take
+SIZES = 32  # of passes: multiples of so many tokens
 MOST_TOKENS = 8192  # prompt and output: longer ones would keep others waiting
 
 
 class Reviewer:
     """draft: None when nothing can be drafted. prefill_chunk: tokens of a text that go through it in one pass."""
 
-    def __init__(
-        self, target: PassModel, draft: PassModel | None, prefill_chunk: int, generator: torch.Generator
-    ) -> None:
-        self._target, self._draft, self._prefill_chunk, self._generator = target, draft, prefill_chunk, generator
+    def __init__(self, target: PassModel, draft: PassModel | None, prefill_chunk: int) -> None:
+        self._target, self._draft, self._prefill_chunk = target, draft, prefill_chunk
+        self._generator = torch.Generator(target.device).manual_seed(0)  # its own: outputs must not hang on reviews
         self._credit_s, self._num_reviewed = 0.0, 0
         self._works = True
 
@@ -87,15 +87,25 @@ class Reviewer:
         return bytes(same.to(torch.uint8).tolist())
 
     def _logits(self, model: PassModel, row: SequenceState, held: int, first: int) -> torch.Tensor:
-        """After each token but the last from place first - 1 on, [n, vocab]. held: tokens that the model's row holds."""
+        """After each token but the last from place first - 1 on, [n, vocab]. held: tokens that the model's row holds.
+
+        Some of what it holds is fed again, so that passes have few sizes: where one is new, that takes longer.
+        """
         end, found = len(row.tokens) - 1, []
         while held < end:
             stop = min(end, held + self._prefill_chunk)
+            begin = max(0, stop - rounded_up(stop - held))
             num_wanted = max(0, stop - max(held, first - 1))
-            rows = StepRows(np.array([held]), stop - held, model.device, first_row=row.row)
-            ids = torch.tensor([row.tokens[held:stop]], device=model.device)
-            (logits,) = model.forward([PassPart(rows, ids, num_logits=max(1, num_wanted))])
+            rows = StepRows(np.array([begin]), stop - begin, model.device, first_row=row.row)
+            ids = torch.tensor([row.tokens[begin:stop]], device=model.device)
+            num_logits = min(max(rounded_up(num_wanted), 1), stop - begin)
+            (logits,) = model.forward([PassPart(rows, ids, num_logits)])
             if num_wanted:
-                found.append(logits[0].clone())  # the next pass writes over them
+                found.append(logits[0, -num_wanted:].clone())  # the next pass writes over them
             held = stop
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def rounded_up(num_tokens: int) -> int:
+    """To the sizes of passes."""
+    return -(-num_tokens // SIZES) * SIZES

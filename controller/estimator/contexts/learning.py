@@ -107,10 +107,10 @@ def _learn_reviews(context: Context, group: Group, reports: Reports, weight: Flo
         told = ((at, review) for at in range(span.start, span.stop) for review in reports.steps[at].reviews)
         first = next(((at, review) for at, review in told if reviews.tells(review)), None)
         if first is not None and num_tokens <= MOST_TOKENS:
-            at, review = first
-            num_tokens += len(review.matches)
-            context.workers.note_review(worker, review.request_class, reviews.share_right(review))
-            counted.append((review, int(context.band_of_batch[reports.batch[at]]), float(weight[at])))
+            at, output = first[0], reviews.count(first[1])
+            num_tokens += output.num_tokens
+            context.workers.note_review(worker, output.request_class, output.share_right)
+            counted.append((output, int(context.band_of_batch[reports.batch[at]]), float(weight[at])))
     if counted and context.workers.most_review([worker for worker, _ in reports.spans]):
         reviews.learn(counted)
 

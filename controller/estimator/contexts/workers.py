@@ -257,7 +257,7 @@ class Workers:
 
 
 def _unlike(tokens: FloatArray) -> FloatArray:
-    """By how much, in logs, workers' accepted tokens differ from what the others' lead to expect; 0 where that may be chance.
+    """By how much, in logs, workers' accepted tokens differ from what the others' lead to expect; 0 if that may be chance.
 
     tokens: accepted, expected, and variance, [workers, loads, 3].
     """

@@ -53,6 +53,15 @@ class OutputReview(NamedTuple):
     drafted: bytes
 
 
+class Counted(NamedTuple):
+    """An output. share_right: of its tokens, that a usual plan would have proposed; sums: as in `Reviews`, of one class."""
+
+    request_class: int
+    num_tokens: int
+    share_right: float
+    sums: FloatArray
+
+
 class Rates(NamedTuple):
     """Per token that requests put out, by load and plan: steps, and tokens put out in those that copy, [bands, plans]; steps
     that propose at least 1, 2, ... copies, [bands, plans, positions].
@@ -120,21 +129,14 @@ class Reviews:
         """Whether it says something: one without drafts does where nothing can draft."""
         return bool(review.drafted) or self.num_lengths == 1
 
-    def share_right(self, review: OutputReview) -> float:
-        """Of an output's tokens, those that a usual plan would have proposed.
-
-        The model has no say in it: whoever makes reviews up may have spoiled it.
-        """
-        return 1.0 - float(self._count(review)[self._usual, STEPS]) / len(review.matches)
-
-    def learn(self, reviews: Iterable[tuple[OutputReview, int, float]]) -> None:
-        """Count outputs, each at a band of load and with a weight."""
-        for review, band, weight in reviews:
-            kind, sums = min(review.request_class, len(self.tokens) - 1), self._count(review)
-            if self._has_changed(kind, sums, len(review.matches)):
+    def learn(self, outputs: Iterable[tuple[Counted, int, float]]) -> None:
+        """Add outputs, each at a band of load and with a weight."""
+        for output, band, weight in outputs:
+            kind, num_tokens, _, sums = output
+            if self._has_changed(kind, sums, num_tokens):
                 self.forget(kind, KEPT_OUTPUTS)
             self._keep(kind, math.exp(-weight / MEMORY_OUTPUTS))
-            self.tokens[kind, band] += weight * len(review.matches)
+            self.tokens[kind, band] += weight * num_tokens
             self.outputs[kind, band] += weight
             self.sums[kind] += weight * sums
 
@@ -147,8 +149,14 @@ class Reviews:
         unlike = math.log(max(float(sums[plan, STEPS]), 1.0) / num_tokens / max(expected, 1e-9)) / SCATTER
         return bool(self.changes[kind].add("", [min(max(unlike, -LARGEST_Z), LARGEST_Z)]))
 
-    def _count(self, review: OutputReview) -> FloatArray:
-        """The sums of one output, [plans, 2 + positions]."""
+    def count(self, review: OutputReview) -> Counted:
+        """The steps of every plan through one output."""
+        sums, num_tokens = self._sums(review), len(review.matches)
+        share_right = 1.0 - float(sums[self._usual, STEPS]) / num_tokens
+        return Counted(min(review.request_class, len(self.tokens) - 1), num_tokens, share_right, sums)
+
+    def _sums(self, review: OutputReview) -> FloatArray:
+        """Of one output, [plans, 2 + positions]."""
         num_tokens, every = len(review.matches), np.arange(len(self.plans))
         place = np.arange(num_tokens)
         most = num_tokens - 1 - place  # the last token comes with whatever was proposed before it
