@@ -22,6 +22,7 @@ MAKERS = {
         HEADLINE,
     ),
     "policy_table": "speclen.bench.simulation.policy_table",
+    "plans_table": "speclen.bench.simulation.policy_table",
 }
 
 

@@ -16,6 +16,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "serve": ("speclen.bench.comparison.serve", "serve", "Latency of real traffic under every policy, interleaved."),
     "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps, beside transformers' generation."),
     "policy": ("speclen.bench.simulation.policy", "policy", "Regret of learning policies in a simulation."),
+    "plans": ("speclen.bench.simulation.copying.plans", "plans", "Plans that copy and draft, in simulated texts."),
     "controller": (
         "speclen.bench.service.controller",
         "controller",

@@ -9,12 +9,18 @@ import typer
 from typer.testing import CliRunner
 
 from speclen.bench.simulation.closed_loop import ClosedLoop
+from speclen.bench.simulation.copying.machine import TWO_CORES
+from speclen.bench.simulation.copying.plans import plans
+from speclen.bench.simulation.copying.recorded import recorded_texts
+from speclen.bench.simulation.copying.truth import worth_of
 from speclen.bench.simulation.players import make_player
 from speclen.bench.simulation.policy import Job, play, policy, summarise
 from speclen.bench.simulation.scenarios import SCENARIOS
 from speclen.bench.simulation.simulator import Engine, World
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import StepObservation
+from speclen.controller.estimator.plans.plan import Plan
+from speclen.controller.estimator.plans.reviews import STEPS, Reviews
 
 
 class Clairvoyant:
@@ -159,3 +165,30 @@ def test_a_table_pays_for_the_first_use_of_a_shape_like_everybody() -> None:
     world = World(SCENARIOS["first-minute"], 5)
     free = world.play_table(np.full(world.limits.max_batch_size + 1, 2)).score
     assert free - 3.0 < outcome.score < free
+
+
+def test_what_a_plan_makes_of_recorded_texts_is_known_exactly():
+    """Counted here by whole texts, side by side, and by reviews one after the other."""
+    text, reviews = recorded_texts("mixed"), Reviews(8, 1, 3)
+    sums = sum(reviews.count(text.review(begin)).sums[:, STEPS] for begin in text.begins.tolist())
+    tokens = sum(len(text.review(begin).matches) for begin in text.begins.tolist())
+    some = [Plan(0), Plan(3), Plan(0, 3, 8), Plan(5, 2, 16)]
+    worth = worth_of(text, TWO_CORES, [1, 4], some)
+    for plan in some:
+        assert worth.tokens[plan] == pytest.approx(tokens / sums[reviews.place[plan]])
+    assert worth.seconds[Plan(0), 4] == pytest.approx(float(TWO_CORES.seconds(4, *np.array([0, 0, 4]))))
+    assert worth.best(4) == min(worth.seconds[plan, 4] / worth.tokens[plan] for plan in some)
+
+
+def test_plans_are_played_in_simulated_texts_from_the_command_line():
+    app = typer.Typer()
+    app.command()(plans)
+    options = ["--scenario", "recorded: copying", "--seeds", "1", "--steps", "600", "--processes", "1"]
+    done = CliRunner().invoke(app, [*options, "--json"])
+    assert done.exit_code == 0, done.output
+    [run] = json.loads(done.stdout)["runs"]
+    assert run["adaptive"] > run["best_length"], "copies are found within 600 steps"
+    assert 100.0 >= run["later_half"] > 90.0
+    assert 100.0 >= run["best_plan"] >= max(run["best_length"], run["copy"])
+    unknown = CliRunner().invoke(app, ["--scenario", "no such"])
+    assert isinstance(unknown.exception, UserError)

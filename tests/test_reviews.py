@@ -195,3 +195,22 @@ def test_of_long_outputs_the_end_is_reviewed() -> None:
     assert len(review_copies(text, first).matches) == MOST_REVIEWED
     whole = review_copies(text, 1)
     assert whole.matches[first - 1 :] == review_copies(text, first).matches
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 1000])
+def test_a_long_output_is_reviewed_in_pieces(always: None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is cut, and whatever of it the draft model holds already."""
+    monkeypatch.setattr(reviewing, "SIZES", 1)
+    told = []
+    for plan in (Plan(0), Plan(3)):
+        for size in (chunk, 1000):
+            reader = Reader(plan)
+            engine = engine_of(reader, prefill_chunk=16)
+            assert engine._reviewer is not None
+            engine._reviewer._chunk = size
+            one = request("x", [5, 6, 7, 8, 9] * 7, temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
+            generate(engine, one)
+            told += [review for result in reader.results for review in result.reviews]
+    assert len(told) == 4
+    assert len(set(told)) == 1
+    assert len(told[0].drafted) == 39

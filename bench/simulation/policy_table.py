@@ -1,7 +1,8 @@
 """Write the table and the picture of docs/policy.md from docs/results/policy.json, after adding newer runs to it.
 
 `python -m speclen.bench.simulation.policy_table NEW.json` takes the result of `speclen bench policy --json`: its runs
-replace those of the same scenario and policy, so that after a change of one policy only that one needs to be run again.
+replace those of the same scenario and policy, so that after a change of one policy only that one needs to be run again. The table of
+plans comes from docs/results/plans.json, what `speclen bench plans --json` printed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 import typer
 
 from speclen.bench.marked import insert
+from speclen.bench.simulation.copying.plans import HEADINGS, Run, cells
 from speclen.bench.simulation.policy import COMPARED, Summary
 from speclen.bench.simulation.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "docs" / "results" / "policy.json", ROOT / "docs" / "policy.md"
+PLANS = ROOT / "docs" / "results" / "plans.json"
 PICTURE = ROOT / "docs" / "images" / "policy.svg"
 DRAWN = ("profile", "throughput-aware")  # beside adaptive and the best fixed length
 FIXED = "best fixed"
@@ -90,6 +93,15 @@ def lines(document: dict[str, Any]) -> list[str]:
     return table
 
 
+def plans_lines() -> list[str]:
+    """The table of plans in simulated texts, from the result of `speclen bench plans --json`."""
+    runs = [Run(**row) for row in json.loads(PLANS.read_text("utf-8"))["runs"]]
+    names = list(dict.fromkeys(run.scenario for run in runs))
+    rows = [HEADINGS, *(cells(name, [run for run in runs if run.scenario == name]) for name in names)]
+    table = [f"| {' | '.join(row)} |" for row in rows]
+    return [table[0], "|---" * len(HEADINGS) + "|", *table[1:]]
+
+
 def main(new: Path | None = typer.Argument(None, help="Result of `speclen bench policy --json` to add.")) -> None:
     """Add runs; write the table, and draw the picture (which needs the extra 'plot')."""
     from speclen.bench.simulation.policy_plot import draw_scores
@@ -103,7 +115,8 @@ def main(new: Path | None = typer.Argument(None, help="Result of `speclen bench 
         # One row a line, for people and for git.
         text = json.dumps(document, separators=(",", ":")).replace('{"scenario"', '\n{"scenario"')
         RESULTS.write_text(text + "\n", "utf-8")
-    PAGE.write_text(insert(PAGE.read_text("utf-8"), "policy_table", "\n".join(lines(document))), "utf-8")
+    page = insert(PAGE.read_text("utf-8"), "policy_table", "\n".join(lines(document)))
+    PAGE.write_text(insert(page, "plans_table", "\n".join(plans_lines())), "utf-8")
     draw_scores(drawn(document), PICTURE)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,14 +26,16 @@ SHARE, MANY, LATER_SHARE = 0.01, 1000, 0.0025
 MOST_CREDIT_S = 0.1  # that a quiet time saves up
 LEAST_TOKENS = 8  # of an output: fewer say little for what they take
 SIZES = 32  # of passes: multiples of so many tokens
+MOST_LOGITS = 2**22  # numbers of one pass, 16 MB
 MOST_TOKENS = 8192  # prompt and output: longer ones would keep others waiting
 
 
 class Reviewer:
-    """draft: None when nothing can be drafted. prefill_chunk: tokens of a text that go through it in one pass."""
+    """draft: None when nothing can be drafted. prefill_chunk: tokens of a text that go through it in one pass, at most."""
 
-    def __init__(self, target: PassModel, draft: PassModel | None, prefill_chunk: int) -> None:
-        self._target, self._draft, self._prefill_chunk = target, draft, prefill_chunk
+    def __init__(self, target: PassModel, draft: PassModel | None, prefill_chunk: int, vocab_size: int) -> None:
+        self._target, self._draft = target, draft
+        self._prefill_chunk, self._chunk = prefill_chunk, max(SIZES, min(prefill_chunk, MOST_LOGITS // vocab_size))
         self._generator = torch.Generator(target.device).manual_seed(0)  # its own: outputs must not hang on reviews
         self._credit_s, self._num_reviewed = 0.0, 0
         self._works = True
@@ -72,38 +74,53 @@ class Reviewer:
 
     def _drafted(self, draft: PassModel, row: SequenceState, first: int) -> bytes:
         """By token from place `first` on whether the draft model chooses it, too."""
-        logits = self._logits(draft, row, min(row.draft_length, first - 1), first)
+        sampling, tokens = row.sampling, torch.tensor(row.tokens, device=draft.device)
+
+        def chooses(logits: torch.Tensor, place: int) -> torch.Tensor:
+            chosen = choices_of(sampling, logits, place - row.num_prompt_tokens)
+            return chosen == tokens[place : place + len(logits)]
+
+        def chance(logits: torch.Tensor, place: int) -> torch.Tensor:
+            return distributions_of(sampling, logits).gather(-1, tokens[place : place + len(logits), None])[:, 0]
+
+        held, matches = min(row.draft_length, first - 1), sampling.key is not None or sampling.temperature == 0
+        same = self._of_tokens(draft, row, held, first, 0, chooses if matches else chance)
         row.draft_length = len(row.tokens) - 1
-        chosen = torch.tensor(row.tokens[first:], device=draft.device)
-        if row.sampling.key is not None or row.sampling.temperature == 0:
-            same = choices_of(row.sampling, logits, first - row.num_prompt_tokens) == chosen
-        else:
+        if not matches:
             # A draft would have been drawn, and the token have come out of it with this chance, given that it came out.
-            drawn_from = distributions_of(row.sampling, logits)
-            wanted = distributions_of(row.sampling, self._logits(self._target, row, first - 1, first))
-            mine, theirs = (probs.gather(-1, chosen[:, None])[:, 0] for probs in (drawn_from, wanted))
-            uniform = torch.rand(len(chosen), generator=self._generator, device=draft.device)
-            same = uniform * theirs < mine
+            wanted = self._of_tokens(self._target, row, first - 1, first, first - 1, chance)
+            same = torch.rand(len(wanted), generator=self._generator, device=draft.device) * wanted < same
         return bytes(same.to(torch.uint8).tolist())
 
-    def _logits(self, model: PassModel, row: SequenceState, held: int, first: int) -> torch.Tensor:
-        """After each token but the last from place first - 1 on, [n, vocab]. held: tokens that the model's row holds.
+    def _of_tokens(
+        self,
+        model: PassModel,
+        row: SequenceState,
+        held: int,
+        first: int,
+        least: int,
+        what: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> torch.Tensor:
+        """Something of each token from place first on, by the logits before it, [n].
 
-        Some of what it holds is fed again, so that passes have few sizes: where one is new, that takes longer.
+        held: tokens that the model's row holds. what: of logits [n, vocab] and the place of the first token that follows.
+        Some of what the row holds is fed again, so that passes have few sizes: where one is new, that takes longer. Nothing
+        before place `least`: others may share the prompt's keys and values, and on the target's hang their outputs.
         """
         end, found = len(row.tokens) - 1, []
         while held < end:
-            stop = min(end, held + self._prefill_chunk)
-            begin = max(0, stop - rounded_up(stop - held))
+            alone = held < first - 1 and end - held > self._chunk  # what the model lacks before them
+            stop = min(first - 1, held + self._prefill_chunk) if alone else min(end, held + self._chunk)
+            begin = min(held, max(least, stop - rounded_up(stop - held)))
             num_wanted = max(0, stop - max(held, first - 1))
             rows = StepRows(np.array([begin]), stop - begin, model.device, first_row=row.row)
             ids = torch.tensor([row.tokens[begin:stop]], device=model.device)
             num_logits = min(max(rounded_up(num_wanted), 1), stop - begin)
             (logits,) = model.forward([PassPart(rows, ids, num_logits)])
             if num_wanted:
-                found.append(logits[0, -num_wanted:].clone())  # the next pass writes over them
+                found.append(what(logits[0, -num_wanted:], stop - num_wanted + 1))
             held = stop
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return torch.cat(found)
 
 
 def rounded_up(num_tokens: int) -> int:

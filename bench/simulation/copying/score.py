@@ -1,6 +1,4 @@
-"""How near the estimator comes to a clairvoyant's plans in simulated texts.
-
-`python -m speclen.bench.simulation.copying.score --seeds 20`.
+"""One run of the estimator in simulated texts, and how near it comes to a clairvoyant's plans.
 
 The clairvoyant knows for every batch size and part of a run which plan of the grid takes the least mean time per token in
 the long run. Score: its time for the tokens that the played plans make in the long run over the time that they take, in
@@ -8,10 +6,6 @@ percent: what a run happened to meet has no say in it, but for what was learned 
 """
 
 from __future__ import annotations
-
-import argparse
-import json
-from statistics import median
 
 import numpy as np
 
@@ -52,9 +46,9 @@ class Play:
         self.best = [{size: worth.best(size) for size in sizes} for worth in self.worth]
         self.probe: Probe | None = None
 
-    def score(self) -> float:
-        """In percent."""
-        world, spent_s, work_s = self.world, 0.0, 0.0
+    def score(self) -> tuple[float, float]:
+        """In percent, over all steps and over the later half."""
+        world, spent_s, work_s = self.world, np.zeros(2), np.zeros(2)
         rows, waiting = world.part(0)[0].rows(world.max_batch, self.rng), list[StepObservation]()
         for step, batch in enumerate(world.batches.tolist()):
             part = step * world.parts // world.num_steps
@@ -62,14 +56,24 @@ class Play:
             plan = self._plan(batch)
             done = rows.step(plan, batch)
             mean_s = time_of(machine, done)[0]
-            spent_s += self.worth[part].seconds[plan, batch]
-            work_s += self.best[part][batch] * self.worth[part].tokens[plan]
+            half = int(2 * step >= world.num_steps)
+            spent_s[half] += self.worth[part].seconds[plan, batch]
+            work_s[half] += self.best[part][batch] * self.worth[part].tokens[plan]
             report = report_of(plan, done, mean_s * self._noise(), machine)
             report = report if self.reads else report._replace(read=())
             waiting.append(report if self.reviews else report._replace(reviews=()))
             if len(waiting) == GROUP:
                 self._learn(waiting, batch)
                 waiting = []
+        return 100.0 * float(work_s.sum() / spent_s.sum()), 100.0 * float(work_s[1] / spent_s[1])
+
+    def score_of(self, plan: Plan) -> float:
+        """Of one plan at all batch sizes, in percent."""
+        world, spent_s, work_s = self.world, 0.0, 0.0
+        for step, batch in enumerate(world.batches.tolist()):
+            part = step * world.parts // world.num_steps
+            spent_s += self.worth[part].seconds[plan, batch]
+            work_s += self.best[part][batch] * self.worth[part].tokens[plan]
         return 100.0 * work_s / spent_s
 
     def _noise(self) -> float:
@@ -88,27 +92,3 @@ class Play:
         self.estimator.observe(KEY, group, "w")
         most = self.limits.max_speculation_length, "w", self.limits.max_copied_tokens
         self.probe = self.estimator.take_probe(KEY, batch, *most)
-
-
-def main() -> None:
-    """Print scores by scenario, as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--scenario", default="", help="only those whose name contains this")
-    parser.add_argument("--unread", action="store_true", help="workers tell of what they copied alone")
-    parser.add_argument("--unreviewed", action="store_true", help="workers tell of steps, but of no output as a whole")
-    options = parser.parse_args()
-    for scenario in SCENARIOS:
-        if options.scenario in scenario.name:
-            worlds = [(seed, CopyWorld(scenario, seed, options.steps)) for seed in range(options.seeds)]
-            scores = [Play(world, seed, not options.unread, not options.unreviewed).score() for seed, world in worlds]
-            shown = {"median": round(median(scores), 1), "worst": round(min(scores), 1)}
-            print(
-                json.dumps({"scenario": scenario.name, **shown, "scores": [round(score, 1) for score in scores]}),
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()
