@@ -337,3 +337,18 @@ def test_catching_up_with_copies_is_a_part_of_plans_that_draft_beside_them() -> 
     generate(copy_engine(plans), request("x", odd, max_tokens=30, ignore_eos=True))
     drafted = [result for result in plans.results if result.speculation_length]
     assert [StepFlag.CATCH_UP in result.flags for result in drafted] == [True] + [False] * (len(drafted) - 1)
+
+
+def test_a_row_that_first_copies_under_a_plan_that_drafts_still_has_its_prompt_to_catch_up_with() -> None:
+    """Story: such a plan copied, then drafted: its second step fed the draft a prompt, and was to show what steps take."""
+    num_late, before, both = 0, Plan(0, 16, 8), Plan(3, 2, 8)
+    for seed in range(12):
+        prompt = random.Random(seed).choices(range(3, 12), k=100)
+        plans = Plans(*[before] * 4, both)
+        generate(copy_engine(plans), request("x", prompt, max_tokens=40, ignore_eos=True))
+        steps = [result for result in plans.results if result.copying is not None and result.copying.plan == both]
+        drafted = [at for at, result in enumerate(steps) if result.speculation_length]
+        num_late += drafted[0] > 0
+        assert [StepFlag.CATCH_UP in steps[at].flags for at in drafted] == [True] + [False] * (len(drafted) - 1)
+        assert not any(StepFlag.CATCH_UP in result.flags for result in steps[: drafted[0]])
+    assert num_late

@@ -12,7 +12,7 @@ from speclen.bench.simulation.copying.machine import TWO_CORES, CopyingMachine, 
 from speclen.bench.simulation.copying.recorded import recorded_texts
 from speclen.bench.simulation.copying.score import Play
 from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, Text
-from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO
+from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO, least_cost
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.learning import plans_before
@@ -154,7 +154,7 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
         assert choice.credit[7] == pytest.approx(credit - LEAST_CHARGE - 3.0 * may_draft)
     choice.credit[7] = CAP_STEPS
     assert plans.probe(7, tokens, choice, (4, 16), resume_s, num_steps=2) == plan
-    assert choice.credit[7] == pytest.approx(CAP_STEPS - 2 * LEAST_CHARGE - 3.0)
+    assert choice.credit[7] == pytest.approx(CAP_STEPS - least_cost(2) - 3.0)
     plans.chosen[7] = Plan(1, 8, 4)  # it drafts already
     choice.credit[7] = 0.9 * CAP_STEPS
     plan = plans.probe(7, tokens, choice, (4, 16), resume_s)

@@ -1,8 +1,8 @@
 """Write the table and the picture of docs/policy.md from docs/results/policy.json, after adding newer runs to it.
 
 `python -m speclen.bench.simulation.policy_table NEW.json` takes the result of `speclen bench policy --json`: its runs
-replace those of the same scenario and policy, so that after a change of one policy only that one needs to be run again. The table of
-plans comes from docs/results/plans.json, what `speclen bench plans --json` printed.
+replace those of the same scenario and policy, so that after a change of one policy only that one needs to be run again.
+The table of plans comes from docs/results/plans.json, what `speclen bench plans --json` printed.
 """
 
 from __future__ import annotations

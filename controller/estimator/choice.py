@@ -24,6 +24,8 @@ RESUME_HORIZON = 100.0
 # Share of a bucket's time that probes may cost where drafting is on, and off; the most that can be saved up, in steps.
 SHARE, SHARE_AT_ZERO = 0.001, 0.003
 CAP_STEPS, CAP_STEPS_AT_ZERO = 1.0, 4.0
+# What a probe costs beyond its steps where it takes two, in steps: there and back, passes of another size take longer.
+CHANGE = 0.25
 # Standard deviations of optimism by which a probe is picked, and the least it is charged, in steps: a guess is a guess.
 OPTIMISM, LEAST_CHARGE = 1.5, 0.02
 # A probe at length 0 takes a second step unless the step time is known this well, relative to length 0 (log-sd), from this
@@ -123,13 +125,13 @@ class LengthChoice:
     def _probe_optimist(self, bucket: int, times: StepTimes, longest: int, num_steps: int) -> int | None:
         """The length that could most plausibly be better than the choice, if its expected loss has been earned."""
         chosen, credit = int(self.lengths[bucket]), float(self.credit[bucket])
-        if credit < LEAST_CHARGE:
+        if credit < least_cost(num_steps):
             return None
         goodput = self.goodput[bucket]
         hope = np.log(goodput / goodput[chosen]) + OPTIMISM * np.sqrt(times.relative_variance(bucket, chosen))
         hope[chosen] = hope[longest + 1 :] = -np.inf
         candidate = int(hope.argmax())
-        cost = num_steps * max(float(self.loss(bucket)[candidate]), LEAST_CHARGE)
+        cost = least_cost(num_steps, float(self.loss(bucket)[candidate]))
         if hope[candidate] <= 0.0 or cost > credit:
             return None
         self._charge(bucket, cost)
@@ -148,7 +150,7 @@ class LengthChoice:
         if self.to_follow[bucket]:
             self.to_follow[bucket] = False
             return second
-        cost = max(num_steps * float(loss[1]) + resume_s / float(self.seconds[bucket, 0]), LEAST_CHARGE)
+        cost = least_cost(num_steps, float(loss[1])) + resume_s / float(self.seconds[bucket, 0])
         # A full account pays for one probe however dear, and is in debt for it: what is believed of drafting may be wrong.
         if cost > self.credit[bucket] and self.credit[bucket] < CAP_STEPS_AT_ZERO:
             return None
@@ -171,3 +173,8 @@ class LengthChoice:
     def _charge(self, bucket: int, cost: float) -> None:
         self.credit[bucket] -= cost
         self.probe_s += cost * float(self.seconds[bucket, self.lengths[bucket]])
+
+
+def least_cost(num_steps: int, loss: float = 0.0) -> float:
+    """Of a probe of so many steps, each of which is expected to lose so much, in steps."""
+    return num_steps * max(loss, LEAST_CHARGE) + CHANGE * (num_steps > 1)

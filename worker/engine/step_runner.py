@@ -61,7 +61,6 @@ class StepRunner:
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
         self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
-        self._resumes = False  # whether this one does, and the one before was not to
         self._played = 0, Plan()  # rows of the last step, and what they were to do
         self._seen_shapes: set[tuple[int, int]] = set()
 
@@ -118,7 +117,9 @@ class StepRunner:
         self._speculating = plan.speculation_length > 0 or (
             plan.copies is not None and plan.copies.plan.draft_length > 0
         )
-        self._resumes = self._speculating and not speculated
+        if self._speculating and not speculated:
+            for row in plan.rows:
+                row.draft_due = len(row.tokens) - 1
         prompt_logits: list[torch.Tensor] = []
         ragged = self._is_ragged(plan)
         rule = self._step_rule(plan, ragged)
@@ -185,7 +186,7 @@ class StepRunner:
         drafting = [row for row, length in zip(plan.rows, plan.draft_lengths, strict=True) if length]
         behind = [len(row.tokens) - 1 - row.draft_length for row in drafting]
         if behind and (sum(behind) > self._prefill_chunk or max(behind) > RAGGED_CATCH_UP_WIDTH):
-            self._flag_catch_up(plan, flags)
+            self._flag_catch_up(plan, drafting, flags)
             self._feed_missing(drafting)
         return ragged_step(self.target, self.draft, make_ragged_batch(plan), rule, prompts)
 
@@ -201,15 +202,19 @@ class StepRunner:
         behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
         if behind <= 1:
             return 1 + behind
-        self._flag_catch_up(plan, flags)
+        self._flag_catch_up(plan, drafting, flags)
         if behind < CATCH_UP_WIDTH and min(len(row.tokens) for row in plan.rows) > behind:
             return 1 + behind
         self._feed_missing(drafting)
         return 1
 
-    def _flag_catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> None:
-        """Where rows copy and draft, catching up with what they copied is a part of what such a plan takes."""
-        if plan.copies is None or self._resumes:
+    def _flag_catch_up(self, plan: StepPlan, drafting: Sequence[SequenceState], flags: set[StepFlag]) -> None:
+        """Where rows copy and draft, catching up with what they copied is a part of what such a plan takes.
+
+        Not so with their prompts, nor with what they put out before such a plan was played: a row may copy for some steps
+        before it drafts for the first time.
+        """
+        if plan.copies is None or any(row.draft_length + 1 < row.draft_due for row in drafting):
             flags.add(StepFlag.CATCH_UP)
 
     def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:

@@ -73,6 +73,7 @@ class SequenceState:
         self.row = -1
         self.target_length = 0
         self.draft_length = 0
+        self.draft_due = self.num_prompt_tokens  # that the draft holds if it has worked for as long as it was to
         self.num_steps = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0

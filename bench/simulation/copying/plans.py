@@ -114,4 +114,6 @@ def cells(name: str, runs: Sequence[Run]) -> list[str]:
     for each in ("adaptive", "later_half"):
         scores = [getattr(run, each) for run in runs]
         shown.append(f"{median(scores):.1f}, {min(scores):.1f}")
-    return shown + [f"{median([getattr(run, each) for run in runs]):.1f}" for each in ("best_plan", "best_length", "copy")]
+    return shown + [
+        f"{median([getattr(run, each) for run in runs]):.1f}" for each in ("best_plan", "best_length", "copy")
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 
 from speclen.bench.simulation.copying.machine import report_of, time_of
 from speclen.bench.simulation.copying.truth import worth_of
-from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld
+from speclen.bench.simulation.copying.world import CopyWorld
 from speclen.controller.estimator.core import ContextKey, Limits, Probe, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.plan import Plan, grid_of, plans_of_lengths

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.choice import CAP_STEPS, LEAST_CHARGE, OPTIMISM, RISK, LengthChoice
+from speclen.controller.estimator.choice import (
+    CAP_STEPS,
+    CHANGE,
+    LEAST_CHARGE,
+    OPTIMISM,
+    RISK,
+    LengthChoice,
+    least_cost,
+)
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan, plan_from
 from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction, Seen
@@ -62,7 +70,7 @@ class Account(NamedTuple):
     def cost(self, seconds: FloatArray | float, goodput: FloatArray | float, usual: Try) -> FloatArray:
         """Expected loss of steps that take so long and make so much, in usual steps, without resuming."""
         loss: FloatArray = np.maximum(seconds / usual.seconds * (1.0 - goodput / usual.goodput), LEAST_CHARGE)
-        return self.num_steps * loss
+        return self.num_steps * loss + CHANGE * (self.num_steps > 1)
 
     def pays(self, cost: FloatArray, drafts: np.ndarray | bool) -> np.ndarray:
         """Whether for both. A full one pays for resuming drafts however dear, or it could never be tried."""
@@ -138,7 +146,7 @@ class PlanChoice(PlanPrediction):
         what it takes longer to draft after a step that did not, as such probes of a plan that does not draft have to.
         num_steps: that the worker will take at it.
         """
-        if not choice.decided or choice.credit[bucket] < num_steps * LEAST_CHARGE:
+        if not choice.decided or choice.credit[bucket] < least_cost(num_steps):
             return None
         known = self.assess(np.array([bucket]), tokens)
         usual = self._usual(bucket, known, choice)
