@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import typer
@@ -30,6 +30,8 @@ COMPARED = (
     *("adaptive", "profile", "fixed:1", "fixed:2", "fixed:3", "fixed:4", "fixed:6", "none", "ema", "throughput-aware"),
     *("thompson", "ucb1", "bin-greedy", "ucbspec", "exp3spec"),
 )
+J = TypeVar("J")
+R = TypeVar("R")
 REGRET_POINTS = 60
 SCENARIO_HELP = f"Scenario, repeatable; all when absent: {', '.join(SCENARIOS)}."
 POLICIES_DEFAULT = ",".join(COMPARED)
@@ -103,14 +105,14 @@ def _play_closed(job: Job, policy: str, loop: ClosedLoop, best: float) -> Outcom
     return Outcome(job.scenario, policy, job.seed, score, (), (), probes, decisions)
 
 
-def run_all(jobs: Sequence[Job], num_processes: int) -> Iterator[list[Outcome]]:
-    """Outcomes as they come."""
+def run_all(work: Callable[[J], R], jobs: Sequence[J], num_processes: int) -> Iterator[R]:
+    """What the work makes of every job, as it comes."""
     if num_processes == 1:
-        yield from map(play, jobs)
+        yield from map(work, jobs)
         return
     # spawn: forking a process that has threads (progress bars do) can deadlock
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        yield from pool.imap_unordered(play, jobs)
+        yield from pool.imap_unordered(work, jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ def policy(
         jobs = [Job(where, seed, (ADAPTIVE,), steps, piece) for where in chosen for seed in wanted for piece in pieces]
     start = time.monotonic()
     console = Console(stderr=True)
-    todo = run_all(jobs, processes or os.cpu_count() or 1)
+    todo = run_all(play, jobs, processes or os.cpu_count() or 1)
     outcomes = [each for some in track(todo, "Simulating", total=len(jobs), console=console) for each in some]
     summaries = summarise(outcomes)
     if ablate and not json_output:

@@ -100,8 +100,7 @@ class Engine:
         generator.seed() if config.seed is None else generator.manual_seed(config.seed)
         self.runner = StepRunner(self.target, self.draft, config.prefill_chunk, generator)
         # Where rows may copy from others' outputs, too, one output does not tell what they would have.
-        reviewer = Reviewer(self.target, self.draft, config.prefill_chunk, pair.vocab_size)
-        self._reviewer = None if shared else reviewer
+        self._reviewer = None if shared else Reviewer(self.target, self.draft, config.prefill_chunk, pair.vocab_size)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
         self._inbox = Inbox(config.max_waiting)
         self._outbox = Outbox(self._inbox.forget)

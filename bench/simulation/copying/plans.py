@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from speclen.bench.simulation.copying.score import Play
 from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld
-from speclen.bench.simulation.policy import conditions
+from speclen.bench.simulation.policy import conditions, run_all
 from speclen.console.errors import UserError
 from speclen.controller.estimator.plans.plan import Plan
 
@@ -62,16 +61,6 @@ def play(job: Job) -> Run:
     return Run(job.scenario, job.seed, *(round(score, 2) for score in scores))
 
 
-def run_all(jobs: Sequence[Job], num_processes: int) -> Iterator[Run]:
-    """Runs as they come."""
-    if num_processes == 1:
-        yield from map(play, jobs)
-        return
-    # spawn: forking a process that has threads (progress bars do) can deadlock
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        yield from pool.imap_unordered(play, jobs)
-
-
 def plans(
     scenario: str = typer.Option("", help=f"Only scenarios whose name contains this: {'; '.join(NAMES)}."),
     seeds: int = typer.Option(20, min=1, max=1000, help="Seeds per scenario."),
@@ -91,7 +80,7 @@ def plans(
         raise UserError(f"scenario {scenario!r} is part of no name: use a part of one of {'; '.join(NAMES)}")
     wanted, start = range(first_seed, first_seed + seeds), time.monotonic()
     jobs = [Job(name, seed, steps, not unread, not unreviewed) for name in chosen for seed in wanted]
-    todo = run_all(jobs, processes or os.cpu_count() or 1)
+    todo = run_all(play, jobs, processes or os.cpu_count() or 1)
     runs = list(track(todo, "Simulating", total=len(jobs), console=Console(stderr=True)))
     runs.sort(key=lambda run: (chosen.index(run.scenario), run.seed))
     if json_output:

@@ -70,13 +70,12 @@ def recorded_texts(mix: str) -> RecordedTexts:
     """Texts of one mix of requests."""
     with np.load(FILE) as file:
         tokens, told, chosen = file["tokens"], file["told"].astype(int), file["mix"] == mix
+        kinds = np.array([kind_of(value) for value in file["temperature"][chosen].tolist()])
     ends, place = tokens.cumsum(), np.arange(len(told))
     last = np.repeat(ends, tokens)
     wrong = np.where(told[:, 3] == 0, place, len(told))
     stops = np.minimum(np.minimum.accumulate(wrong[::-1])[::-1], last)
     match, proposed, copied = told[:, :3].T
-    with np.load(FILE) as file:
-        kinds = np.array([kind_of(value) for value in file["temperature"][chosen].tolist()])
     return RecordedTexts((ends - tokens)[chosen], match, proposed, copied, stops - place, last - place, kinds)
 
 
