@@ -119,7 +119,7 @@ def test_kinds_of_blocks_that_take_turns_are_judged_apart(tmp_path):
         f"**{part.ratio('fixed:2', 'adaptive').interval.value:.2f}" for part in (odd, even)
     ]
     ahead = f"at 8 at a time (`fixed:2`) | 1.02 | **{even.ratio('adaptive', 'fixed:2').interval.value:.2f}"
-    assert ahead in aims_table(read_results(tmp_path))
+    assert ahead in aims_table(read_results(tmp_path), tmp_path / "peers.json")
     assert "closed" not in ratio_table(read_results(tmp_path)).split("Rounds:")[0]
     text = io.StringIO()
     print_comparison(to_document(comparison, facts), comparison, Console(file=text, width=130))

@@ -6,6 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+AIM = 1.15  # times the throughput of the best mode of all peers, at every number of requests at a time
+
+
+def aims(path: Path) -> list[str]:
+    """A row of the table of aims for every number of requests at a time."""
+    if not path.exists():
+        return []
+    rows = []
+    for one in json.loads(path.read_text("utf-8"))["speclen_over_best"]:
+        if one["what"] != "throughput of adaptive over the best mode of" or one["peer"] != "any of them":
+            continue
+        low, value, high = one["ratio_low"], one["ratio"], one["ratio_high"]
+        fate = "reached" if value >= AIM else "missed"
+        if low <= AIM <= high:
+            fate += ", within the spread"
+        rows.append(
+            f"| throughput beside [peers](peers.md), {one['concurrency']} at a time | the best mode of any "
+            f"({one['best_mode']}) | at least {AIM:.2f} | {value:.2f} (rounds: {low:.2f} to {high:.2f}) | {fate} |"
+        )
+    return rows
+
 
 def table(path: Path) -> str:
     """Tokens a second of adaptive over the best mode of every peer, by requests at a time."""

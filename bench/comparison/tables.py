@@ -118,7 +118,8 @@ def made_where(results: dict[str, dict[str, Any]]) -> str:
     return " ".join(f"{place}: {', '.join(tracks)}." for place, tracks in made.items())
 
 
-def aims_table(results: dict[str, dict[str, Any]]) -> str:
+def aims_table(results: dict[str, dict[str, Any]], peers: Path) -> str:
+    """What was aimed at and what was measured; peers: the file of throughput beside other programs."""
     lines = ["| track | against | aim | measured | |", "|---|---|---|---|---|"]
     for track, reference, aim in AIMS:
         if track not in results:
@@ -135,7 +136,7 @@ def aims_table(results: dict[str, dict[str, Any]]) -> str:
     for track, document in results.items():
         if document.get("at_once"):
             lines.append(closed_aim(track, document))
-    return "\n".join(lines)
+    return "\n".join([*lines, *peers_table.aims(peers)])
 
 
 def closed_aim(track: str, document: dict[str, Any]) -> str:
@@ -240,7 +241,7 @@ def tables(folder: Path) -> dict[str, str]:
         "figure": picture_of(SHOWN, results, "serve/"),
         "figure_copying": picture_of("copying", results, "serve/"),
         "headline": ratio_table(results),
-        "aims": aims_table(results),
+        "aims": aims_table(results, folder / "peers.json"),
         "policies": policies_table(results),
         "closed": closed_table(results),
         "survey": survey_table(folder / "serve" / "survey.json"),
