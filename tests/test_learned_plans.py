@@ -17,7 +17,7 @@ from speclen.controller.estimator.core import ContextKey, Limits, StepObservatio
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.learning import plans_before
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
-from speclen.controller.estimator.plans.reviews import OutputReview, Reviews
+from speclen.controller.estimator.plans.reviews import STEPS, OutputReview, Reviews
 from speclen.controller.estimator.reports import read_by
 from speclen.controller.estimator.times.steps import spans_of
 
@@ -334,11 +334,11 @@ def test_on_recorded_texts_one_plan_tells_what_the_others_put_out(taught, reads)
 
 def truth_of(mix: str) -> Reviews:
     """Steps that every plan takes through all recorded texts of a mix."""
-    texts, reviews = recorded_texts(mix), Reviews(8, 6, 3)
+    texts, reviews = recorded_texts(mix), Reviews(8, 3)
     for begin in texts.begins.tolist():
         review = texts.review(begin)
         reviews.sums[review.request_class] += reviews.count(review).sums
-        reviews.tokens[review.request_class, 0] += len(review.matches)
+        reviews.tokens[review.request_class] += len(review.matches)
     return reviews
 
 
@@ -370,26 +370,86 @@ def test_outputs_tell_what_every_plan_makes_of_them_whichever_is_played(mix, pla
 def test_a_class_of_requests_whose_outputs_become_others_is_counted_anew():
     """Greedy texts of which every draft is right, then none: found within a dozen outputs, and not by those alike."""
     right, wrong = (OutputReview(0, *[bytes(64)] * 3, bytes([at] * 64)) for at in (1, 0))
-    reviews = Reviews(8, 6, 3)
-    reviews.learn([(reviews.count(right), 2, 1.0)] * 300)
+    reviews = Reviews(8, 3)
+    reviews.learn([(reviews.count(right), 1.0)] * 300)
     assert reviews.num_outputs > 200
-    before = float(reviews.steps_at_lengths()[0, 4])
-    reviews.learn([(reviews.count(wrong), 2, 1.0)] * 12)
+    taught = np.ones((3, 9))
+    before = float(reviews.per_token(taught)[0, 4, STEPS])
+    reviews.learn([(reviews.count(wrong), 1.0)] * 12)
     assert reviews.num_outputs < 40
     assert before == pytest.approx(0.21, abs=0.02)
-    reviews.learn([(reviews.count(wrong), 2, 1.0)] * 60)
-    assert reviews.steps_at_lengths()[0, 4] > 0.75
+    reviews.learn([(reviews.count(wrong), 1.0)] * 60)
+    assert reviews.per_token(taught)[0, 4, STEPS] > 0.75
 
 
-def test_classes_of_requests_have_their_own_steps_and_loads_their_own_classes():
-    """Greedy requests, all of whose drafts are right, come alone; hot ones, none of whose are, with others."""
-    easy, hard = (OutputReview(kind, *[bytes(64)] * 3, bytes([at] * 64)) for kind, at in ((0, 1), (2, 0)))
-    reviews = Reviews(4, 6, 3)
-    reviews.learn([(reviews.count(easy), 0, 1.0), (reviews.count(hard), 4, 1.0)] * 400)
-    alone, together = reviews.rates().steps[[0, 4], 4]
-    assert alone == pytest.approx(0.2, abs=0.06)
-    assert together == pytest.approx(1.0, abs=0.06)
-    assert reviews.rates().steps[2, 4] == pytest.approx(0.6, rel=0.1), "nothing was seen there: as all together"
+def test_a_part_of_an_output_counts_for_all_of_it():
+    """Of long hot outputs there is time for an eighth: for all that they are as many tokens."""
+    part, short = (OutputReview(2, *[bytes(8)] * 3, bytes([at] * 8)) for at in (0, 1))
+    reviews = Reviews(4, 3)
+    reviews.learn([(reviews.count(part._replace(num_output_tokens=64)), 1.0), (reviews.count(short), 1.0)] * 300)
+    rates = reviews.per_token(np.ones((3, 5)))[2, 4, STEPS]
+    assert rates == pytest.approx((8 / 8 * 64 + 2 / 8 * 8) / 72, abs=0.02)
+    claimed = reviews.count(part._replace(num_output_tokens=2**31))
+    assert claimed.num_tokens == 1024, "whoever makes one up has no more say than with a long one"
+
+
+def observe_classes(estimator: Estimator, rows: tuple[int, int], num_reports: int, reviewed: bool = True) -> None:
+    """Reports at length 4: greedy rows, all of whose drafts are right, and hot ones, none of whose are; outputs of 64."""
+    greedy, hot = rows
+    runs = ((0, (0, 0, 0, 0, greedy)), (2, (hot, 0, 0, 0, 0)))
+    outputs = [OutputReview(kind, *[bytes(64)] * 3, bytes([at] * 64)) for kind, at in ((0, 1), (2, 0))]
+    for at in range(num_reports):
+        told = tuple(outputs[:1] if at % 2 or not reviewed else outputs[1:])
+        step = StepObservation(sum(rows), 4, 0.01, (hot, 0, 0, 0, greedy), 100.0, by_class=runs, reviews=told)
+        estimator.observe(KEY, [step], "w")
+
+
+def tokens_of(estimator: Estimator, batch: int) -> float:
+    """Expected of a row and step at length 4."""
+    context = estimator.context(KEY)
+    return float(context.tokens(context.main)[context.main.times.bucket_of[batch], 4])
+
+
+def test_rows_of_a_class_tell_of_as_many_tokens_as_they_put_out():
+    """Half of the rows put out five tokens a step, the other half one: of six tokens, five are of the first."""
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(16, 8, 16))
+    observe_classes(estimator, (4, 4), 1500)
+    shares = estimator.context(KEY).classes()[estimator.context(KEY).band_of_batch[8]]
+    assert shares == pytest.approx([5 / 6, 0.0, 1 / 6], abs=0.02)
+    assert tokens_of(estimator, 8) == pytest.approx(3.0, rel=0.05), "as before, as long as nobody plays something else"
+
+
+def test_classes_stay_told_apart_however_many_outputs_were_reviewed():
+    """One in eight rows is hot, and every other review of a hot one: that is no reason to take half of the rows for hot."""
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(16, 8, 16))
+    observe_classes(estimator, (7, 1), 3000)
+    assert estimator.acceptance(KEY.pair).reviews.num_outputs > 500
+    assert tokens_of(estimator, 8) == pytest.approx((7 * 5 + 1) / 8, rel=0.05)
+
+
+def test_another_mix_of_classes_is_followed_at_once():
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(16, 8, 16))
+    observe_classes(estimator, (8, 0), 1500)
+    assert tokens_of(estimator, 8) > 4.5
+    observe_classes(estimator, (0, 8), 1200)
+    assert tokens_of(estimator, 8) < 1.6
+
+
+def test_a_class_that_nobody_reviews_is_believed_what_its_steps_say():
+    """As are rows with penalties: all that is reviewed is greedy."""
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(16, 8, 16))
+    observe_classes(estimator, (2, 6), 1500, reviewed=False)
+    assert tokens_of(estimator, 8) == pytest.approx((2 * 5 + 6) / 8, rel=0.07)
+    plans = estimator.context(KEY).main.plans
+    assert plans is not None
+    lengths = estimator.context(KEY).tokens(estimator.context(KEY).main)
+    bucket = estimator.context(KEY).main.times.bucket_of[8]
+    tokens = plans.assess(np.array([bucket]), lengths[[bucket]]).tokens[0]
+    assert tokens[plans.place[Plan(4, 3, 8)]] == pytest.approx((2 * 5 + 6) / 8, rel=0.1), "nothing repeats itself"
 
 
 def test_reviews_go_through_the_stored_state():

@@ -127,7 +127,7 @@ def test_a_match_length_is_told_once() -> None:
     assert "each may be there once" in read(to_report(1, LengthChoice(2), twice))[1][0]
 
 
-REVIEW = OutputReview(1, CopyReview(bytes([0, 3, 16]), bytes([0, 8, 2]), bytes([0, 8, 0])), bytes([1, 0, 1]))
+REVIEW = OutputReview(1, CopyReview(bytes([0, 3, 16]), bytes([0, 8, 2]), bytes([0, 8, 0])), bytes([1, 0, 1]), 7)
 
 
 @pytest.mark.parametrize("copying", [COPIED.copying, None])
@@ -140,7 +140,7 @@ def test_what_was_reviewed_is_learned_from_also_once_it_was_stored(copying: Copy
     assert refusals == []
     (observation,) = group.observations
     assert [each.request_class for each in observation.reviews] == [1, 1]
-    assert [each[1:] for each in observation.reviews] == [(*REVIEW.copies, each) for each in (REVIEW.drafted, b"")]
+    assert [each[1:] for each in observation.reviews] == [(*REVIEW.copies, each, 7) for each in (REVIEW.drafted, b"")]
     assert observation_of(ReportRow(1, *group.rows[0])) == observation
     # A controller of the version before does not know it.
     assert old("StepReport", report).batch_size == 5
@@ -159,6 +159,7 @@ def test_what_was_reviewed_is_learned_from_also_once_it_was_stored(copying: Copy
         ("reviews.proposed", {"proposed": bytes([0, 65, 2])}),
         ("reviews.drafted", {"drafted": bytes([0, 2, 0])}),
         ("more tokens than reviews.proposed", {"copied": bytes([1, 8, 0])}),
+        ("reviews.num_output_tokens is 2; 3", {"num_output_tokens": 2}),
     ],
 )
 def test_what_is_not_plausible_about_reviews_is_refused_by_name(says: str, changed: dict[str, Any]) -> None:

@@ -169,7 +169,7 @@ def test_a_table_pays_for_the_first_use_of_a_shape_like_everybody() -> None:
 
 def test_what_a_plan_makes_of_recorded_texts_is_known_exactly():
     """Counted here by whole texts, side by side, and by reviews one after the other."""
-    text, reviews = recorded_texts("mixed"), Reviews(8, 1, 3)
+    text, reviews = recorded_texts("mixed"), Reviews(8, 3)
     sums = sum(reviews.count(text.review(begin)).sums[:, STEPS] for begin in text.begins.tolist())
     tokens = sum(len(text.review(begin).matches) for begin in text.begins.tolist())
     some = [Plan(0), Plan(3), Plan(0, 3, 8), Plan(5, 2, 16)]

@@ -30,13 +30,14 @@ MAX_LENGTH = 4
 
 def reviewed(review: WorkerReview) -> OutputReview:
     """As the estimator sees it."""
-    return OutputReview(review.request_class, *review.copies, review.drafted)
+    return OutputReview(review.request_class, *review.copies, *review[2:])
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reviewing, "SHARE", 1e6)
     monkeypatch.setattr(reviewing, "MOST_CREDIT_S", 1e6)
+    monkeypatch.setattr(reviewing, "MOST_S", 1e6)
 
 
 def engine_of(chooser: object, **settings: object) -> Engine:
@@ -61,7 +62,7 @@ def test_a_review_says_how_many_steps_every_plan_takes(always: None) -> None:
         reader = Reader(Plan(2))
         first = generate(engine_of(reader), one).ids(one.request_id)
         (told,) = [review for result in reader.results for review in result.reviews]
-        reviews = Reviews(MAX_LENGTH, 1, 3)
+        reviews = Reviews(MAX_LENGTH, 3)
         counted = reviews.count(reviewed(told)).sums
         assert len(told.drafted) == len(first) - 1
         for plan in PLANS:
@@ -183,8 +184,8 @@ def test_where_nothing_drafts_copies_are_reviewed_alone(always: None) -> None:
     generate(engine, request("x", [5, 6, 7, 8] * 5, max_tokens=30, ignore_eos=True))
     (told,) = [review for result in reader.results for review in result.reviews]
     assert told.drafted == b""
-    reviews = Reviews(0, 1, 3)
-    reviews.learn([(reviews.count(reviewed(told)), 0, 1.0)])
+    reviews = Reviews(0, 3)
+    reviews.learn([(reviews.count(reviewed(told)), 1.0)])
     steps = [result for result in reader.results if isinstance(result, StepResult)]
     assert reviews.sums[0, reviews.place[EstimatorPlan(0, 2, 8)], STEPS] == pytest.approx(len(steps))
 
@@ -195,6 +196,64 @@ def test_of_long_outputs_the_end_is_reviewed() -> None:
     assert len(review_copies(text, first).matches) == MOST_REVIEWED
     whole = review_copies(text, 1)
     assert whole.matches[first - 1 :] == review_copies(text, first).matches
+
+
+LONG = {"max_tokens": 90, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7}])
+def test_of_an_output_that_is_too_long_for_the_time_a_part_is_reviewed(
+    always: None, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, object]
+) -> None:
+    """It says of these tokens what a review of the whole says, and takes no longer than it may."""
+    reader, parts = Reader(Plan(0)), Reader(Plan(0))
+    one = request("x", [5, 6, 7, 8, 9] * 7, **sampling, **LONG)
+    whole, part = engine_of(reader, seed=5), engine_of(parts, seed=5)
+    monkeypatch.setattr(reviewing, "FIRST_TOKENS", 1000)
+    generate(whole, one)
+    assert part._reviewer is not None
+    determined = sampling.get("temperature", 0) == 0 or "seed" in sampling
+    part._reviewer._token_s = {part.target: 0.008, part.draft: 0.002 if determined else 0.0001}
+    monkeypatch.setattr(reviewing, "MOST_S", 0.1)
+    generate(part, one)
+    (told,) = [review for result in reader.results for review in result.reviews]
+    (short,) = [review for result in parts.results for review in result.reviews]
+    num_tokens = len(short.drafted)
+    assert len(told.drafted) == told.num_output_tokens == short.num_output_tokens == 89
+    assert num_tokens in (44, 22, 11)
+    assert num_tokens * (0.002 if determined else 0.008) <= 0.1
+    places = [
+        at
+        for at in range(89 - num_tokens + 1)
+        if told.copies.matches[at : at + num_tokens] == short.copies.matches
+        and (not determined or told.drafted[at : at + num_tokens] == short.drafted)
+    ]
+    assert places
+
+
+def test_reviews_that_would_take_too_long_are_left_out_until_that_may_have_changed(
+    always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(Plan(2))
+    engine = engine_of(reader)
+    monkeypatch.setattr(reviewing, "MOST_S", 0.05)
+    assert engine._reviewer is not None
+    engine._reviewer._token_s = {engine.draft: 50.0}  # a bad moment: steps take milliseconds
+    for at in range(100):
+        generate(engine, request(str(at), [5, 6, 7, 8] * 4, max_tokens=20, ignore_eos=True))
+    reviewed_at = [at for at, result in enumerate(reader.results) if result.reviews]
+    assert reviewed_at
+    assert reviewed_at[0] > len(reader.results) / 4
+    assert len(reviewed_at) > 10, "it is known again how long they take"
+
+
+def test_the_first_review_is_a_short_one(always: None) -> None:
+    reader = Reader(Plan(0))
+    engine = engine_of(reader)
+    for at in range(2):
+        generate(engine, request(str(at), [5, 6, 7] * 4, **LONG))
+    lengths = [len(review.drafted) for result in reader.results for review in result.reviews]
+    assert lengths == [reviewing.FIRST_TOKENS, 89]
 
 
 @pytest.mark.parametrize("chunk", [3, 7, 1000])

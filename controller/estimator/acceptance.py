@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
-from speclen.controller.estimator.plans.reviews import TAUGHT_PRIOR, Reviews
+from speclen.controller.estimator.plans.reviews import STEPS, TAUGHT_PRIOR, Reviews
 from speclen.controller.estimator.times.change import Change
 
 # Before anything is known: acceptance of the first position, a common value for a useful draft, and of each further one
@@ -73,6 +73,7 @@ class Acceptance:
 
     rows: how many reached and passed each position, fading, [classes, bands, 2, positions]. Sums of it are counts of a class
     and of everybody, to which those of a band are drawn. reviews: of whole outputs, to which expected tokens are drawn.
+    reviewed: what those say per token, as `Reviews.per_token`; None before the first.
     """
 
     STATE = ("rows", "ratios", "first", "detectors", "reviews")
@@ -82,7 +83,8 @@ class Acceptance:
         self.ratios = np.full(num_positions, COLD_RATIO)
         self.rows = np.zeros((num_classes, num_bands, 2, num_positions))
         self.detectors = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
-        self.reviews = Reviews(num_positions, num_bands, num_classes)
+        self.reviews = Reviews(num_positions, num_classes)
+        self.reviewed: FloatArray | None = None
         self.version = 0  # grows with every change
         self.renew()
 
@@ -106,7 +108,7 @@ class Acceptance:
         more, higher = (0, max(0, num_positions - positions)), (0, max(0, num_bands - bands))
         self.ratios = np.append(self.ratios, np.full(more[1], COLD_RATIO))
         self.rows = np.pad(self.rows, ((0, 0), higher, (0, 0), more))
-        self.reviews = self.reviews.extended(self.shape[2], self.shape[1])
+        self.reviews = self.reviews.extended(self.shape[2])
         self.renew()
 
     def seed(self, survival: tuple[float, ...], num_rows: tuple[int, ...]) -> None:
@@ -196,9 +198,13 @@ class Acceptance:
         survival = np.ones((*self.acceptance.shape[:2], len(shared) + 1))
         np.multiply.accumulate(self.acceptance, 2, out=survival[:, :, 1:])
         self.tokens = np.add.accumulate(survival, 2)
+        self.reviewed = None
         if self.reviews.num_outputs:
-            seen = self.reviews.outputs.sum(axis=1)[:, None, None]
-            steps = seen * self.reviews.steps_at_lengths()[:, None] + TAUGHT_PRIOR / self.tokens
+            passed = np.multiply.accumulate(of_class, 1)
+            taught = 1.0 / np.hstack([np.ones((len(passed), 1)), 1.0 + np.add.accumulate(passed, 1)])
+            self.reviewed = self.reviews.per_token(taught)
+            seen = self.reviews.outputs[:, None, None]
+            steps = seen * self.reviewed[:, None, : self.reviews.num_lengths, STEPS] + TAUGHT_PRIOR / self.tokens
             self.tokens = np.maximum((seen + TAUGHT_PRIOR) / steps, 1.0)
         self.version += 1
 

@@ -61,7 +61,12 @@ def _review(review: pb.OutputReview) -> OutputReview:
     check_range("reviews.drafted", max(drafted, default=0), 0, 1)
     if any(right > most for right, most in zip(copied, proposed, strict=True)):
         raise InvalidMessageError("reviews", "reviews.copied has more tokens than reviews.proposed")
-    return OutputReview(review.request_class - 1, matches, proposed, copied, drafted)
+    whole = review.num_output_tokens
+    if 0 < whole < len(matches):
+        raise InvalidMessageError(
+            "reviews", f"reviews.num_output_tokens is {whole}; {len(matches)} of them are in reviews.matches"
+        )
+    return OutputReview(review.request_class - 1, matches, proposed, copied, drafted, whole)
 
 
 def _read(report: pb.StepReport) -> Read:
@@ -121,7 +126,7 @@ def _text(copies: Copies | None, read: Read, reviews: Reviews) -> str | None:
     if read:
         told["read"] = read
     if reviews:
-        told["reviews"] = [[kind, *(each.hex() for each in texts)] for kind, *texts in reviews]
+        told["reviews"] = [[kind, *(each.hex() for each in texts), whole] for kind, *texts, whole in reviews]
     return json.dumps(told, separators=(",", ":")) if told else None
 
 
@@ -134,7 +139,7 @@ def stored_copies(text: str | None, flags: Flags) -> Told:
         return Told()
     told = json.loads(text)
     read = tuple((match, tokens, right) for match, tokens, right in told.get("read", ()))
-    reviews = tuple(OutputReview(kind, *map(bytes.fromhex, texts)) for kind, *texts in told.get("reviews", ()))
+    reviews = tuple(_stored_review(*values) for values in told.get("reviews", ()))
     if not flags.copies_teach or "plan" not in told:
         return Told(None, read, reviews, text)
     copies = Copies(
@@ -144,6 +149,13 @@ def stored_copies(text: str | None, flags: Flags) -> Told:
         teaches_latency=flags.copies_teach_latency,
     )
     return Told(copies, read, reviews, text)
+
+
+def _stored_review(
+    kind: int, matches: str, proposed: str, copied: str, drafted: str, num_output_tokens: int = 0
+) -> OutputReview:
+    told, right = (bytes.fromhex(matches), bytes.fromhex(proposed)), (bytes.fromhex(copied), bytes.fromhex(drafted))
+    return OutputReview(kind, *told, *right, num_output_tokens)
 
 
 def plan_of(numbers: Iterable[int]) -> Plan:

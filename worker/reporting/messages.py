@@ -43,7 +43,10 @@ def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepRepo
         ],
         reviews=[
             pb.OutputReview(
-                request_class=CLASSES[review.request_class], **review.copies._asdict(), drafted=review.drafted
+                request_class=CLASSES[review.request_class],
+                **review.copies._asdict(),
+                drafted=review.drafted,
+                num_output_tokens=review.num_output_tokens,
             )
             for review in result.reviews
         ],

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from speclen.worker.drafting.copying import CopyIndex
 
 MOST_PROPOSED = 16  # tokens of a copy that are compared: no plan copies more
-MOST_REVIEWED = 1024  # tokens of an output: the last ones
+MOST_REVIEWED = 1024  # tokens of an output
 
 
 class CopyReview(NamedTuple):
@@ -25,15 +25,16 @@ class CopyReview(NamedTuple):
 
 
 class OutputReview(NamedTuple):
-    """The tokens of an output that steps put out: all but the first, which comes with the prompt.
+    """The tokens of an output that steps put out, all but the first, which comes with the prompt; or a part of them.
 
     request_class: of the request. copies: what rows would copy. drafted: by token, 1 where the draft model chooses the same
-    one after all that stands before it, else 0; empty without a draft model.
+    one after all that stands before it, else 0; empty without a draft model. num_output_tokens: of all of them.
     """
 
     request_class: int
     copies: CopyReview
-    drafted: bytes = b""
+    drafted: bytes
+    num_output_tokens: int
 
 
 def review_copies(tokens: Sequence[int], first: int) -> CopyReview:

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     """What each row of a step did: longest match, proposed and accepted copies, drafted tokens and accepted ones, [rows].
 
     read: of its new tokens, row after row, the match that each stood behind, and whether a copy was right, [2, tokens].
-    reviews: of outputs that ended.
+    kinds: classes of the rows' requests, [rows]. reviews: of outputs that ended.
     """
 
     match: np.ndarray
@@ -50,6 +50,7 @@ class Outcome(NamedTuple):
     drafted: np.ndarray
     accepted: np.ndarray
     read: np.ndarray
+    kinds: np.ndarray
     reviews: tuple[OutputReview, ...] = ()
 
     @property
@@ -71,10 +72,11 @@ def report_of(plan: Plan, done: Outcome, latency_s: float, machine: CopyingMachi
     """The step as a worker reports it."""
     _, passes, drafting, verified = time_of(machine, done)
     histogram = np.bincount(done.accepted, minlength=passes + 1)
+    by_class = classes_of(done, passes)
     read = reading_of(done)
     if not plan.copy_min_match:
         step = len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0
-        return StepObservation(*step, read=read, reviews=done.reviews)
+        return StepObservation(*step, by_class=by_class, read=read, reviews=done.reviews)
     copied = done.proposed > 0
     runs, counts = np.unique(np.array([done.match, done.proposed, done.copied])[:, copied], axis=1, return_counts=True)
     told = tuple(
@@ -83,9 +85,20 @@ def report_of(plan: Plan, done: Outcome, latency_s: float, machine: CopyingMachi
     copies = Copies(plan, len(done.match), drafting, verified, told)
     return StepObservation(
         *(len(done.match), passes, latency_s, tuple(histogram.tolist()), 100.0, False, False),
+        by_class=by_class,
         copying=copies,
         read=read,
         reviews=done.reviews,
+    )
+
+
+def classes_of(done: Outcome, passes: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Accepted runs by class of request; nothing where all are greedy."""
+    if not done.kinds.any():
+        return ()
+    return tuple(
+        (kind, tuple(np.bincount(done.accepted[done.kinds == kind], minlength=passes + 1).tolist()))
+        for kind in np.unique(done.kinds).tolist()
     )
 
 

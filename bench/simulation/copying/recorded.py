@@ -40,8 +40,9 @@ class RecordedTexts(NamedTuple):
         """Of the text that begins there, as a worker tells it."""
         steps = slice(begin + 1, begin + int(self.left[begin]))  # the first token comes with the prompt
         kind = int(self.kinds[self.begins.searchsorted(begin)])
-        told = self.match[steps], self.proposed[steps], self.copied[steps], self.drafted[steps] > 0
-        return OutputReview(kind, *(each.astype(np.uint8).tobytes() for each in told))
+        told = (self.match[steps], self.proposed[steps], self.copied[steps], self.drafted[steps] > 0)
+        match, proposed, copied, drafted = (each.astype(np.uint8).tobytes() for each in told)
+        return OutputReview(kind, match, proposed, copied, drafted)
 
     def propose(self, plan: Plan, place: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Copies and drafts that rows at these places propose, and tokens that they put out; never beyond the text."""
@@ -108,4 +109,5 @@ class RecordedRows:
         # A request's first token comes with its prompt.
         fresh = self.rng.choice(text.begins, batch) + 1
         self.place[:batch] = np.where(done > most, fresh, place + done)
-        return Outcome(match, proposed, copied, drafted, done - 1 - copied, read, reviews)
+        kinds = text.kinds[text.begins.searchsorted(place, side="right") - 1]
+        return Outcome(match, proposed, copied, drafted, done - 1 - copied, read, kinds, reviews)

@@ -61,7 +61,7 @@ class Rows:
         accepted = np.minimum(rng.geometric(1.0 - right) - 1, drafted)
         read = self._read(match, left, lucky > 0, copied + accepted + 1)
         self._advance(here, copied + accepted + 1)
-        return Outcome(match, proposed, copied, drafted, accepted, read)
+        return Outcome(match, proposed, copied, drafted, accepted, read, np.zeros_like(match))
 
     def _read(self, match: np.ndarray, left: np.ndarray, lucky: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Matches and copies of the new tokens: in a stretch they grow, until one is wrong; outside they come by chance."""

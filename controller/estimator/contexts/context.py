@@ -16,7 +16,6 @@ from speclen.controller.estimator.core import Bucket, ContextKey, DriftEvent, Li
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan
-from speclen.controller.estimator.plans.prediction import Seen
 from speclen.controller.estimator.plans.reviews import TAUGHT_PRIOR
 from speclen.controller.estimator.policies.policy import Policy
 from speclen.controller.estimator.reports import typical
@@ -25,6 +24,9 @@ from speclen.controller.estimator.times.steps import Steps
 
 # Reports of a band of load over which its usual mix of classes is averaged.
 MIX_REPORTS = 100.0
+# Likewise, for the classes in the tokens that requests put out: what is played is to suit all that come, not the newest few;
+# reports that those of all loads count for at one.
+CLASS_REPORTS, LOAD_PRIOR = 600.0, 20.0
 # Resumptions over which their cost is averaged, and the most that one may count, in usual steps.
 RESUMES_REMEMBERED, LARGEST_RESUME_STEPS = 20, 5.0
 # Workers whose newest length is remembered.
@@ -40,6 +42,7 @@ class Context:
     STATE = (
         "workers",
         "mix",
+        "by_class",
         "last_length",
         "resume_s",
         "num_resumes",
@@ -69,6 +72,7 @@ class Context:
         self.workers = Workers(len(buckets) * (limits.max_speculation_length + 1), band_of(limits.max_batch_size) + 1)
         self.mix = np.zeros((self.bands.max() + 1, acceptance.shape[0]))  # usual share of classes by band
         self.mix[:, 0] = 1.0
+        self.by_class = np.zeros_like(self.mix)  # tokens per row of reports, by class, summed, fading
         self.last_length: dict[str, int] = {}
         self.resume_s, self.num_resumes = 0.0, 0
         self.prompts = DraftPrompts()
@@ -89,7 +93,7 @@ class Context:
             "next_probe_id",
         ):
             setattr(self, name, getattr(old, name))
-        self.mix[: len(old.mix)] = old.mix
+        self.mix[: len(old.mix)], self.by_class[: len(old.mix)] = old.mix, old.by_class
         if old.policy is not None:
             self.policy, old.policy.space.limits, old.policy.space.buckets = old.policy, self.limits, self.buckets
             old.policy.extend()
@@ -133,7 +137,7 @@ class Context:
         """Plans of workers with these models; None where none can copy, or another policy chooses."""
         if not self.limits.max_copied_tokens or self.policy is not None:
             return None
-        return PlanChoice(times, self.copying, self.limits.max_copied_tokens, Seen(acceptance, self.bands))
+        return PlanChoice(times, self.copying, self.limits.max_copied_tokens, acceptance)
 
     def allow_copies(self, limits: Limits) -> None:
         """Workers can copy, or more than before; nothing else of the limits has changed."""
@@ -145,18 +149,28 @@ class Context:
                 group.plans.extend(limits.max_copied_tokens)
 
     def tokens(self, group: Group) -> FloatArray:
-        """Expected tokens per row and step of the usual mix of classes, [buckets, lengths].
-
-        Shares of rows are those of the plans that are played, and requests that these get through quickly are in few steps.
-        Shares of tokens are the requests' own, and known from outputs.
-        """
+        """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
         known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
         mixed: FloatArray = np.maximum(np.einsum("bk,kbl->bl", self.mix, known), 1.0)  # shares sum to 1 only about
         if seen := group.acceptance.reviews.num_outputs:
-            steps = np.einsum("bk,kbl->bl", group.acceptance.reviews.shares()[: len(self.mix)], 1.0 / known)
+            steps = np.einsum("bk,kbl->bl", self.classes(), 1.0 / known)
             mixed = (seen + TAUGHT_PRIOR) / (seen * steps + TAUGHT_PRIOR / mixed)
         of_buckets: FloatArray = mixed[self.bands]
         return of_buckets
+
+    def classes(self) -> FloatArray:
+        """Shares of classes in the tokens that requests put out, by load, [bands, classes]."""
+        total = self.by_class.sum(axis=0)
+        if not total.any():
+            return self.mix
+        usual = LOAD_PRIOR * total / total.sum()
+        shares: FloatArray = (self.by_class + usual) / (self.by_class.sum(axis=1, keepdims=True) + LOAD_PRIOR)
+        return shares
+
+    def tell_plans(self, group: Group) -> None:
+        """What the plans of a group are judged by, beside their own: what prompts take, and who asks for tokens."""
+        if group.plans is not None:
+            group.plans.prompt_s, group.plans.classes = self.prompts.s_per_token, self.classes()[self.bands]
 
     def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | None:
         """An exploratory length or plan for so many steps, charged to the bucket; mostly None. limits: as in `PlanChoice`.
@@ -172,17 +186,23 @@ class Context:
             if length is not None or plans is None:
                 return None if length is None else Plan(length)
         tokens = self.tokens(group)[[bucket]]
-        plans.prompt_s = self.prompts.s_per_token
+        self.tell_plans(group)
         return plans.probe(bucket, tokens, group.choice, limits, self.resume_s, num_steps)
 
-    def learn_mix(self, parts: Parts) -> None:
-        """Follow which classes of requests are usual at each load."""
-        if not parts.kinds.any() and (self.mix[:, 0] == 1.0).all():
-            return
+    def learn_mix(self, parts: Parts, tokens: FloatArray) -> None:
+        """Follow which classes of requests are usual at each load. tokens: that a row of each part puts out in a step, [p].
+
+        Requests that what is played gets through quickly are in few steps: their rows tell of more tokens each.
+        """
         bands, kinds = self.mix.shape
-        rows = np.bincount(parts.bands * kinds + parts.kinds, parts.share, bands * kinds).reshape(bands, kinds)
+        cells = parts.bands * kinds + parts.kinds
+        rows, put_out = (
+            np.bincount(cells, each, bands * kinds).reshape(bands, kinds)
+            for each in (parts.share, parts.share * tokens)
+        )
         seen = rows.sum(axis=1, keepdims=True)
         self.mix += (1.0 - np.exp(-seen / MIX_REPORTS)) * (rows / np.maximum(seen, 1e-9) - self.mix)
+        self.by_class = self.by_class * np.exp(-seen / CLASS_REPORTS) + put_out
 
     def learn_resuming(self, steps: Sequence[StepObservation], worker: str) -> None:
         """Track what the first step with draft tokens after plans without takes longer: the draft catches up in it.

@@ -37,9 +37,9 @@ def redecide(context: Context, group: Group, cause: str = "") -> list[Decision]:
 
 def _decide_plans(context: Context, group: Group, plans: PlanChoice) -> None:
     """Where rows copy, and how, in buckets that there is news of."""
+    context.tell_plans(group)
     if not group.choice.decided:
         return
-    plans.prompt_s = context.prompts.s_per_token
     buckets = plans.due(context.recent)
     if len(buckets):
         plans.decide(buckets, context.tokens(group)[buckets], group.choice)

@@ -7,6 +7,7 @@ from itertools import compress
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import Parts
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.contexts.apart import compare
 from speclen.controller.estimator.contexts.context import Context
@@ -15,7 +16,7 @@ from speclen.controller.estimator.core import DriftEvent, StepObservation
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.learning import learn_copies, learn_reading, plans_before
 from speclen.controller.estimator.plans.plan import Plan
-from speclen.controller.estimator.plans.reviews import MOST_TOKENS
+from speclen.controller.estimator.plans.reviews import MOST_TOKENS, STEPS
 from speclen.controller.estimator.reports import OTHERS, Reports, merged
 from speclen.controller.estimator.state import exported, restored
 from speclen.controller.estimator.times.steps import Spans, Steps, spans_of
@@ -77,7 +78,7 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     events = []
     if found := group.acceptance.learn(parts, judged, weight[parts.report]):
         events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
-    context.learn_mix(parts)
+    context.learn_mix(parts, _tokens_of(group, reports, parts))
     if found := _learn_times(context, group, reports, weight, offset):
         events.append(_times_changed(context, group, found))
     if group.plans is not None:
@@ -97,6 +98,17 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     return events
 
 
+def _tokens_of(group: Group, reports: Reports, parts: Parts) -> FloatArray:
+    """What a row of each part's class puts out in a step of what was played there; 1 before an output was reviewed."""
+    reviews, rates = group.acceptance.reviews, group.acceptance.reviewed
+    if rates is None:
+        return np.ones(len(parts.kinds))
+    played = (Plan(step.speculation_length) if step.copying is None else step.copying.plan for step in reports.steps)
+    places = np.fromiter(map(reviews.place_of, played), np.int64, len(reports.steps))
+    tokens: FloatArray = 1.0 / rates[parts.kinds, places[parts.report], STEPS]
+    return tokens
+
+
 def _learn_reviews(context: Context, group: Group, reports: Reports, weight: FloatArray) -> None:
     """Count outputs that were reviewed: the first of each worker, and not more than there is time for.
 
@@ -108,9 +120,9 @@ def _learn_reviews(context: Context, group: Group, reports: Reports, weight: Flo
         first = next(((at, review) for at, review in told if reviews.tells(review)), None)
         if first is not None and num_tokens <= MOST_TOKENS:
             at, output = first[0], reviews.count(first[1])
-            num_tokens += output.num_tokens
+            num_tokens += len(first[1].matches)
             context.workers.note_review(worker, output.request_class, output.share_right)
-            counted.append((output, int(context.band_of_batch[reports.batch[at]]), float(weight[at])))
+            counted.append((output, float(weight[at])))
     if counted and context.workers.most_review([worker for worker, _ in reports.spans]):
         reviews.learn(counted)
 

@@ -14,7 +14,7 @@ from speclen.controller.estimator.plans.saved import exported_plans, restore_pla
 from speclen.controller.estimator.state import exported, restored
 
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 11
+FORMAT = 12
 
 
 def exported_context(context: Context, policy_name: str) -> dict[str, Any]:
@@ -78,13 +78,13 @@ def restore_context(context: Context, state: dict[str, Any], policy_name: str) -
         longest = context.limits.max_speculation_length
         if len(group.lengths) != len(context.buckets) or not all(0 <= each <= longest for each in group.lengths):
             raise ValueError(f"{group.lengths} are not lengths of {len(context.buckets)} buckets")
-        if group.choice.decided:
-            group.choice.assess(context.tokens(group), group.times, context.prompts.s_per_token)
     for group, plans in zip(context.groups.values(), state.get("plans", ()), strict=False):
         restore_plans(group.plans, plans)
-        if group.plans is not None:
-            group.plans.prompt_s = context.prompts.s_per_token
+        context.tell_plans(group)
         group.seen = group.newest
+    for group in context.groups.values():
+        if group.choice.decided:
+            group.choice.assess(context.tokens(group), group.times, context.prompts.s_per_token)
     context.main = context.group((0, 0))
     drift = state["last_drift"]
     context.last_drift = None if drift is None else DriftEvent(context.key, *drift)

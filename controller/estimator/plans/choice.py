@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.choice import (
     CAP_STEPS,
@@ -22,7 +23,7 @@ from speclen.controller.estimator.choice import (
 )
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan, plan_from
-from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction, Seen
+from speclen.controller.estimator.plans.prediction import Assessed, PlanPrediction
 from speclen.controller.estimator.times.step_time import StepTimes
 
 # Relative gain that a change to, between and from plans must promise.
@@ -85,7 +86,9 @@ class PlanChoice(PlanPrediction):
 
     STATE = ("times", "drafts", "usual", "started", "turn", "since_walked")
 
-    def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int, seen: Seen | None = None) -> None:
+    def __init__(
+        self, step_times: StepTimes, copying: Copying, max_copied: int, seen: Acceptance | None = None
+    ) -> None:
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
         self.last: dict[str, Plan] = {}  # of each worker's newest step

@@ -11,7 +11,7 @@ from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.copying import Lessons
 from speclen.controller.estimator.plans.plan import Plan
-from speclen.controller.estimator.plans.prediction import WALK_REPORTS
+from speclen.controller.estimator.plans.prediction import MOST_WALK_REPORTS
 from speclen.controller.estimator.plans.times import CopiedSteps
 from speclen.controller.estimator.times.steps import Spans, spans_of
 
@@ -24,7 +24,7 @@ def learn_reading(
     """Learn from output that was read. workers: that sent the steps; weight: of each, as in `Steps`."""
     plans.readers.update(workers)
     if plans.copying.read(steps, weight):
-        plans.since_walked = WALK_REPORTS
+        plans.since_walked = MOST_WALK_REPORTS
 
 
 def learn_copies(

@@ -15,12 +15,13 @@ from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
 from speclen.controller.estimator.plans.plan import MAX_MATCH, MOSTS, Plan, drafted_lengths, grid_of
-from speclen.controller.estimator.plans.reviews import TAUGHT_PRIOR, Reviews
+from speclen.controller.estimator.plans.reviews import IN_COPYING, PROPOSES, STEPS, TAUGHT_PRIOR, Reviews
 from speclen.controller.estimator.plans.times import CopyTimes
 from speclen.controller.estimator.times.step_time import StepTimes
 
-# Reports that copied after which the walk is followed anew; tokens by which the usual ones may be off until then.
-WALK_REPORTS, USUAL_MOVED = 32, 0.2
+# Reports that copied after which the walk is followed anew, where nothing but it is known, and at the latest; tokens by
+# which the usual ones may be off until then.
+WALK_REPORTS, MOST_WALK_REPORTS, USUAL_MOVED = 32, 320, 0.2
 # Drafts of rows without a match: acceptance of a position over everybody's, before anything was seen, and the rows that
 # counts for.
 COLD_RATIO, PRIOR_ROWS = 0.95, 20.0
@@ -36,17 +37,6 @@ class Walk(NamedTuple):
     share: FloatArray
     copied: FloatArray
     proposes: FloatArray
-
-
-class Seen(NamedTuple):
-    """acceptance: whose reviews tell of whole outputs; bands: of load, by bucket."""
-
-    acceptance: Acceptance
-    bands: np.ndarray
-
-    @property
-    def reviews(self) -> Reviews:
-        return self.acceptance.reviews
 
 
 class Assessed(NamedTuple):
@@ -67,15 +57,18 @@ class PlanPrediction:
     """Plans of the workers of a group, as far as tokens and times go.
 
     drafts: rows without a match whose drafts reached and passed each position, and how many were expected to, [3, n]. seen:
-    where outputs were seen as a whole, to which all of it is drawn.
+    what tells of whole outputs, to which all of it is drawn. classes: shares in the tokens put out, [buckets, classes].
     """
 
-    def __init__(self, step_times: StepTimes, copying: Copying, max_copied: int, seen: Seen | None = None) -> None:
+    def __init__(
+        self, step_times: StepTimes, copying: Copying, max_copied: int, seen: Acceptance | None = None
+    ) -> None:
         self.copying, self.step_times, self.seen = copying, step_times, seen
         self.times = CopyTimes(step_times)
         self.drafts = np.zeros((3, step_times.num_lengths - 1))
         self.since_walked = 0
         self.prompt_s = 0.0  # that the draft model's prompts take, per token that a request puts out
+        self.classes: FloatArray | None = None
         self.extend(max_copied)
 
     def extend(self, max_copied: int) -> None:
@@ -152,7 +145,7 @@ class PlanPrediction:
 
     def now(self) -> Walk:
         """The walk by what was known some reports ago at most: it takes more than a millisecond."""
-        if self.walked is None or self.since_walked >= WALK_REPORTS:
+        if self.walked is None or self.since_walked >= min(WALK_REPORTS / self._taught, MOST_WALK_REPORTS):
             self.walked, self.since_walked = self.walk(self.usual), 0
         return self.walked
 
@@ -160,7 +153,7 @@ class PlanPrediction:
         """Where they have moved far: the walk hangs little on it and is dear."""
         usual = drafted.mean(axis=0)
         if np.abs(usual - self.usual).max() > USUAL_MOVED:
-            self.usual, self.since_walked = usual, WALK_REPORTS
+            self.usual, self.since_walked = usual, MOST_WALK_REPORTS
 
     def assess(self, buckets: np.ndarray, tokens: FloatArray) -> Assessed:
         """Predict every plan in these buckets. tokens: expected without copies, [buckets, lengths]."""
@@ -202,24 +195,24 @@ class PlanPrediction:
         """
         share, copied, proposes = self.now()
         per_row = copied + (1.0 - share) * alone
-        if self.seen is None or self._taught == 1.0:
+        if self.seen is None or self.seen.reviewed is None or self.classes is None:
             share, copied = (np.broadcast_to(each, per_row.shape) for each in (share, copied))
             return per_row, share, copied, np.broadcast_to(proposes, (len(buckets), *proposes.shape))
         # All per token, whose number does not hang on the plan.
-        rates, bands = self.seen.reviews.rates(), self.seen.bands[buckets][:, None]
+        counted = np.einsum("bc,cpi->bpi", self.classes[buckets], self.seen.reviewed)
         places = self._places_in(self.seen.reviews)
         taught = np.where(places < 0, 1.0, self._taught)
 
         def drawn(known: FloatArray, told: FloatArray, kept: FloatArray) -> FloatArray:
-            of_both: FloatArray = known[bands, places] * (1.0 - kept) + told * kept
+            of_both: FloatArray = known[:, places] * (1.0 - kept) + told * kept
             return of_both
 
-        steps = drawn(rates.steps, 1.0 / per_row, taught)
-        in_copying = drawn(rates.in_copying, copied / per_row, taught)
-        told = (
-            drawn(rates.proposes[:, :, : proposes.shape[1]], proposes / per_row[:, :, None], taught[:, None])
-            / steps[:, :, None]
+        steps = drawn(counted[:, :, STEPS], 1.0 / per_row, taught)
+        in_copying = drawn(counted[:, :, IN_COPYING], copied / per_row, taught)
+        told = drawn(
+            counted[:, :, PROPOSES : PROPOSES + proposes.shape[1]], proposes / per_row[:, :, None], taught[:, None]
         )
+        told = told / steps[:, :, None]
         told = np.minimum(told, 1.0)
         return 1.0 / steps, told[:, :, 0], np.minimum(in_copying / steps, 1.0 / steps), told
 

@@ -27,8 +27,8 @@ MEMORY_OUTPUTS = 500.0
 # and number of copies, as of acceptance; of outputs before it so many are kept.
 SCATTER, USUAL_LENGTH, USUAL_COPY = 0.3, 4, (3, 8)
 SLACK, THRESHOLD, LARGEST_Z = 0.5, 9.0, 4.0
-# Outputs that the level above counts for: everybody's for a class, a class's share at all loads for its share at one.
-CLASS_PRIOR, LOAD_PRIOR = 20.0, 20.0
+# Outputs that everybody's count for in a class.
+CLASS_PRIOR = 20.0
 # Outputs that what steps taught counts for. Of one, steps per token are a third off the mean; what steps teach of lengths
 # that were tried between copies is 5 to 10% off.
 TAUGHT_PRIOR = 25.0
@@ -36,6 +36,7 @@ KEPT_OUTPUTS = 20.0
 # Tokens of outputs that one group of reports may have counted, which takes some 10 ms.
 MOST_TOKENS = 2048
 MOST_COUNT = 1e15
+LONGEST_OUTPUT = 1024  # for so many tokens one counts, at most
 MOST_PROPOSED = 16
 STEPS, IN_COPYING, PROPOSES = 0, 1, 2  # and on
 
@@ -43,7 +44,7 @@ STEPS, IN_COPYING, PROPOSES = 0, 1, 2  # and on
 class OutputReview(NamedTuple):
     """By token of an output, as if it were the next, a byte each: the match before it, tokens that a copy would propose, how
     many of them are right; 1 where the draft model chooses it, too, else 0, and nothing where there is no draft model.
-    request_class: greedy, cool or hot.
+    request_class: greedy, cool or hot. num_output_tokens: of all the output, where these are a part of it, else 0.
     """
 
     request_class: int
@@ -51,10 +52,14 @@ class OutputReview(NamedTuple):
     proposed: bytes
     copied: bytes
     drafted: bytes
+    num_output_tokens: int = 0
 
 
 class Counted(NamedTuple):
-    """An output. share_right: of its tokens, that a usual plan would have proposed; sums: as in `Reviews`, of one class."""
+    """An output; where a part of it was told, as if all of it were like that.
+
+    share_right: of its tokens, that a usual plan would have proposed. sums: as in `Reviews`, of one class.
+    """
 
     request_class: int
     num_tokens: int
@@ -62,39 +67,27 @@ class Counted(NamedTuple):
     sums: FloatArray
 
 
-class Rates(NamedTuple):
-    """Per token that requests put out, by load and plan: steps, and tokens put out in those that copy, [bands, plans]; steps
-    that propose at least 1, 2, ... copies, [bands, plans, positions].
-    """
-
-    steps: FloatArray
-    in_copying: FloatArray
-    proposes: FloatArray
-
-
 class Reviews:
-    """Sums over outputs of one pair, fading. tokens, outputs: by class and band of load, [classes, bands].
+    """Sums over outputs of one pair, fading, by class of request. tokens, outputs: [classes].
 
-    sums: by class and plan, steps, tokens put out in those that copy, and steps that propose at least 1, 2, ... copies,
-    [classes, plans, 2 + positions].
+    sums: by plan, steps, tokens put out in those that copy, and steps that propose at least 1, 2, ... copies, [classes,
+    plans, 2 + positions].
     """
 
     STATE = ("tokens", "outputs", "sums", "changes")
 
-    def __init__(self, num_positions: int, num_bands: int, num_classes: int) -> None:
+    def __init__(self, num_positions: int, num_classes: int) -> None:
         self.num_lengths = num_positions + 1
         self.plans = [*plans_of_lengths(self.num_lengths), *grid_of(self.num_lengths)]
         self.place = {plan: at for at, plan in enumerate(self.plans)}
         drafts, least, most, _ = np.array(self.plans, dtype=np.int64).T
         self._drafts, self._most = drafts[:, None], most[:, None]
         self._least = np.where(least == 0, MAX_MATCH + 1, least)[:, None]
-        self.tokens, self.outputs = np.zeros((2, num_classes, num_bands))
+        self.tokens, self.outputs = np.zeros((2, num_classes))
         self.sums = np.zeros((num_classes, len(self.plans), 2 + MOST_PROPOSED))
         self.changes = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
         longest = min(USUAL_LENGTH, self.num_lengths - 1)
         self._usual = self.place[Plan(longest) if longest else Plan(0, *USUAL_COPY)]
-        self.version = 0  # grows with every change
-        self._rates: tuple[int, Rates] | None = None
 
     @property
     def sound(self) -> bool:
@@ -107,45 +100,43 @@ class Reviews:
         """That are remembered."""
         return float(self.outputs.sum())
 
-    def extended(self, num_positions: int, num_bands: int) -> Reviews:
-        """With room for longer lengths and larger batches. Of longer ones nothing was counted: then it begins anew."""
-        classes, bands = self.tokens.shape
-        wider = Reviews(max(num_positions, self.num_lengths - 1), max(num_bands, bands), classes)
-        if wider.num_lengths == self.num_lengths:
-            wider.tokens[:, :bands], wider.outputs[:, :bands], wider.sums = self.tokens, self.outputs, self.sums
-            wider.changes = self.changes
-        return wider
+    def extended(self, num_positions: int) -> Reviews:
+        """With room for longer lengths. Of those nothing was counted: then it begins anew."""
+        return self if num_positions < self.num_lengths else Reviews(num_positions, len(self.tokens))
 
     def forget(self, kind: int, kept_outputs: float = 0.0) -> None:
         """What was counted of a class is not true, or not any more, but for so many outputs' worth."""
-        self._keep(kind, min(1.0, kept_outputs / max(float(self.outputs[kind].sum()), 1e-9)))
+        self._keep(kind, min(1.0, kept_outputs / max(float(self.outputs[kind]), 1e-9)))
 
     def _keep(self, kind: int, share: float) -> None:
         for counts in (self.tokens, self.outputs, self.sums):
             counts[kind] *= share
-        self.version += 1
+
+    def place_of(self, plan: Plan) -> int:
+        """Of a plan among those that are counted; of its draft length where it is not."""
+        return self.place.get(plan, min(plan.draft_length, self.num_lengths - 1))
 
     def tells(self, review: OutputReview) -> bool:
         """Whether it says something: one without drafts does where nothing can draft."""
         return bool(review.drafted) or self.num_lengths == 1
 
-    def learn(self, outputs: Iterable[tuple[Counted, int, float]]) -> None:
-        """Add outputs, each at a band of load and with a weight."""
-        for output, band, weight in outputs:
+    def learn(self, outputs: Iterable[tuple[Counted, float]]) -> None:
+        """Add outputs, each with a weight."""
+        for output, weight in outputs:
             kind, num_tokens, _, sums = output
             if self._has_changed(kind, sums, num_tokens):
                 self.forget(kind, KEPT_OUTPUTS)
             self._keep(kind, math.exp(-weight / MEMORY_OUTPUTS))
-            self.tokens[kind, band] += weight * num_tokens
-            self.outputs[kind, band] += weight
+            self.tokens[kind] += weight * num_tokens
+            self.outputs[kind] += weight
             self.sums[kind] += weight * sums
 
     def _has_changed(self, kind: int, sums: FloatArray, num_tokens: int) -> bool:
         """Whether outputs of a class have been unlike those before for long enough, by their steps at a usual plan."""
-        if self.outputs[kind].sum() < KEPT_OUTPUTS:
+        if self.outputs[kind] < KEPT_OUTPUTS:
             return False
         plan = self._usual
-        expected = float(self.sums[kind, plan, STEPS] / self.tokens[kind].sum())
+        expected = float(self.sums[kind, plan, STEPS] / self.tokens[kind])
         unlike = math.log(max(float(sums[plan, STEPS]), 1.0) / num_tokens / max(expected, 1e-9)) / SCATTER
         return bool(self.changes[kind].add("", [min(max(unlike, -LARGEST_Z), LARGEST_Z)]))
 
@@ -153,7 +144,9 @@ class Reviews:
         """The steps of every plan through one output."""
         sums, num_tokens = self._sums(review), len(review.matches)
         share_right = 1.0 - float(sums[self._usual, STEPS]) / num_tokens
-        return Counted(min(review.request_class, len(self.tokens) - 1), num_tokens, share_right, sums)
+        whole = max(num_tokens, min(review.num_output_tokens, LONGEST_OUTPUT))
+        sums *= whole / num_tokens
+        return Counted(min(review.request_class, len(self.tokens) - 1), whole, share_right, sums)
 
     def _sums(self, review: OutputReview) -> FloatArray:
         """Of one output, [plans, 2 + positions]."""
@@ -181,34 +174,19 @@ class Reviews:
         sums[:, PROPOSES:] = counts[:, :0:-1].cumsum(axis=1)[:, ::-1]
         return sums
 
-    def shares(self) -> FloatArray:
-        """Of tokens that classes put out, by load, [bands, classes]; loads hardly seen are like all."""
-        total, prior = self.tokens.sum(), LOAD_PRIOR * self._mean_tokens
-        usual = self.tokens.sum(axis=1) / max(float(total), 1e-9)
-        shares: FloatArray = (self.tokens.T + prior * usual) / (self.tokens.sum(axis=0)[:, None] + prior)
-        return shares
+    def per_token(self, taught: FloatArray) -> FloatArray:
+        """Sums per token that requests of each class put out, [classes, plans, 2 + positions]; once there are outputs.
 
-    def rates(self) -> Rates:
-        """By load, of whichever classes' requests come at it."""
-        if self._rates is None or self._rates[0] != self.version:
-            steps, in_copying, *proposes = np.einsum("bc,cpi->ibp", self.shares(), self._of_classes(self.sums))
-            self._rates = self.version, Rates(steps, in_copying, np.stack(proposes, axis=-1))
-        return self._rates[1]
-
-    def steps_at_lengths(self) -> FloatArray:
-        """Steps per token by class and length, [classes, lengths]."""
-        return self._of_classes(self.sums[:, : self.num_lengths, STEPS])
-
-    @property
-    def _mean_tokens(self) -> float:
-        return float(self.tokens.sum()) / max(self.num_outputs, 1e-9)
-
-    def _of_classes(self, sums: FloatArray) -> FloatArray:
-        """Sums per token, by class; those hardly seen are like all together."""
-        by_class, known = self.tokens.sum(axis=1), CLASS_PRIOR * self._mean_tokens
-        everybody = sums.sum(axis=0) / max(float(by_class.sum()), 1e-9)
-        counted = np.maximum(by_class + known, 1e-9).reshape(-1, *[1] * everybody.ndim)
-        rates: FloatArray = (sums + known * everybody) / counted
+        taught: steps per token by what steps taught, [classes, lengths]. A class hardly seen copies like all together, and
+        where nothing is copied it takes as much longer or shorter as that says.
+        """
+        total = float(self.tokens.sum())
+        everybody, usual = self.sums.sum(axis=0) / total, self.tokens @ taught / total
+        like_all = np.repeat(everybody[None], len(self.tokens), axis=0)
+        copying = everybody[:, PROPOSES]
+        like_all[:, :, STEPS] = copying + (everybody[:, STEPS] - copying) * (taught / usual)[:, self._drafts[:, 0]]
+        prior = CLASS_PRIOR * total / self.num_outputs
+        rates: FloatArray = (self.sums + prior * like_all) / (self.tokens + prior)[:, None, None]
         return rates
 
 

@@ -580,6 +580,7 @@ class OutputReview(google.protobuf.message.Message):
     PROPOSED_FIELD_NUMBER: builtins.int
     COPIED_FIELD_NUMBER: builtins.int
     DRAFTED_FIELD_NUMBER: builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     request_class: Global___RequestClass.ValueType
     matches: builtins.bytes
     """Tokens before it that the row had read before, at most 16; 0 where nothing would have been copied."""
@@ -588,6 +589,8 @@ class OutputReview(google.protobuf.message.Message):
     copied: builtins.bytes
     drafted: builtins.bytes
     """1 where the draft model, after all tokens before it, chooses the same one, else 0. Empty without a draft model."""
+    num_output_tokens: builtins.int
+    """Tokens of the whole output but the first, where a part of it is told; 0 where all of it is."""
     def __init__(
         self,
         *,
@@ -596,8 +599,9 @@ class OutputReview(google.protobuf.message.Message):
         proposed: builtins.bytes = ...,
         copied: builtins.bytes = ...,
         drafted: builtins.bytes = ...,
+        num_output_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["copied", b"copied", "drafted", b"drafted", "matches", b"matches", "proposed", b"proposed", "request_class", b"request_class"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copied", b"copied", "drafted", b"drafted", "matches", b"matches", "num_output_tokens", b"num_output_tokens", "proposed", b"proposed", "request_class", b"request_class"]) -> None: ...
 
 Global___OutputReview: typing_extensions.TypeAlias = OutputReview
 
