@@ -330,3 +330,11 @@ def test_between_two_windows_a_worker_is_silent_and_more_patient():
     assert (worker.pause_s, worker.patience_s) == (4.0, 12.0)
     worker._apply_thinning(pb.Thinning(window_s=60.0))
     assert worker.pause_s < StreamSettings().silence_s / 2
+
+
+def test_reports_wait_longer_once_a_worker_has_told_many():
+    """A message costs milliseconds; there is little news after thousands of steps."""
+    table = LengthTable.constant(2, MAX_BATCH, "default")
+    for interval_s, expected in ((0.1, [0.1, 0.1, 0.5, 0.5]), (1.0, [1.0] * 4)):
+        client = ControlClient(card(), table, True, ControlSettings(flush_interval_s=interval_s))
+        assert [client._flush_interval_s(steps) for steps in (0, 2999, 3000, 10**6)] == expected

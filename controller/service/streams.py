@@ -27,7 +27,7 @@ from speclen.v1 import control_pb2 as pb
 
 # A stream that spoke within this time will speak again, and its next answer carries what is new: a message saved. With
 # many busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
-BUSY_S = 0.3
+BUSY_S = 0.7
 # How often it is looked who has news and has fallen silent.
 NEWS_INTERVAL_S = 0.05
 # A worker that adds its steps up is answered at least so often; it gives a stream up after five seconds without a word.

@@ -49,6 +49,10 @@ class ControlSettings:
     """How the worker speaks with the controller. Times in seconds."""
 
     flush_interval_s: float = 0.2  # a report waits this long for company: fewer messages, still fresh
+    # The same once a worker has told so many steps. A message costs both sides milliseconds, which is most of what the
+    # controller takes of cores on which the worker computes.
+    calm_interval_s: float = 0.5
+    num_fresh_steps: int = 3000
     group_size: int = 256  # reports per message at most; the protocol allows 1024
     max_buffered: int = 65_536  # reports kept until durable: about half an hour of steps at 40 a second
     heartbeat_s: float = 1.0  # an empty message is sent when there was nothing to say for this long
@@ -279,7 +283,12 @@ class ControlClient:
                 yield request or pb.StreamReportsRequest()
                 quiet_since = self.clock()
             if not outgoing.more:
-                await asyncio.sleep(outgoing.pause_s(self.window_s, self.settings.flush_interval_s))
+                await asyncio.sleep(outgoing.pause_s(self.window_s, self._flush_interval_s(outgoing.sent_seq)))
+
+    def _flush_interval_s(self, num_steps: int) -> float:
+        """Seconds that a report waits, after so many."""
+        fresh, calm = self.settings.flush_interval_s, self.settings.calm_interval_s
+        return fresh if num_steps < self.settings.num_fresh_steps else max(fresh, calm)
 
     @property
     def pause_s(self) -> float:

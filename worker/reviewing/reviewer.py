@@ -24,7 +24,7 @@ from speclen.worker.sampling.rules import choices_of, distributions_of
 log = logging.getLogger(__name__)
 
 # Share of the time of steps that reviewing may take, and after how many outputs it may take so much less.
-SHARE, MANY, LATER_SHARE = 0.01, 1000, 0.0025
+SHARE, MANY, LATER_SHARE = 0.01, 300, 0.0025
 MOST_CREDIT_S = 0.1  # that a quiet time saves up
 # How long one review may hold up the others: so long, or as long as the step before it.
 MOST_S = 0.05

@@ -155,6 +155,7 @@ def _reset(context: Context, group: Group) -> DriftEvent:
     restored(group.times, exported(context.new_times())).renew()
     if not group.acceptance.sound:
         restored(group.acceptance, exported(context.new_acceptance())).renew()
+        context.by_class = np.zeros_like(context.by_class)
     if group.plans is not None:
         restored(context.copying, exported(Copying())).renew()
         group.plans = context.new_plans(group.times, group.acceptance)
