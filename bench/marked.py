@@ -15,6 +15,7 @@ MAKERS = {
             "paper",
             "peers",
             "readme",
+            "reporting",
             "figure",
             "figure_copying",
             "readme_figure",

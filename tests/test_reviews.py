@@ -8,6 +8,7 @@ tokens that were proposed, must be the same as counted by the estimator.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,6 +158,31 @@ def test_few_outputs_are_reviewed_and_what_it_takes_is_no_part_of_a_step(monkeyp
     assert num_reviews >= 2
 
 
+def test_outputs_that_take_long_are_not_reviewed_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick ones of 5 steps and slow ones of 30 take turns, one at a time; a review takes half a step."""
+    clock, found = [0.0], []
+    monkeypatch.setattr(reviewing.time, "perf_counter", lambda: clock[0])
+
+    def review(reviewer: object, row: SimpleNamespace, first: int, stop: int) -> str:
+        clock[0] += 0.005
+        found.append(row.num_steps)
+        return "a review"
+
+    monkeypatch.setattr(reviewing.Reviewer, "_can_review", staticmethod(lambda row: True))
+    monkeypatch.setattr(reviewing.Reviewer, "_window", lambda reviewer, row, most_s: (0, 1))
+    monkeypatch.setattr(reviewing.Reviewer, "_review", review)
+    device = SimpleNamespace(device=torch.device("cpu"))
+    reviewer, step_s = reviewing.Reviewer(device, None, 256, 100), 0.0  # type: ignore[arg-type]
+    for output in range(6000):
+        num_steps = (5, 30)[output % 2]
+        for at in range(num_steps):
+            reviewer.review([SimpleNamespace(finished=at == num_steps - 1, num_steps=num_steps)], 0.01)  # type: ignore[list-item]
+            step_s += 0.01
+    assert 0.4 < found.count(5) / len(found) < 0.6
+    late = reviewing.LATER_SHARE * step_s / 0.005
+    assert 0.8 * late < len(found) < 1.2 * late + reviewing.MANY
+
+
 def test_a_review_that_fails_ends_nothing(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
@@ -213,15 +239,15 @@ def test_of_an_output_that_is_too_long_for_the_time_a_part_is_reviewed(
     generate(whole, one)
     assert part._reviewer is not None
     determined = sampling.get("temperature", 0) == 0 or "seed" in sampling
-    part._reviewer._token_s = {part.target: 0.008, part.draft: 0.002 if determined else 0.0001}
-    monkeypatch.setattr(reviewing, "MOST_S", 0.1)
+    part._reviewer._token_s = {part.target: 0.006, part.draft: 0.001 if determined else 0.0001}
+    monkeypatch.setattr(reviewing, "MOST_S", 0.08)
     generate(part, one)
     (told,) = [review for result in reader.results for review in result.reviews]
     (short,) = [review for result in parts.results for review in result.reviews]
     num_tokens = len(short.drafted)
     assert len(told.drafted) == told.num_output_tokens == short.num_output_tokens == 89
     assert num_tokens in (44, 22, 11)
-    assert num_tokens * (0.002 if determined else 0.008) <= 0.1
+    assert num_tokens * (0.001 if determined else 0.006) <= 0.08
     places = [
         at
         for at in range(89 - num_tokens + 1)

@@ -51,7 +51,13 @@ def serve_arguments(pair, survey):
 
 def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pair, survey, tmp_path):
     out = tmp_path / "results" / "comparison.json"
-    arguments = [*serve_arguments(pair, survey), "--out", str(out), "--compare", "adaptive,none,fixed:2,copy"]
+    arguments = [
+        *serve_arguments(pair, survey),
+        "--out",
+        str(out),
+        "--compare",
+        "adaptive,none,fixed:2,copy,copy-reporting",
+    ]
     done = speclen(*arguments, "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(out.read_text())
@@ -63,7 +69,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     assert printed["errors"] == {}
     for row in printed["rounds"]:
         blocks = row["blocks"]
-        assert set(blocks) == {"adaptive", "none", "fixed:2", "copy"}
+        assert set(blocks) == {"adaptive", "none", "fixed:2", "copy", "copy-reporting"}
         assert len({block["num_tokens"] for block in blocks.values()}) == 1
         assert blocks["none"]["num_proposed"] == 0
         assert blocks["fixed:2"]["num_proposed"] > 0

@@ -78,6 +78,8 @@ def test_tables_of_every_kind(profile):
     assert table("profile") == [(1, 1, "draft 3"), (2, 4, "plain")]
     assert len(fitted_table(profile, 4, 3)) == 4
     assert make_policy("adaptive", 4, 3, None, survey).learns
+    assert table("copy-reporting") == table("copy")
+    assert make_policy("copy-reporting", 4, 3, None, survey).learns, "it has a controller"
     with pytest.raises(UserError, match="paper needs --profile"):
         make_policy("paper", 4, 3, None, survey)
 

@@ -201,13 +201,33 @@ def closed_table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def closed_cell(part: Comparison, name: str) -> str:
+def closed_cell(part: Comparison, name: str, reference: str = "adaptive") -> str:
     """Bold where the interval shows a difference."""
-    interval = part.ratio(name, "adaptive").interval
+    interval = part.ratio(name, reference).interval
     if interval is None:
         return "–"
     text = f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
     return text if interval.low <= 1.0 <= interval.high else f"**{text}**"
+
+
+def reporting_table(path: Path) -> str:
+    """What copies take longer for a worker that tells a controller of them, by requests at a time."""
+    if not path.exists():
+        return "Not measured."
+    document = read_document(path)
+    parts = comparison_of(document).parts
+    cells = [closed_cell(part, "copy-reporting", "copy") for part in parts]
+    sizes = sorted(zip(document["at_once"], cells, strict=True))
+    return "\n".join(
+        [
+            f"| latency, requests at a time: | {' | '.join(str(size) for size, _ in sizes)} |",
+            "|---|" + "---|" * len(sizes),
+            f"| `copy-reporting` over `copy` | {' | '.join(cell for _, cell in sizes)} |",
+            "",
+            f"`{document['track']}`, {document['num_rounds']} rounds, commit `{document['commit']}`: "
+            "[reporting.json](reporting.json).",
+        ]
+    )
 
 
 def survey_table(path: Path) -> str:
@@ -244,6 +264,7 @@ def tables(folder: Path) -> dict[str, str]:
         "aims": aims_table(results, folder / "peers.json"),
         "policies": policies_table(results),
         "closed": closed_table(results),
+        "reporting": reporting_table(folder / "reporting.json"),
         "survey": survey_table(folder / "serve" / "survey.json"),
         "paper": paper_table.table(folder / "lengths.json"),
         "peers": peers_table.table(folder / "peers.json"),

@@ -16,7 +16,8 @@ from speclen.worker.drafting.plan import COPYING, PLAIN, Plan
 from speclen.worker.profiling.file import table_from_file
 
 Table = tuple[Plan, ...]  # the plan of every batch size, that of 1 first
-LEARNING = ("adaptive", "cold")
+REPORTING = "copy-reporting"
+LEARNING = ("adaptive", "cold", REPORTING)
 TABLES = ("none", "copy", "profile", "paper", "oracle", "oracle-plans")
 RULES = ("throughput-aware",)
 FROM_PROFILE = ("profile", "paper", *RULES)
@@ -26,7 +27,7 @@ FROM_PROFILE = ("profile", "paper", *RULES)
 class Policy:
     """One policy: `adaptive`, `cold` (which begins every block with an empty database), somebody else's rule, or a table.
 
-    table: of those that never change; None for the others.
+    table: of those that never change; None for the others. `copy-reporting` has one, and tells a controller all the same.
     """
 
     name: str
@@ -72,6 +73,7 @@ def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path |
     makers: dict[str, Callable[[], Table]] = {
         "none": lambda: (PLAIN,) * max_batch_size,
         "copy": lambda: (COPYING,) * max_batch_size,
+        REPORTING: lambda: (COPYING,) * max_batch_size,
         "profile": lambda: frozen_table(profile, max_batch_size, max_length),
         "paper": lambda: fitted_table(profile, max_batch_size, max_length),
         "oracle": lambda: surveyed_table(survey, max_batch_size, drafts_only=True),

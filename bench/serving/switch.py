@@ -55,6 +55,31 @@ class FixedTable:
         """Forget it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """The table's plans, of which the client tells its controller. reads_texts: as LengthChooser."""
+
+    table: FixedTable
+    client: LengthChooser
+    reads_texts: bool
+
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
+        """As LengthChooser."""
+        return self.table.choice_for(batch_size)
+
+    def report(self, choice: LengthChoice, result: StepResult) -> None:
+        """Tell it."""
+        self.client.report(choice, result)
+
+
+def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
+    """ranges: first and last batch size, and the plan in words."""
+    buckets = [PlannedBucket(low, high, parse_plan(words)) for low, high, words in ranges]
+    return FixedTable(tuple(LengthChoice.of(b.plan) for b in buckets for _ in range(b.batch_min, b.batch_max + 1)))
+
+
 @dataclass(slots=True)
 class Desk:
     """Where policies are opened, used and closed, one command a line. Every answer is one line, too."""
@@ -87,17 +112,17 @@ class Desk:
         await verbs[command["do"]](command)
 
     async def open_table(self, command: Command) -> None:
-        """ranges: first and last batch size, and the plan in words."""
-        buckets = [PlannedBucket(low, high, parse_plan(words)) for low, high, words in command["ranges"]]
-        choices = [LengthChoice.of(b.plan) for b in buckets for _ in range(b.batch_min, b.batch_max + 1)]
-        self.choosers[command["name"]] = FixedTable(tuple(choices))
+        self.choosers[command["name"]] = table_of(command["ranges"])
 
     async def open_rule(self, command: Command) -> None:
         costs = {(size, length): seconds for size, length, seconds in command["costs"]}
         self.choosers[command["name"]] = ThroughputAware(costs, command["survival"], self.config.max_length)
 
     async def open_learning(self, command: Command) -> None:
-        """A control client, joined to the controller at that address; profile: what the worker begins with, or none."""
+        """A control client, joined to the controller at that address. profile: what the worker begins with, or none.
+
+        ranges: plans that are played instead of the controller's, or none.
+        """
         from speclen.worker.service.assembly import make_control  # here: it imports torch
 
         name, profile = command["name"], command["profile"]
@@ -114,7 +139,8 @@ class Desk:
         client.card = replace(client.card, max_batch_size=engine.max_batch_size)
         self.clients[name] = asyncio.create_task(client.run(command["controller"]))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {command['controller']}")
-        self.choosers[name] = client
+        ranges = command["ranges"]
+        self.choosers[name] = client if ranges is None else Reporting(table_of(ranges), client, client.reads_texts)
 
     async def use(self, command: Command) -> None:
         """Let the engine follow a policy from now on, once nothing runs any more."""

@@ -149,7 +149,9 @@ class WarmWorker:
         profile = None if policy.name == "cold" else self.profile
         if profile is not None:
             seed_controller(address, self.address, profile)
-        self._tell(do="learning", name=policy.name, controller=address, profile=profile and str(profile.resolve()))
+        ranges = None if policy.table is None else in_words(policy.table)
+        file = profile and str(profile.resolve())
+        self._tell(do="learning", name=policy.name, controller=address, profile=file, ranges=ranges)
 
     def _open_rule(self, policy: Policy) -> None:
         assert self.profile is not None

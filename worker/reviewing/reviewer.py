@@ -4,6 +4,9 @@ What a plan is worth cannot be seen from steps of others: those that copy end wh
 plan gets through quickly are rarely among its rows. Of an output as a whole it can. That takes one pass of the draft model
 over it, between two steps, and therefore time of requests that wait: a small share, which is counted, and each time no more
 than a step or two take, or as much of a long output as fits.
+
+Chance picks the outputs, each alike. If one were reviewed whenever there is time for it again, those that take long would
+be reviewed more often: their own steps earn the time.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ log = logging.getLogger(__name__)
 
 # Share of the time of steps that reviewing may take, and after how many outputs it may take so much less.
 SHARE, MANY, LATER_SHARE = 0.01, 300, 0.0025
-MOST_CREDIT_S = 0.1  # that a quiet time saves up
+MOST_CREDIT_S = 0.1  # that a quiet time saves up, and the most that can be owed
+REMEMBERED = 50.0  # outputs and reviews over which it is averaged how often there are any, and what they take
 # How long one review may hold up the others: so long, or as long as the step before it.
 MOST_S = 0.05
 LEAST_TOKENS = 8  # of an output: fewer say little for what they take
@@ -43,8 +47,10 @@ class Reviewer:
         self._target, self._draft = target, draft
         self._prefill_chunk, self._chunk = prefill_chunk, max(SIZES, min(prefill_chunk, MOST_LOGITS // vocab_size))
         # Its own: outputs must not hang on reviews.
-        self._generator, self._places = torch.Generator().manual_seed(0), random.Random(0)
+        self._generator, self._random = torch.Generator().manual_seed(0), random.Random(0)
         self._credit_s, self._num_reviewed = 0.0, 0
+        self._step_s = self._num_ended = 0.0  # of the steps so far, and outputs that ended in them, fading
+        self._review_s = 0.0  # that a review takes; 0 before the first
         self._token_s: dict[PassModel, float] = {}  # what a token of a review's passes takes
         self._works = True
 
@@ -55,10 +61,13 @@ class Reviewer:
         """
         share = SHARE if self._num_reviewed < MANY else LATER_SHARE
         self._credit_s = min(self._credit_s + share * step_s, MOST_CREDIT_S)
+        self._step_s += step_s
         ended = [row for row in rows if row.finished and self._can_review(row)]
-        if not ended or self._credit_s <= 0.0 or not self._works:
+        chance = self._chance(share, len(ended))
+        chosen = [row for row in ended if self._random.random() < chance]
+        if not chosen or self._credit_s <= -MOST_CREDIT_S or not self._works:
             return ()
-        row = ended[self._num_reviewed % len(ended)]
+        row = self._random.choice(chosen)
         window = self._window(row, max(MOST_S, step_s))
         if window is None:
             self._token_s = {model: PACE_FADES * token_s for model, token_s in self._token_s.items()}
@@ -70,9 +79,22 @@ class Reviewer:
             log.exception("outputs cannot be reviewed: what lengths and plans are worth is learned from steps alone")
             self._works = False
             return ()
+        took_s = time.perf_counter() - started
         self._num_reviewed += 1
-        self._credit_s -= time.perf_counter() - started
+        self._credit_s -= took_s
+        self._review_s += (took_s - self._review_s) / min(self._num_reviewed, REMEMBERED)
         return (reviewed,)
+
+    def _chance(self, share: float, num_ended: int) -> float:
+        """Of each output to be reviewed, so that it takes this share of the steps' time. num_ended: more of them by now."""
+        if not num_ended:
+            return 0.0
+        self._num_ended += num_ended
+        output_s = self._step_s / self._num_ended
+        fade = max(0.0, 1.0 - num_ended / REMEMBERED)
+        self._step_s *= fade
+        self._num_ended *= fade
+        return share * output_s / max(self._review_s, 1e-9)
 
     @staticmethod
     def _can_review(row: SequenceState) -> bool:
@@ -90,7 +112,7 @@ class Reviewer:
         if any(model not in self._token_s for model, _ in self._passes(row, begin, end)):
             num_tokens = min(num_tokens, FIRST_TOKENS)
         while num_tokens >= LEAST_TOKENS:
-            first = self._places.randint(begin, end - num_tokens)
+            first = self._random.randint(begin, end - num_tokens)
             passes = self._passes(row, first, first + num_tokens)
             if sum(self._token_s.get(model, 0.0) * num_fed for model, num_fed in passes) <= most_s:
                 return first, first + num_tokens
