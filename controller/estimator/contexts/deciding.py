@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import Bucket, Decision
@@ -19,12 +20,13 @@ DRIFT_NAMED_REPORTS = 1000
 def redecide(context: Context, group: Group, cause: str = "") -> list[Decision]:
     """Choose anew by the newest estimates; returns what changed, and why."""
     group.seen = group.newest
-    group.choice.decide(context.tokens(group), group.times, context.resume_s, context.prompts.s_per_token)
+    tokens = context.tokens(group)
+    group.choice.decide(tokens, group.times, context.resume_s, context.prompts.s_per_token)
     chosen: list[int] = group.choice.lengths.tolist() if context.policy is None else context.policy.pull_all()
     before = group.played
     group.lengths = chosen
     if group.plans is not None:
-        _decide_plans(context, group, group.plans)
+        _decide_plans(context, group, group.plans, tokens)
     after = group.played
     if before == after:
         return []
@@ -35,14 +37,14 @@ def redecide(context: Context, group: Group, cause: str = "") -> list[Decision]:
     return changed
 
 
-def _decide_plans(context: Context, group: Group, plans: PlanChoice) -> None:
-    """Where rows copy, and how, in buckets that there is news of."""
+def _decide_plans(context: Context, group: Group, plans: PlanChoice, tokens: FloatArray) -> None:
+    """Where rows copy, and how, in buckets that there is news of. tokens: expected without copies, [buckets, lengths]."""
     context.tell_plans(group)
     if not group.choice.decided:
         return
     buckets = plans.due(context.recent)
     if len(buckets):
-        plans.decide(buckets, context.tokens(group)[buckets], group.choice)
+        plans.decide(buckets, tokens[buckets], group.choice)
 
 
 def _explained(
