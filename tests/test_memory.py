@@ -21,7 +21,10 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_stays_flat_over_many_requests() -> None:
     """600 requests after a warm-up of 2,700, by which products of all sizes have their kernels, on AVX2, too. Each request
-    holds 30 KB of KV at its end: kept, they would make 18 MB."""
+    holds 30 KB of KV at its end: kept, they would make 18 MB.
+
+    Memory that allocators and threads of other tests in this process take once is not ours: what leaks grows every time, so
+    one of three times must be flat."""
     engine = engines.make_engine(chooser=engines.RandomLengths(0, longest=3), max_batch_size=8)
     generator = random.Random(0)
     finished = 0
@@ -43,8 +46,13 @@ def test_memory_stays_flat_over_many_requests() -> None:
         gc.collect()
 
     serve(0, 2700)
-    before = resident_bytes()
-    serve(2700, 600)
-    assert finished == 3300
-    assert resident_bytes() - before < 4 * 2**20
+    growth = []
+    for start in range(2700, 4500, 600):
+        before = resident_bytes()
+        serve(start, 600)
+        growth.append(resident_bytes() - before)
+        if growth[-1] < 4 * 2**20:
+            break
+    assert finished == start + 600
+    assert min(growth) < 4 * 2**20, growth
     assert engine.target.pool.num_bytes_held() == 0
