@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Hashable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +92,49 @@ def test_later_rounds_leave_out_what_cannot_be_the_best(peers: Any) -> None:
         (slow, 2): [],  # failed
     }
     assert list(rounds.repeated(found)) == [(ours, 1), (ours, 2), (fast, 2)]
+
+
+def test_what_time_was_too_short_for_is_measured_by_going_on(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds, calls = peers("rounds"), []
+    clock = iter(range(10_000))
+
+    def measure(one: Any, threads: int, *_: Any) -> list[dict[str, Any]]:
+        calls.append((one.name, threads))
+        return row(one.peer, one.name, threads, {1: 100.0})
+
+    monkeypatch.setattr(rounds, "measure", measure)
+    monkeypatch.setattr(rounds.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    lines = tmp_path / "lines.jsonl"
+    command = [
+        "rounds",
+        str(tmp_path),
+        str(lines),
+        "--rounds",
+        "2",
+        "--seconds",
+        "1",
+        "--learn-s",
+        "1",
+        "--only",
+        "llama",
+    ]
+    ends = []
+    for limit in (["--limit-s", "3"], ["--limit-s", "5", "--go-on"], ["--go-on"], ["--go-on"]):
+        monkeypatch.setattr(sys, "argv", command + limit)
+        with pytest.raises(SystemExit) as ended:
+            rounds.main()
+        ends.append(ended.value.code)
+    assert "--go-on measures the rest" in ends[0]
+    assert "--go-on measures the rest" in ends[1]
+    assert ends[2:] == [0, 0]
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    places = [(each["round"], each["contestant"], each["threads"]) for each in found]
+    assert len(places) == len(set(places)) == len(calls)
+    assert {number for number, _, _ in places} == {1, 2}
+    assert len([place for place in places if place[0] == 1]) == 8  # four contestants, one or two threads
 
 
 def test_the_ratio_is_to_the_best_mode_of_the_best_peer(peers: Any) -> None:

@@ -46,6 +46,7 @@ def serve_arguments(pair, survey):
     return [
         *("serve", "--track", SPELLED, "--target", target, "--draft", draft, "--device", "cpu", "--threads", "1"),
         *("--max-batch-size", "4", "--max-length", "2", "--survey", str(survey), "--minutes", "5", "--learn-s", "2"),
+        *("--capacity", "340"),
     ]
 
 
@@ -85,6 +86,20 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     other = CliRunner().invoke(app, [*arguments, "--repeats", "1", "--add", "--seed", "5"]).exception
     assert isinstance(other, UserError)
     assert "its seed is 0, not 5" in str(other)
+
+
+def test_loads_are_shares_of_what_the_machine_yields_today(pair, survey, tmp_path):
+    """The survey says 340 tokens/s, of a machine that is long gone; going on keeps the loads."""
+    out = tmp_path / "comparison.json"
+    arguments = [*serve_arguments(pair, survey)[:-2], "--compare", "none", "--repeats", "1", "--scale", "0.05"]
+    arguments += ["--cell-s", "0.4", "--out", str(out), "--add"]
+    capacities = []
+    for _ in range(2):
+        done = speclen(*arguments)
+        assert done.returncode == 0, done.stderr
+        capacities.append(json.loads(out.read_text())["capacity_tokens_per_s"])
+        assert ("capacity:" in done.stderr) is (len(capacities) == 1)
+    assert capacities[0] == capacities[1] > 400
 
 
 def children_of(pid):
@@ -130,6 +145,7 @@ def test_sigterm_leaves_no_processes_behind(pair, survey):
         (["--compare", "cold", "--track", "mixed"], "for the track cold"),
         (["--track", "wrong-profile"], "--profile FILE"),
         (["--minutes", "0"], "--minutes is 0"),
+        (["--capacity", "0"], "--capacity is 0"),
         (["--add"], "--add needs --out"),
         (["--compare", "none", "--reports", "here.db"], "name it with --compare"),
         (["--compare", "none", "--target", "/no/such/model"], "/no/such/model"),

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.drafting.plan import PLAIN
+from speclen.worker.drafting.plan import PLAIN, parse_plan
 from speclen.worker.drafting.plan import Plan as DraftPlan
 
 SURVEY_ROUNDS, MOST_ROUNDS = 2, 1000
@@ -51,11 +51,14 @@ class Plan:
     cell_s: float = setting(6.0, "Seconds per cell of a survey, without speculation.", least=0.2)
     block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
     scale: float = setting(1.0, "Multiplies every load of the track.", least=0.01)
+    capacity: float | None = setting(None, "Tokens per second that loads are shares of; default: measured.")
     seed: int = setting(0, "Draws arrivals, prompts, output lengths and the sampling seeds.", least=0)
     burners: int = setting(1, "Processes that take a core each, on a track that throttles.", least=1)
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.capacity is not None and not 0.0 < self.capacity < math.inf:
+            raise ValueError(f"--capacity is {self.capacity}; it must be a number of tokens per second above 0")
 
     @property
     def recipe(self) -> TrackRecipe:
@@ -104,11 +107,25 @@ def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
         f"survey of {len(cells)} cells, {len(cells) * plan.cell_s / 60:.0f} to {len(cells) * plan.cell_s / 30:.0f} minutes"
     )
     found = measure(cells, Visitor(plan, worker, SURVEY_ROUNDS), SURVEY_ROUNDS, on_cell=show_cells)
+    found.track = plan.track
     if plan.survey is not None:
         context = worker.context()
         facts = {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields}
-        found.save(plan.survey, {"context": facts, "track": plan.track, "cell_s": plan.cell_s, **provenance()})
+        found.save(plan.survey, {"context": facts, "cell_s": plan.cell_s, **provenance()})
         say(f"survey written to {plan.survey}: --survey {plan.survey} uses it again")
+    return found
+
+
+def capacity_now(plan: Plan, worker: WarmWorker, survey: Survey) -> float:
+    """Tokens per second with every row busy, at the length that the survey found fastest, on the machine as it is today.
+
+    A shared machine is a fifth slower on some days: shares of its capacity on another day would be an overload.
+    """
+    visit = Visitor(replace(plan, track=survey.track), worker, SURVEY_ROUNDS)
+    concurrency, words = survey.capacity_cell
+    visit(SURVEY_ROUNDS, concurrency, parse_plan(words))  # not counted: shapes that are new take longer
+    found = measure([survey.capacity_cell], visit, SURVEY_ROUNDS).capacity_tokens_per_s
+    say(f"capacity: {found:.0f} tokens/s, {found / survey.capacity_tokens_per_s:.2f} times that of {plan.survey}")
     return found
 
 

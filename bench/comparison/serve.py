@@ -22,7 +22,7 @@ from speclen.bench.comparison.document import (
     write_document,
 )
 from speclen.bench.comparison.outputs import OutputCheck, target_alone
-from speclen.bench.comparison.plan import Plan, capacity_and_oracle, load_tokenizer, say
+from speclen.bench.comparison.plan import Plan, capacity_and_oracle, capacity_now, load_tokenizer, say
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
@@ -105,12 +105,18 @@ def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> 
     """
     names = plan.names
     turns = len(plan.recipe.at_once) or 1  # raises for a track that is none, before anything starts
+    capacity = plan.capacity
     if earlier is not None and earlier.exists():
-        check_alike(earlier, read_document(earlier), plan.facts())  # before a survey of minutes
+        before = read_document(earlier)
+        check_alike(earlier, before, plan.facts())  # before a survey of minutes
+        capacity = capacity or before["capacity_tokens_per_s"]  # all rounds have the same loads
     comparison = Comparison(tuple(names), plan.resolution, turns=turns)
     with WarmWorker(plan.settings, plan.profile) as worker:
+        surveyed = plan.survey is not None and plan.survey.exists()
         survey = capacity_and_oracle(plan, worker)
-        session = Session(plan, worker, survey)
+        if capacity is None and surveyed and not plan.recipe.at_once:  # closed loops have no loads
+            capacity = capacity_now(plan, worker, survey)
+        session = Session(plan, worker, survey, capacity or survey.capacity_tokens_per_s)
         facts = session.facts(quick)
         if earlier is not None and earlier.exists():
             before = add_to(earlier, comparison, facts)
@@ -141,12 +147,12 @@ def as_list(value: Any) -> list[Any]:
 
 
 class Session:
-    """Policies on one worker, and the blocks that they serve."""
+    """Policies on one worker, and the blocks that they serve. capacity: tokens per second that loads are shares of."""
 
-    def __init__(self, plan: Plan, worker: WarmWorker, survey: Survey) -> None:
+    def __init__(self, plan: Plan, worker: WarmWorker, survey: Survey, capacity: float) -> None:
         self.plan = plan
         self.worker = worker
-        self.survey = survey
+        self.survey, self.capacity = survey, capacity
         settings = plan.settings
         limits = (settings.max_batch_size, settings.max_length)
         self.policies = {name: make_policy(name, *limits, plan.profile, survey) for name in plan.names}
@@ -159,8 +165,7 @@ class Session:
 
     def block(self, number: int) -> Block:
         plan = self.plan
-        capacity = self.survey.capacity_tokens_per_s
-        return make_block(plan.track, capacity, number, plan.seed, plan.block_s, plan.scale)
+        return make_block(plan.track, self.capacity, number, plan.seed, plan.block_s, plan.scale)
 
     def serve_round(self, number: int, order: Sequence[str]) -> Round:
         """One block by every policy, in this order."""
@@ -213,7 +218,7 @@ class Session:
             "block_s": block.duration_s,
             "at_once": list(plan.recipe.at_once),
             "burners": plan.burners if block.throttle_at_s is not None else 0,
-            "capacity_tokens_per_s": survey.capacity_tokens_per_s,
+            "capacity_tokens_per_s": self.capacity,
             "oracle": oracle_facts(survey, settings.max_length),
         }
 

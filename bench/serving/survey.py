@@ -35,11 +35,14 @@ COPYING_PLANS = (
 
 @dataclass(slots=True)
 class Survey:
-    """Tokens, seconds and tokens per row and step of every (requests at a time, plan) that was visited."""
+    """Tokens, seconds and tokens per row and step of every (requests at a time, plan) that was visited. track: whose
+    requests they were.
+    """
 
     tokens: dict[Key, int] = field(default_factory=dict)
     seconds: dict[Key, float] = field(default_factory=dict)
     steps_yield: dict[Key, list[float]] = field(default_factory=dict)
+    track: str = "mixed"
 
     def add(self, key: Key, found: Yield) -> None:
         self.tokens[key] = self.tokens.get(key, 0) + found.tokens
@@ -89,10 +92,14 @@ class Survey:
         )
 
     @property
-    def capacity_tokens_per_s(self) -> float:
-        """Tokens per second with the most rows, at the length that serves them fastest."""
+    def capacity_cell(self) -> Key:
+        """The most rows, and the length that serves them fastest."""
         most = self.concurrencies[-1]
-        return self.tokens_per_s((most, str(self.best_plan(most, drafts_only=True))))
+        return most, str(self.best_plan(most, drafts_only=True))
+
+    @property
+    def capacity_tokens_per_s(self) -> float:
+        return self.tokens_per_s(self.capacity_cell)
 
     @property
     def plain_s_per_token(self) -> float:
@@ -107,7 +114,7 @@ class Survey:
     def save(self, path: Path, facts: dict[str, object]) -> None:
         measured = [[*key, self.tokens[key], self.seconds[key], self.steps_yield[key]] for key in sorted(self.tokens)]
         lines = ",\n  ".join(json.dumps(row) for row in measured)
-        head = json.dumps({"format": FORMAT, **facts}, indent=1)[:-2]
+        head = json.dumps({"format": FORMAT, "track": self.track, **facts}, indent=1)[:-2]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f'{head},\n "measured": [\n  {lines}\n ]\n}}\n', "utf-8")
 
@@ -118,7 +125,7 @@ def load_survey(path: Path) -> Survey:
         content = json.loads(path.read_text("utf-8"))
         if content["format"] != FORMAT:
             raise ValueError("another format")
-        survey = Survey()
+        survey = Survey(track=content["track"])
         for concurrency, words, tokens, seconds, yields in content["measured"]:
             key = (int(concurrency), str(parse_plan(words)))
             survey.tokens[key], survey.seconds[key], survey.steps_yield[key] = tokens, seconds, yields

@@ -109,6 +109,12 @@ def repeated(found: dict[tuple[Contestant, int], Rows]) -> Iterable[tuple[Contes
             yield one, threads
 
 
+def measured(before: Rows, number: int, one: Contestant, threads: int) -> Rows:
+    """What a contestant printed in that round of an earlier run."""
+    place = (number, one.name, threads)
+    return [row for row in before if (row["round"], row["contestant"], row["threads"]) == place]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path, help="holds weights and the environments of the peers")
@@ -121,6 +127,7 @@ def main() -> None:
     parser.add_argument("--profile", default="")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin nothing more after so many seconds")
     parser.add_argument("--only", default="", help="peers, separated by commas; speclen always takes part")
+    parser.add_argument("--go-on", action="store_true", help="keep what the file for lines has, and measure the rest")
     options = parser.parse_args()
     wanted = {"speclen", *options.only.split(",")} if options.only else None
     turns = [
@@ -129,18 +136,22 @@ def main() -> None:
         for one in contestants(options.learn_s, options.profile)
         if wanted is None or one.peer in wanted
     ]
+    before = [json.loads(line) for line in options.lines.open()] if options.go_on and options.lines.exists() else []
     failed, began = False, time.monotonic()
-    with options.lines.open("w") as lines:
+    with options.lines.open("a" if before else "w") as lines:
         for number in range(1, options.rounds + 1):
             found: dict[tuple[Contestant, int], Rows] = {}
             for one, threads in turns:
+                if rows_before := measured(before, number, one, threads):
+                    found[one, threads] = rows_before
+                    continue
                 if time.monotonic() - began > options.limit_s:
-                    sys.exit(f"the time is up in round {number} of {options.rounds}: the table has what was measured")
+                    sys.exit(f"the time is up in round {number} of {options.rounds}: --go-on measures the rest")
                 print(f"round {number} of {options.rounds}, {threads} threads: {one.name}", file=sys.stderr, flush=True)
                 rows = measure(one, threads, options.work, sys.executable, options.seconds)
                 failed = failed or rows is None
-                found[one, threads] = rows or []
-                lines.writelines(json.dumps(row) + "\n" for row in rows or [])
+                found[one, threads] = [{"round": number, "contestant": one.name, **row} for row in rows or []]
+                lines.writelines(json.dumps(row) + "\n" for row in found[one, threads])
                 lines.flush()
             if number == 1:
                 turns = list(repeated(found))
