@@ -16,13 +16,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from table import Rows, read_lines
 
 HERE = Path(__file__).parent
 FAR_BEHIND = 0.75  # of the throughput of the peer's best mode
 TIMEOUT_S = 900
-
-Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def main() -> None:
         for one in contestants(options.learn_s, options.profile)
         if wanted is None or one.peer in wanted
     ]
-    before = [json.loads(line) for line in options.lines.open()] if options.go_on and options.lines.exists() else []
+    before = read_lines(options.lines) if options.go_on and options.lines.exists() else []
     failed, began = False, time.monotonic()
     with options.lines.open("a" if before else "w") as lines:
         for number in range(1, options.rounds + 1):
