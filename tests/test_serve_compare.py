@@ -16,7 +16,7 @@ from speclen.bench.comparison.outputs import OutputCheck
 from speclen.bench.comparison.plot import plot
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, from_rows, run_rounds, to_rows
-from speclen.bench.comparison.tables import aims_table, closed_table, ratio_table, read_results
+from speclen.bench.comparison.tables import aims_table, closed_table, made_where, ratio_table, read_results
 from speclen.bench.serving.block import Bin, BlockFigures
 from speclen.bench.serving.load import RequestOutcome
 from speclen.bench.serving.tracks import Arrival
@@ -178,6 +178,15 @@ FACTS = {
     "capacity_tokens_per_s": 1000.0,
     "outputs": [{"num_compared": 9, "num_same": 8, "num_examined": 1, "worst_miss_logits": 0.02, "tie_logits": 0.35}],
 }
+
+
+def test_tracks_of_unlike_machines_with_one_name_are_told_apart():
+    model = {"machine": FACTS["machine"] | {"processor_model": "family 26 model 2"}}
+    where = made_where({"mixed": FACTS, "copying": FACTS, "closed": FACTS | model})
+    assert where == (
+        "2 cores of AMD EPYC, bundled:target-60m (bfloat16), commit `0123456789ab`: `mixed`, `copying`. "
+        "2 cores of AMD EPYC (family 26 model 2), bundled:target-60m (bfloat16), commit `0123456789ab`: `closed`."
+    )
 
 
 def printed(comparison):

@@ -111,7 +111,8 @@ def made_where(results: dict[str, dict[str, Any]]) -> str:
     """Which tracks were measured together: on the same machine, in the same precision, of the same commit."""
     made: dict[str, list[str]] = {}
     for track, r in results.items():
-        machine = f"{r['machine']['cores']} cores of {r['machine']['processor']}"
+        model = r["machine"].get("processor_model")  # not told by results of before it was written down
+        machine = f"{r['machine']['cores']} cores of {r['machine']['processor']}{f' ({model})' if model else ''}"
         pair = f"{r['worker']['target']} ({r['context']['dtype']})"
         place = f"{machine}, {pair}, commit `{r['commit']}`"
         made.setdefault(place, []).append(f"`{track}`")
