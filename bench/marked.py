@@ -8,9 +8,11 @@ MAKERS = {
     **dict.fromkeys(
         (
             "headline",
+            "headline_slower",
             "aims",
             "policies",
             "closed",
+            "closed_slower",
             "survey",
             "paper",
             "peers",

@@ -303,6 +303,20 @@ def test_the_page_says_what_the_results_say(folder):
     assert "| `copying` | best fixed length | 0.65 | not measured | |" in page
 
 
+def test_another_machines_results_have_tables_of_their_own(folder):
+    beside = folder / "serve" / "slower-machine"
+    beside.mkdir()
+    comparison, _ = comparison_with(rounds=7)
+    write_document(to_document(comparison, FACTS), beside / "mixed.json")
+    (beside / "profile.json").write_text("{}")
+    assert run_headline(folder).exit_code == 0
+    page = (folder / "README.md").read_text()
+    assert "[`mixed`](serve/mixed.json)" in page
+    assert "[`mixed`](serve/slower-machine/mixed.json)" in page
+    assert "Rounds: mixed 20." in page
+    assert "Rounds: mixed 7." in page
+
+
 def test_a_page_that_says_something_else_is_noticed(folder):
     run_headline(folder)
     page = folder / "README.md"

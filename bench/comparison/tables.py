@@ -36,13 +36,15 @@ COLD_AIM = 1.05
 CLOSED_AIM = 1.02  # at every number of requests at a time, against the best of all policies there
 # The track whose picture README shows.
 SHOWN = "mixed"
+# Results of another machine, in a folder beside those of the first.
+SLOWER = "slower-machine"
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """By track, in the order of the tracks. Raises ValueError for a file that is no comparison, or of a --quick run."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        if path.name.startswith("survey"):
+        if path.name.startswith(("survey", "profile")):
             continue
         document = read_document(path)
         if document["quick"]:
@@ -57,8 +59,8 @@ def with_arrivals(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
     return {track: document for track, document in results.items() if not document.get("at_once")}
 
 
-def ratio_table(results: dict[str, dict[str, Any]]) -> str:
-    """adaptive against the others, a row a track."""
+def ratio_table(results: dict[str, dict[str, Any]], place: str = "serve/") -> str:
+    """adaptive against the others, a row a track. place: of the results, from the page."""
     lines = [
         f"| mean latency of `adaptive` against | {' | '.join(heading for heading, _ in COLUMNS)} |",
         "|---|" + "---|" * len(COLUMNS),
@@ -72,7 +74,7 @@ def ratio_table(results: dict[str, dict[str, Any]]) -> str:
             interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
             text = "–" if interval is None else in_words(interval)
             cells.append(f"{text} (`{best}`)" if heading == "best fixed length" and interval else text)
-        lines.append(f"| [`{track}`](serve/{document['file']}) | {' | '.join(cells)} |")
+        lines.append(f"| [`{track}`]({place}{document['file']}) | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *footnotes(results)])
 
 
@@ -186,7 +188,7 @@ def cell_of(comparison: Comparison, name: str) -> str:
     return f"{text}, dropped" if name in comparison.dropped else text
 
 
-def closed_table(results: dict[str, dict[str, Any]]) -> str:
+def closed_table(results: dict[str, dict[str, Any]], place: str = "serve/") -> str:
     """Every policy's latency over adaptive's, by requests at a time: over 1 is slower than adaptive."""
     closed = {track: document for track, document in results.items() if document.get("at_once")}
     if not closed:
@@ -198,7 +200,7 @@ def closed_table(results: dict[str, dict[str, Any]]) -> str:
         parts = dict(zip(document["at_once"], comparison_of(document).parts, strict=True))
         for name in document["policies"][1:]:
             cells = [closed_cell(parts[size], name) if size in parts else "–" for size in sizes]
-            lines.append(f"| [`{track}`](serve/{document['file']}), `{name}` | {' | '.join(cells)} |")
+            lines.append(f"| [`{track}`]({place}{document['file']}), `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -258,6 +260,7 @@ def survey_table(path: Path) -> str:
 def tables(folder: Path) -> dict[str, str]:
     """Everything between markers, by name."""
     results = read_results(folder / "serve")
+    slower = read_results(folder / "serve" / SLOWER)
     return {
         "figure": picture_of(SHOWN, results, "serve/"),
         "figure_copying": picture_of("copying", results, "serve/"),
@@ -265,6 +268,8 @@ def tables(folder: Path) -> dict[str, str]:
         "aims": aims_table(results, folder / "peers.json"),
         "policies": policies_table(results),
         "closed": closed_table(results),
+        "headline_slower": ratio_table(slower, f"serve/{SLOWER}/"),
+        "closed_slower": closed_table(slower, f"serve/{SLOWER}/"),
         "reporting": reporting_table(folder / "reporting.json"),
         "survey": survey_table(folder / "serve" / "survey.json"),
         "paper": paper_table.table(folder / "lengths.json"),
