@@ -94,6 +94,21 @@ def test_without_a_queue_whoever_finds_no_place_is_refused() -> None:
     run(test)
 
 
+def test_a_place_passes_over_those_who_give_up_as_it_becomes_free() -> None:
+    async def test() -> None:
+        requests = Requests(Turnstile(1, 10))
+        for name in ["a1", "a2", "a3", "a4"]:
+            await requests.come(name)
+        gone = asyncio.create_task(requests.go("a1"))
+        await asyncio.sleep(0)  # a1 leaves next
+        requests.tasks["a2"].cancel()
+        requests.tasks["a3"].cancel()
+        await gone
+        assert requests.entered == ["a1", "a4"], "nobody else leaves, so it would wait for ever"
+
+    run(test)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_place_is_lost_whoever_goes_when(seed: int) -> None:
     """Random arrivals, departures and cancellations, some at the very moment at which the turn comes."""

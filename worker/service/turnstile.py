@@ -111,11 +111,12 @@ class Turnstile:
         """Give the place to the first of the caller whose turn it is, who then goes behind the other callers."""
         for caller in list(self._waiting):
             queue = self._waiting.pop(caller)
-            turn = queue.popleft()
+            while queue and queue[0].done():  # gave up in the same moment
+                queue.popleft()
             if queue:
-                self._waiting[caller] = queue
-            if not turn.done():
-                turn.set_result(None)
+                queue.popleft().set_result(None)
+                if queue:
+                    self._waiting[caller] = queue
                 return
         self._num_free += 1
 
