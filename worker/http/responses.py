@@ -64,7 +64,7 @@ class JobResponse(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._engine.open(uuid.uuid4().hex) as stream:
+            with self._engine.open(uuid.uuid4().hex, until_end=True) as stream:
                 async with self._running(stream) as (answer, outputs):
                     async for group in outputs:
                         answer.add(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -84,75 +83,52 @@ class RequestTimeline:
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
-        self._gaps: dict[int, StepGaps] = {}  # by sequence
+        self._newest_at: dict[int, float] = {}  # by sequence, of its newest tokens
 
-    def saw(self, outputs: Iterable[SequenceOutput], now: float) -> None:
-        """Take note of every output of the request, in order. now: by time.monotonic."""
-        for output in outputs:
-            if output.num_completion_tokens:
-                self._stepped(output, now)
-            if output.finish_reason is not None:
-                self._ended(output, now)
+    def saw(self, output: SequenceOutput) -> None:
+        """Take note of every output of the request, in order."""
+        if output.num_completion_tokens:
+            self._stepped(output)
+        if output.finish_reason is not None:
+            self._ended(output)
 
     def abandon(self) -> None:
         """Nobody waits for what is unfinished; nothing happens after the end."""
         self._metrics.success.labels(FinishReason.ABORT.value).inc(self._num_unfinished)
         self._num_unfinished = 0
 
-    def _stepped(self, output: SequenceOutput, now: float) -> None:
+    def _stepped(self, output: SequenceOutput) -> None:
         if self._first_token_at is None:
-            self._first_token_at, self._admitted_at = now, output.admitted_at
-            self._metrics.time_to_first_token.observe(now - self._arrived_at)
-        if output.index not in self._gaps:
-            self._gaps[output.index] = StepGaps(self._metrics.step_gap, now)
-        elif output.token_ids:
-            self._gaps[output.index].step(now)
+            self._first_token_at, self._admitted_at = output.made_at, output.admitted_at
+            self._metrics.time_to_first_token.observe(output.made_at - self._arrived_at)
+        before = self._newest_at.get(output.index)
+        if before is None or output.token_ids:
+            self._newest_at[output.index] = output.made_at
+            if before is not None:
+                self._metrics.step_gap.observe(output.made_at - before)
 
-    def _ended(self, output: SequenceOutput, now: float) -> None:
+    def _ended(self, output: SequenceOutput) -> None:
         assert output.finish_reason is not None
         self._metrics.success.labels(output.finish_reason.value).inc()
-        if output.index in self._gaps:
-            self._gaps.pop(output.index).tell()
         self._num_tokens += output.num_completion_tokens
         self._num_unfinished -= 1
         if not self._num_unfinished:
-            self._all_ended(output.num_prompt_tokens, now)
+            self._all_ended(output.num_prompt_tokens, output.made_at)
 
-    def _all_ended(self, num_prompt_tokens: int, now: float) -> None:
+    def _all_ended(self, num_prompt_tokens: int, ended_at: float) -> None:
         metrics = self._metrics
-        metrics.e2e_latency.observe(now - self._arrived_at)
+        metrics.e2e_latency.observe(ended_at - self._arrived_at)
         if self._first_token_at is None or self._admitted_at is None:
             return
         metrics.prompt_tokens.inc(num_prompt_tokens)
         metrics.queue_time.observe(self._admitted_at - self._arrived_at)
         metrics.prefill_time.observe(self._first_token_at - self._admitted_at)
-        metrics.decode_time.observe(now - self._first_token_at)
-        metrics.inference_time.observe(now - self._admitted_at)
+        metrics.decode_time.observe(ended_at - self._first_token_at)
+        metrics.inference_time.observe(ended_at - self._admitted_at)
         if self._num_tokens > 1:
-            metrics.token_time.observe((now - self._first_token_at) / (self._num_tokens - 1))
+            metrics.token_time.observe((ended_at - self._first_token_at) / (self._num_tokens - 1))
         metrics.num_prompt_tokens.observe(num_prompt_tokens)
         metrics.num_generation_tokens.observe(self._num_tokens)
-
-
-class StepGaps:
-    """Times between the steps of one sequence. Steps that arrive together share the time since those before them."""
-
-    def __init__(self, histogram: Histogram, first_at: float) -> None:
-        self._histogram = histogram
-        self._before = self._at = first_at
-        self._num_steps = 0  # that arrived at `_at`
-
-    def step(self, now: float) -> None:
-        if now > self._at:
-            self.tell()
-            self._before, self._at = self._at, now
-        self._num_steps += 1
-
-    def tell(self) -> None:
-        """Observe what is not observed yet."""
-        for _ in range(self._num_steps):
-            self._histogram.observe((self._at - self._before) / self._num_steps)
-        self._num_steps = 0
 
 
 def seconds(

@@ -36,7 +36,7 @@ class Origin:
 class Untraced:
     """What is noted of a request that nobody traces."""
 
-    def saw(self, output: SequenceOutput, now: float) -> None:
+    def saw(self, output: SequenceOutput) -> None:
         """Nothing."""
 
     def end(self, error: Exception | None = None) -> None:
@@ -56,12 +56,12 @@ class RequestTrace(Untraced):
         self.last: dict[int, SequenceOutput] = {}  # by sequence: its totals so far
         self._told = False
 
-    def saw(self, output: SequenceOutput, now: float) -> None:
+    def saw(self, output: SequenceOutput) -> None:
         """Take note of every output, in order."""
         if output.admitted_at is not None and self.admitted_at is None:
             self.admitted_at = output.admitted_at
         if output.num_completion_tokens and self.first_token_at is None:
-            self.first_token_at = now
+            self.first_token_at = output.made_at
         self.last[output.index] = output
         if len(self.last) == self.request.sampling.n and all(one.finish_reason for one in self.last.values()):
             self.end()

@@ -108,7 +108,8 @@ class SequenceOutput:
 
     text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
     num_*: totals so far. After a message with a finish_reason nothing follows for this index. error: set beside ABORT
-    when nobody asked for it: what failed, in a sentence. admitted_at: when it got its row, by time.monotonic.
+    when nobody asked for it: what failed, in a sentence. admitted_at, made_at: when the sequence got its row and when the
+    tokens came, by time.monotonic.
     """
 
     request_id: str
@@ -125,6 +126,7 @@ class SequenceOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     admitted_at: float | None = None
+    made_at: float = 0.0
 
 
 class TextTooLongError(ValueError):

@@ -168,6 +168,7 @@ class SequenceState:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             admitted_at=self.admitted_at,
+            made_at=time.monotonic(),
         )
 
     def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:

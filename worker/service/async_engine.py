@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from speclen.worker.engine.engine import Engine
@@ -39,10 +38,10 @@ class Run:
         self.ended = asyncio.Event()
         self._num_unfinished = request.sampling.n
 
-    def saw(self, output: SequenceOutput, now: float) -> None:
-        """Take note of every output of the request, in order. now: by time.monotonic."""
-        self.timeline.saw([output], now)
-        self.trace.saw(output, now)
+    def saw(self, output: SequenceOutput) -> None:
+        """Take note of every output of the request, in order."""
+        self.timeline.saw(output)
+        self.trace.saw(output)
         self._num_unfinished -= output.finish_reason is not None
         if not self._num_unfinished:
             self.ended.set()
@@ -104,16 +103,17 @@ class AsyncEngine:
             await asyncio.to_thread(self._tracing.close)
 
     @contextlib.contextmanager
-    def open(self, request_id: str) -> Iterator[OutputStream]:
+    def open(self, request_id: str, until_end: bool = False) -> Iterator[OutputStream]:
         """A stream for the outputs of one caller's requests, for the length of the block, for which a drain waits.
 
-        Raises ValueError for an id that is in use, DrainingError, or the engine's failure.
+        until_end: the caller gets nothing before, so the event loop need not be woken for what comes on the way. Raises
+        ValueError for an id that is in use, DrainingError, or the engine's failure.
         """
         if self._refusal is not None:
             raise self._refusal
         if request_id in self._open:
             raise ValueError(f"request_id {request_id!r} is already running: choose another")
-        stream = self._open[request_id] = OutputStream()
+        stream = self._open[request_id] = OutputStream(until_end)
         try:
             yield stream
         finally:
@@ -182,9 +182,8 @@ class AsyncEngine:
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[list[SequenceOutput]]:
         while not all(run.ended.is_set() for run in runs.values()):
             outputs = await stream.next()
-            now = time.monotonic()
             for output in outputs:
-                runs[output.request_id].saw(output, now)
+                runs[output.request_id].saw(output)
             errors = [output.error for output in outputs if output.error is not None]
             yield [output for output in outputs if output.error is None]
             if errors:

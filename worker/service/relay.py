@@ -2,7 +2,8 @@
 
 Waking the event loop for every row of every step would cost more of the interpreter than decoding does, and the engine
 shares that interpreter. So outputs gather here, and the loop is woken at once only for what somebody waits for (the
-first tokens of a sequence, its end) and otherwise once per interval.
+first tokens of a sequence, its end) and otherwise once per interval, or not at all where the caller gets everything at
+the end.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ MAX_WAITING_TOKENS = 16_384
 class OutputStream:
     """Outputs of one caller's requests on the event loop's side. failure: why none will follow any more.
 
-    num_tokens: in `waiting`. on_overflow: called when they are more than MAX_WAITING_TOKENS.
+    until_end: what comes between the first tokens and the end of a sequence may wait for that. num_tokens: in `waiting`.
+    on_overflow: called when they are more than MAX_WAITING_TOKENS.
     """
 
+    until_end: bool = False
     waiting: list[SequenceOutput] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
@@ -35,7 +38,8 @@ class OutputStream:
     def put(self, output: SequenceOutput) -> None:
         self.waiting.append(output)
         self.num_tokens += len(output.token_ids)
-        self.arrived.set()
+        if not self.until_end or is_urgent(output):
+            self.arrived.set()
         if self.num_tokens > MAX_WAITING_TOKENS and self.on_overflow is not None:
             self.on_overflow()
 
@@ -55,6 +59,11 @@ class OutputStream:
         return outputs
 
 
+def is_urgent(output: SequenceOutput) -> bool:
+    """Whether somebody waits for it: the first tokens of a sequence, or its end."""
+    return output.finish_reason is not None or output.num_steps <= 1
+
+
 class OutputRelay:
     """Streams by request id; `put` is for the engine's thread, everything else for the event loop's."""
 
@@ -67,11 +76,11 @@ class OutputRelay:
 
     def put(self, stream: OutputStream, output: SequenceOutput) -> None:
         self._gathered.append((stream, output))
-        urgent = output.finish_reason is not None or output.num_steps <= 1
+        urgent = is_urgent(output)
         if urgent and not self._urgent:
             self._urgent = True
             self._call(self._deliver)
-        elif not urgent and not self._scheduled:
+        elif not (urgent or self._scheduled or stream.until_end):
             self._scheduled = True
             self._call(self._deliver_later)
 

@@ -85,7 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         # Messages are written instead of yielded: only so it can be seen that a client does not take them.
         try:
             request_id = to_request_id(request)
-            with self._async_engine.open(request_id) as stream:
+            with self._async_engine.open(request_id, until_end=not request.stream) as stream:
                 await self._generate(request, request_id, stream, context)
         except tuple(CODES) as error:
             code = next(code for kind, code in CODES.items() if isinstance(error, kind))
