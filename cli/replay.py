@@ -57,6 +57,7 @@ def replay(
         if not is_policy(name):
             raise UserError(f"policy {name!r} is unknown: see `speclen controller --help`")
     with reading(db) as connection:
+        connection.execute("BEGIN")  # all of one moment, though the controller goes on
         stored = load_state(connection)
         history = list(events(connection))
         decisions = view_rows(connection, "decisions")

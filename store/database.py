@@ -65,7 +65,7 @@ class Store:
         self._waiting = Batches(config.max_pending_reports)
         self._in_flight = Batches(0)
         self._ended: StoreError | None = None
-        self._presence = Presence(path)
+        self._presence = Presence(path, lock.descriptor)
         self._commit_number = connection.execute("PRAGMA user_version").fetchone()[0]
         # Commits that were told durable by the last writer and are not in the file: see `WriterLock`.
         self.num_commits_missing = max(0, lock.num_commits - self._commit_number)
@@ -258,7 +258,8 @@ class Store:
                     return False
                 delay = min(delay, 0.1)
             # Not woken by submissions: they come with every commit interval and would defeat the delay.
-            self._changed.wait_for(lambda: self._closing_at is not None, delay)
+            closing = self._closing_at is not None
+            self._changed.wait_for(lambda: not closing and self._closing_at is not None, delay)
             batches.absorb_all(self._swap())
             self._note_in_flight(batches)
         return True

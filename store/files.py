@@ -62,6 +62,11 @@ class WriterLock:
                 "beside only one of them: remove the others, or copy the file instead of linking it."
             )
 
+    @property
+    def descriptor(self) -> int:
+        """Of the database file, open until the lock is released."""
+        return self._file
+
     def note(self, num_commits: int) -> None:
         """Write down who holds the lock and how many commits are durable.
 
@@ -125,13 +130,18 @@ class Presence:
     """The files of an open database (the database, its WAL and the WAL's index): by device and inode, and by their heads.
 
     The head tells another content under the same inode, as `cp` leaves it. Nobody but the writer changes it.
+
+    database: the database file, open for as long as this is used. It is not opened here, since closing a file lets go of
+    all POSIX locks that the process has on it, those of SQLite among them: then the next program that has written to the
+    database, or might have, would delete the WAL as it ends, as nobody seems to need it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, database: int) -> None:
         self.path = path
+        self._database = database
         self._identities = {name: identity for name in files_of(path) if (identity := identity_of(name)) is not None}
-        self._file = Head.of(path, HEAD_OF_DATABASE)
-        self._wal = Head.of(files_of(path)[1], HEAD_OF_WAL)
+        self._file = Head.of(database, HEAD_OF_DATABASE)
+        self._wal = Head.at(files_of(path)[1], HEAD_OF_WAL)
 
     def check(self, num_commits: int) -> None:
         """Raises StoreGoneError where a name no longer leads to the file that is written to, or that was written over.
@@ -142,7 +152,7 @@ class Presence:
             now = identity_of(name)
             if now != identity:
                 raise gone(name, "deleted" if now is None else "replaced")
-        file, wal = Head.of(self.path, HEAD_OF_DATABASE), Head.of(files_of(self.path)[1], HEAD_OF_WAL)
+        file, wal = Head.of(self._database, HEAD_OF_DATABASE), Head.at(files_of(self.path)[1], HEAD_OF_WAL)
         if file.is_cut(self._file):
             raise gone(self.path, "cut short")
         if file.content != self._file.content and not file.follows(self._file, num_commits):
@@ -178,11 +188,19 @@ class Head:
     full: int
 
     @classmethod
-    def of(cls, path: Path, num_bytes: int) -> Head:
+    def at(cls, path: Path, num_bytes: int) -> Head:
+        """Of a file on which SQLite has no locks."""
         try:
             with path.open("rb", buffering=0) as file:
-                content, size = file.read(num_bytes), os.fstat(file.fileno()).st_size
-                return cls(content, size, os.lseek(file.fileno(), 0, os.SEEK_HOLE) if size else 0)
+                return cls.of(file.fileno(), num_bytes)
+        except OSError:
+            return cls(b"", 0, 0)
+
+    @classmethod
+    def of(cls, descriptor: int, num_bytes: int) -> Head:
+        try:
+            content, size = os.pread(descriptor, num_bytes, 0), os.fstat(descriptor).st_size
+            return cls(content, size, os.lseek(descriptor, 0, os.SEEK_HOLE) if size else 0)
         except OSError:
             return cls(b"", 0, 0)
 

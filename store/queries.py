@@ -22,7 +22,7 @@ Row = TypeVar("Row", AcceptanceRow, ContextLimitsRow, ContextRow, LatencyCellRow
 
 def load_state(connection: Connection) -> StoredState:
     """All that a controller needs to go on; raw reports are not read, so this does not grow with their number."""
-    states = connection.execute("SELECT scope, key, state FROM learned_states").fetchall()
+    states = connection.execute("SELECT scope, key, state FROM learned_states ORDER BY updated_at").fetchall()
     return StoredState(
         contexts=tuple(_rows(connection, "contexts ORDER BY context_id", ContextRow)),
         workers=tuple(_rows(connection, "workers ORDER BY worker_key", WorkerRow)),

@@ -291,7 +291,7 @@ class Commit:
 class StoredState:
     """What a controller needs to go on where the last one stopped. Raw reports are not read.
 
-    states: JSON text by (scope, key), see StateRow. last_group_id, last_profile_id: 0 when there is none.
+    states: JSON text by (scope, key), the newest last, see StateRow. last_group_id, last_profile_id: 0 when there is none.
     """
 
     contexts: tuple[ContextRow, ...] = ()

@@ -39,10 +39,14 @@ BAD_ROW_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.Inte
 
 
 class Insert:
-    """Inserts rows of one table; with a key, a row that is there already is updated."""
+    """Inserts rows of one table; with a key, a row that is there already is updated.
 
-    def __init__(self, table: str, columns: Sequence[str], key: Sequence[str] = ()) -> None:
+    unless_older: a column; a row with a smaller value than the one that is there changes nothing.
+    """
+
+    def __init__(self, table: str, columns: Sequence[str], key: Sequence[str] = (), unless_older: str = "") -> None:
         self.table = table
+        self.unless_older = unless_older
         self.columns = tuple(columns)
         self.key = tuple(key)
 
@@ -58,6 +62,8 @@ class Insert:
         if self.key:
             changes = ", ".join(f"{name} = excluded.{name}" for name in self.columns if name not in self.key)
             update = f" ON CONFLICT ({', '.join(self.key)}) DO UPDATE SET {changes}"
+            if self.unless_older:
+                update += f" WHERE excluded.{self.unless_older} >= {self.table}.{self.unless_older}"
         head = f"INSERT INTO {self.table} ({', '.join(self.columns)}) VALUES "
         return {size: head + ", ".join([row] * size) + update for size in BLOCKS}
 
@@ -85,12 +91,15 @@ class Insert:
         return refusals
 
 
-def _of(table: str, row_class: type, key: Sequence[str] = (), without: Sequence[str] = ()) -> Insert:
-    return Insert(table, [field.name for field in fields(row_class) if field.name not in without], key)
+def _of(
+    table: str, row_class: type, key: Sequence[str] = (), without: Sequence[str] = (), unless_older: str = ""
+) -> Insert:
+    return Insert(table, [field.name for field in fields(row_class) if field.name not in without], key, unless_older)
 
 
 CONTEXTS = _of("contexts", ContextRow, ("context_id",))
-WORKERS = _of("workers", WorkerRow, ("worker_key",))
+# Pairs commit apart: what one noted of a worker's last life may come after what another noted of the present one.
+WORKERS = _of("workers", WorkerRow, ("worker_key",), unless_older="epoch")
 ACCEPTANCE = _of("acceptance", AcceptanceRow, ("target", "draft", "batch_min", "position"))
 LATENCY_CELLS = _of("latency_cells", LatencyCellRow, ("context_id", "batch_min", "speculation_length"))
 PLAN_ESTIMATES = _of("plan_estimates", PlanEstimateRow, ("context_id", "batch_min", "place"))

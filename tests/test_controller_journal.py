@@ -291,6 +291,29 @@ def test_expensive_commits_stretch_the_interval_instead_of_the_loop():
     asyncio.run(story())
 
 
+def test_marks_do_not_add_up_while_the_disk_is_full():
+    async def story() -> None:
+        service, store, worker, told = setting()
+        others = [
+            service.register(Registration(f"w{number}", 7, ContextKey("t", "d", "cpu", "float32"), Limits(32, 4)))
+            for number in range(10)
+        ]
+        store.ok = False
+        for seq in range(1, 101):
+            for each in [worker, *others] if seq == 1 else others:
+                send(service, each, seq)
+            service.journal.commit()
+        assert sum(len(flight.marks) for flight in service.journal._flights.values()) == 11
+        for number in range(100):  # they are one transaction for the store
+            await store.land(number)
+        assert worker.durable_seq == 1
+        assert {each.durable_seq for each in others} == {100}
+        assert set(told) == {"w", *(each.worker_id for each in others)}
+        assert service.journal.num_waiting_reports == 0
+
+    asyncio.run(story())
+
+
 def test_pairs_are_committed_one_by_one():
     async def story() -> None:
         service, store, worker, _ = setting()

@@ -13,7 +13,8 @@ from speclen.controller.service.news import News
 from speclen.controller.service.registry import Registration
 from speclen.store.connection import connect_reader
 from speclen.store.queries import view_rows
-from speclen.store.records import Commit, StoredState
+from speclen.store.records import Commit, StateRow, StoredState
+from speclen.v1 import control_pb2 as pb
 
 KEY = ContextKey("t", "d", "cpu", "float32")
 ELSEWHERE = ContextKey("t", "d", "cuda", "float32")
@@ -97,6 +98,36 @@ def test_both_go_on_alike(tmp_path):
         each.learn(worker)
         assert worker.num_reports == 9, "4 and 5 fill the gap, 9 is a repetition"
     assert again.estimator.learned_rows(KEY) == service.estimator.learned_rows(KEY)
+
+
+@pytest.mark.parametrize("newer", ["d", "e"])
+def test_what_is_known_of_copying_is_that_of_the_pair_that_was_saved_last(tmp_path, newer):
+    """It belongs to the target and stands with each of its pairs, one of which may have been idle for weeks."""
+    service = service_of(StoredState())
+    texts = {}
+    for draft in ("d", "e"):
+        worker = service.register(Registration(draft, 7, ContextKey("t", draft, "cpu", "float32"), Limits(32, 4, 16)))
+        service.take(
+            worker,
+            [report(seq, read=[pb.ReadTokens(match_length=3, num_tokens=10, num_right=7)]) for seq in range(1, 9)],
+        )
+        service.learn(worker)
+        texts[draft] = json.dumps(service.estimator.export_pair_state(("t", draft)))
+    taught = [json.loads(text)["copying"]["matches"] for text in texts.values()]
+    assert taught[0] != taught[1], "it was taught in between"
+    names = sorted(texts, key=lambda draft: draft == newer)
+    rows = [StateRow("pair", json.dumps(["t", draft]), texts[draft], 50.0 + at) for at, draft in enumerate(names)]
+    store = open_store(ControllerConfig(db=tmp_path / "c.db"))
+    done: list[Exception | None] = []
+    contexts = service.journal.snapshots.of_pair(("t", "d"), service.registry.contexts.values(), 50.0).contexts
+    store.submit(Commit(contexts=contexts, states=rows), done.append)
+    store.close()
+    store = open_store(ControllerConfig(db=tmp_path / "c.db"))
+    restored = service_of(store.load())
+    store.close()
+    assert done == [None]
+    known = restored.estimator.export_pair_state(("t", "d"))["copying"]
+    assert known["matches"] == json.loads(texts[newer])["copying"]["matches"]
 
 
 def test_the_readable_tables_say_what_the_estimator_believes(tmp_path):

@@ -35,6 +35,39 @@ def test_the_first_message_names_the_worker():
     run(story)
 
 
+def test_the_first_answer_says_how_long_to_add_up_whatever_registering_said():
+    """Else a worker that registered in a crowd, and streams when that is gone, would go on adding up."""
+
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            _, answer = await opened(at)
+            assert answer.HasField("thinning")
+            assert answer.thinning.window_s == 0.0
+
+    run(story)
+
+
+def test_who_waits_for_a_turn_and_goes_is_not_counted_for_ever():
+    async def story():
+        async with served(None) as at:
+            streams = at.controller.servicer.streams
+
+            async def wait():
+                async with streams.turn():
+                    pass
+
+            async with streams.turn():
+                waiting = asyncio.create_task(wait())
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            assert streams._num_waiting == 0
+            await asyncio.wait_for(wait(), 5)
+
+    run(story)
+
+
 def test_a_message_has_a_largest_number_of_reports():
     async def story():
         async with served(None) as at:

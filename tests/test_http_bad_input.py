@@ -301,6 +301,42 @@ def until_started(engine):
         time.sleep(0.01)
 
 
+def test_a_client_that_sends_requests_ahead_is_missed_when_it_goes(worker):
+    content = json.dumps({"prompt": "a", "max_tokens": 250, "ignore_eos": True}).encode()
+    request = (
+        head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
+    )
+    with connected(worker) as one:
+        one.sendall(request * 3)
+        until_started(worker.engine)
+    ended = worker.engine.load().num_generated_tokens
+    until_idle(worker.engine)
+    assert worker.engine.load().num_generated_tokens < ended + 200
+
+
+def test_of_requests_sent_ahead_the_first_is_answered_and_the_connection_closed(worker):
+    content = json.dumps({"prompt": "a", "max_tokens": 5, "ignore_eos": True}).encode()
+    request = (
+        head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
+    )
+    for ahead in (request, request[:40], b"\x00 nonsense\r\n\r\n", request * 50):
+        with connected(worker) as one:
+            one.sendall(request + ahead)
+            answer = b""
+            while piece := one.recv(65_536):
+                answer += piece
+            assert answer.count(b"HTTP/1.1 ") == answer.count(b"HTTP/1.1 200 ") == 1
+            assert b"connection: close" in answer.lower()
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 5
+
+
+def test_requests_one_after_the_other_share_a_connection(worker):
+    with httpx.Client() as client:
+        for _ in range(5):
+            assert client.post(f"{worker.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+            assert len(worker.server.server_state.connections) == 1
+
+
 def test_thousands_of_disconnects_leave_nothing_behind(worker):
     content = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     request = (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,10 +28,16 @@ from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.reporting.control_client import ControlClient, WorkerCard
 from speclen.worker.reporting.length_table import LengthTable
-from speclen.worker.requests.request import EngineFailedError, SequenceOutput
+from speclen.worker.requests.request import (
+    DrainingError,
+    EngineFailedError,
+    FinishReason,
+    SequenceOutput,
+    SlowReaderError,
+)
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
-from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputStream
+from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
 from speclen.worker.service.servicer import GenerationServicer, ModelFacts, caller_of
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -229,6 +237,89 @@ def test_too_many_tokens_that_wait_are_told() -> None:
     assert not told
     stream.put(SequenceOutput("r", 0, (1,), ""))
     assert told == [MAX_WAITING_TOKENS + 1]
+
+
+def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
+    """Its request ends already when more comes for it, and with that the other's last tokens, in one delivery."""
+
+    async def test() -> None:
+        async with served() as at:
+            relay, slow, other = OutputRelay(asyncio.get_running_loop(), 60.0), OutputStream(), OutputStream()
+
+            async def write() -> None:
+                async with at.async_engine.reading(slow):
+                    await asyncio.sleep(60)
+
+            writing = asyncio.create_task(write())
+            await asyncio.sleep(0.01)
+            slow.put(SequenceOutput("slow", 0, (1,) * (MAX_WAITING_TOKENS + 1), ""))
+
+            def deliver() -> None:  # between the timeout and the end of the write
+                relay._gathered += [(slow, SequenceOutput("slow", 0, (1,), "", finish_reason=FinishReason.LENGTH))]
+                relay._gathered += [(other, SequenceOutput("other", 0, (1,), "", finish_reason=FinishReason.LENGTH))]
+                relay._deliver()
+
+            asyncio.get_running_loop().call_soon(deliver)
+            assert len(await asyncio.wait_for(other.next(), 5)) == 1
+            with pytest.raises(SlowReaderError):
+                await writing
+
+    run(test)
+
+
+def test_what_is_refused_while_draining_is_not_held_on_to() -> None:
+    class Body:
+        """What a call has in its hands."""
+
+    async def test() -> None:
+        async with served() as at:
+            at.async_engine.drain()
+            bodies = weakref.WeakSet[Body]()
+
+            def call() -> None:
+                body = Body()
+                bodies.add(body)
+                with contextlib.suppress(DrainingError), at.async_engine.open("r"):
+                    pass
+
+            for _ in range(50):
+                call()
+            gc.collect()
+            assert not bodies
+
+    run(test)
+
+
+def test_abort_ends_what_runs_and_what_waits() -> None:
+    async def test() -> None:
+        async with served(rows=1) as at:
+            names = ["runs", "ahead", "waits", "waits, too"]  # one has the row, and one waits in the engine
+            tasks = []
+            for number, name in enumerate(names):
+                sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True, n=1)
+                tasks.append(asyncio.create_task(at.all(tokenized(1, 2, request_id=name, sampling_params=sampling))))
+                await until(lambda number=number: at.async_engine.num_open == number + 1)  # type: ignore[misc]
+            await until(lambda: at.async_engine.entrance.num_waiting == 2)
+            wanted = pb.AbortRequest(request_ids=["waits", "runs", "nobody", "waits"])
+            assert (await at.stub.Abort(wanted)).num_aborted == 2
+            answers = [(await task)[-1].complete for task in tasks]
+            ended = [answer.finish_reason for answer in answers]
+            assert (
+                ended
+                == [3, 2, 3, 2]
+                == [
+                    pb.FINISH_REASON_ABORT,
+                    pb.FINISH_REASON_LENGTH,
+                    pb.FINISH_REASON_ABORT,
+                    pb.FINISH_REASON_LENGTH,
+                ]
+            )
+            assert answers[2].usage.prompt_tokens == 2
+            page = generate_latest(at.metrics.registry).decode()
+            assert 'speclen_request_success_total{finished_reason="abort"} 2.0' in page
+            assert at.async_engine.num_open == 0
+
+    run(test)
 
 
 class FakeContext:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -64,6 +66,28 @@ def test_a_symbolic_link_leads_to_the_file_and_its_wal(tmp_path):
     assert rows(first, "SELECT count(*) FROM step_reports") == [(1,)]
 
 
+@pytest.mark.parametrize("program", ["import sqlite3", "from speclen.store.connection import sqlite3"])
+def test_another_program_that_comes_and_goes_leaves_the_wal(tmp_path, program):
+    """SQLite deletes a WAL when the last connection is closed, which it tells by locks: ours have to stay."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    lines = [
+        program,
+        f"db = sqlite3.connect({str(path)!r})",
+        "print(*db.execute('SELECT seq FROM step_reports'))",
+        "db.close()",
+    ]
+    look = "\n".join(lines)
+    for seq in (2, 3):
+        seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+        assert seen.stdout.split() == [f"({number},)" for number in range(1, seq)]
+        assert path.with_name("s.db-wal").exists()
+        assert store_now(store, moment([seq])) is None
+    store.close()
+    assert rows(path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, suffix, replaced):
@@ -107,6 +131,20 @@ def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path
     )
     assert isinstance(store_now(store, moment([1])), StoreGoneError)
     store.close()
+
+
+def test_closing_with_a_full_disk_tries_again_with_pauses(tmp_path, monkeypatch):
+    tries = []
+
+    def full(*arguments):
+        tries.append(time.monotonic())
+        raise sqlite3.OperationalError("database or disk is full")
+
+    store = Store.open(tmp_path / "s.db")
+    monkeypatch.setattr("speclen.store.database.write", full)
+    store.submit(moment([1]), lambda error: None)
+    store.close(1.0)
+    assert 2 <= len(tries) <= 15
 
 
 def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):

@@ -107,6 +107,15 @@ def test_rows_are_updated_by_their_key(store):
     assert rows(store.path, "SELECT survival FROM acceptance ORDER BY batch_min") == [(0.7,), (0.25,)]
 
 
+def test_what_was_noted_of_a_worker_s_last_life_does_not_replace_what_is_known_of_the_present_one(store):
+    """Pairs of models commit apart, and a worker that comes back with another draft is in two of them."""
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(5, epoch=8)], scope="b")) is None
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(90, epoch=7)], scope="a")) is None
+    assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 5)]
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(6, epoch=8)], scope="b")) is None
+    assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 6)]
+
+
 def test_cells_of_other_buckets_vanish_when_the_buckets_changed(store):
     store_now(store, Commit(contexts=[context(), context(2, "gpu")], latency_cells=[cell(2), cell(2, context_id=2)]))
     store_now(store, Commit(replaced_contexts=[1], latency_cells=[cell(2, batch_min=2, batch_max=4)]))

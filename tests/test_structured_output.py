@@ -214,6 +214,21 @@ def test_what_takes_too_long_is_refused_while_the_loop_goes_on_and_the_next_one_
     run(test, trial_s=1.0)
 
 
+def test_a_process_that_starts_too_slowly_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first answer, when that comes, must not be taken for the next grammar's."""
+
+    async def test(prepared: Grammars) -> None:
+        monkeypatch.setattr(grammars, "START_S", 0.0)
+        with pytest.raises(ValueError, match="more than 0 s"):
+            await prepared.prepare(StructuredOutput("regex", "a"), "a")
+        monkeypatch.setattr(grammars, "START_S", 60.0)
+        with pytest.raises(ValueError, match="unclosed"):
+            await prepared.prepare(StructuredOutput("regex", "("), "a")
+        await prepared.prepare(StructuredOutput("regex", "b"), "a")
+
+    run(test)
+
+
 def test_a_grammar_that_ends_the_process_that_tries_it_is_refused() -> None:
     async def test(prepared: Grammars) -> None:
         await prepared.prepare(StructuredOutput("regex", "a"), "warm")

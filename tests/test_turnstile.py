@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from speclen.worker.requests.request import QueueFullError
-from speclen.worker.service.turnstile import Turnstile
+from speclen.worker.service.turnstile import Turnstile, done_by
 
 
 class Requests:
@@ -105,6 +108,60 @@ def test_a_place_passes_over_those_who_give_up_as_it_becomes_free() -> None:
         requests.tasks["a3"].cancel()
         await gone
         assert requests.entered == ["a1", "a4"], "nobody else leaves, so it would wait for ever"
+
+    run(test)
+
+
+def test_who_gives_up_while_being_pushed_out_makes_room_all_the_same() -> None:
+    async def test() -> None:
+        requests = Requests(Turnstile(1, 3))
+        for name in ["a1", "a2", "a3", "a4"]:
+            await requests.come(name)
+        coming = asyncio.create_task(requests.come("b1"))
+        await asyncio.sleep(0)  # b1 begins next
+        requests.tasks["a4"].cancel()
+        await coming
+        await asyncio.sleep(0)
+        assert not requests.tasks["b1"].done(), "it is to wait"
+        assert requests.turnstile.num_waiting == 3
+
+    run(test)
+
+
+def test_other_threads_may_ask_how_many_wait() -> None:
+    """While a metrics page is made callers come and go."""
+    turnstile = Turnstile(1, 10)
+
+    class Busy(deque[Any]):
+        def __len__(self) -> int:
+            turnstile._waiting["b"] = deque()
+            return 2
+
+    turnstile._waiting["a"] = Busy()
+    assert turnstile.num_waiting == 2
+
+
+def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:
+    """Else whoever comes and goes leaves work behind: once texts of 4 MiB each, without bound."""
+
+    async def test() -> None:
+        turnstile, blocked, done = Turnstile(1, 100), threading.Event(), []
+
+        async def work(number: int) -> None:
+            async with turnstile.turn("a"):
+                await done_by(thread, lambda: (blocked.wait(10), done.append(number)))
+
+        with ThreadPoolExecutor(1) as thread:
+            for number in range(20):
+                task = asyncio.create_task(work(number))
+                await asyncio.sleep(0.001)
+                task.cancel()
+            await asyncio.sleep(0.001)
+            assert thread._work_queue.qsize() == 0
+            assert turnstile._num_free == 0
+            blocked.set()
+            async with turnstile.turn("a"):
+                assert done == [0]
 
     run(test)
 

@@ -230,6 +230,17 @@ def test_what_is_sent_again_goes_as_it_went_before():
     assert list(buffer.sealed) == [(56, 60)]
 
 
+def test_windows_of_reports_that_were_dropped_are_forgotten():
+    buffer, clock, dice = ReportBuffer(100), Clock(), random.Random(5)
+    outgoing = Outgoing(buffer, 0, 16, clock)
+    for _ in range(1000):
+        buffer.append(LengthChoice(0), some_step(dice))
+        clock.now += 1.0
+        outgoing.next(0.5)
+        buffer.trim()
+    assert len(buffer.sealed) == len(buffer.records) == 100
+
+
 def test_a_window_waits_for_its_time_and_no_longer():
     buffer, clock, dice = ReportBuffer(10_000), Clock(), random.Random(4)
     outgoing = Outgoing(buffer, 0, 16, clock)

@@ -49,6 +49,9 @@ from speclen.controller.estimator.times.priors import check_profile, seed, seed_
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
 NEAREST_SD, WIDENED_SD = 0.3, 0.1
 
+# What reading a state that is none may raise.
+UNUSABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError)
+
 
 class Estimator:
     """Contexts by key. One thread calls it."""
@@ -277,6 +280,18 @@ class Estimator:
         copying = self._copying.get(pair[0])
         return state | {"format": FORMAT} | ({} if copying is None else {"copying": exported(copying)})
 
+    def restore_copying(self, target: str, pair_state: dict[str, Any]) -> None:
+        """Go on from what the state of a pair says of its target's copying, where nothing is known of that yet.
+
+        ValueError if it is not of this format; nothing has changed then.
+        """
+        try:
+            if pair_state["format"] == FORMAT and "copying" in pair_state and target not in self._copying:
+                with np.errstate(all="ignore"):
+                    self._copying[target] = restored_copying(pair_state["copying"])
+        except UNUSABLE as error:
+            raise ValueError(f"what is known of copying for {target} is not usable: {error!r}") from error
+
     def restore(
         self, key: ContextKey, limits: Limits, state: dict[str, Any] | None, pair_state: dict[str, Any] | None
     ) -> None:
@@ -296,7 +311,7 @@ class Estimator:
                 if cause or state is None:
                     redecide(context, context.main, cause)
             self._contexts[key] = context
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError) as error:
+        except UNUSABLE as error:
             if shared is None:
                 self._acceptance.pop(key.pair, None)
             reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"

@@ -82,11 +82,12 @@ class Unsaved:
     since: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
-    """A commit that the store has and that is not on disk yet."""
+    """A commit that the store has and that is not on disk yet. marks: by worker."""
 
-    marks: tuple[Mark, ...]
+    pair: Pair
+    marks: dict[str, Mark]
     num_reports: int
     since: float
 
@@ -207,7 +208,7 @@ class Journal:
     def _launch(self, pair: Pair) -> None:
         """Make a commit of what is unsaved of a pair and hand it to the store."""
         changes = self._unsaved.pop(pair)
-        flight = Flight(tuple(changes.marks.values()), len(changes.reports), changes.since)
+        flight = Flight(pair, changes.marks, len(changes.reports), changes.since)
         if self.store is None:
             self._acknowledge(flight)
             return
@@ -218,6 +219,8 @@ class Journal:
             self._num_collected -= flight.num_reports
             self._try_again(flight, error)
             return
+        if not self.store.health().ok:
+            self._take_over_marks(flight)
         flight_id = next(self._flight_ids)
         self._flights[flight_id] = flight
         loop = asyncio.get_running_loop()
@@ -228,6 +231,13 @@ class Journal:
                 loop.call_soon_threadsafe(self._land, flight_id, error)
 
         self.store.submit(commit, on_done)
+
+    def _take_over_marks(self, flight: Flight) -> None:
+        """Commits wait for the disk, and each holds what those before it do: its marks are enough, or they would add up."""
+        for earlier in self._flights.values():
+            if earlier.pair == flight.pair and earlier.marks:
+                flight.marks = earlier.marks | flight.marks
+                earlier.marks = {}
 
     def _commit_of(self, pair: Pair, changes: Unsaved) -> Commit:
         """What happened to a pair, with what is believed at this moment."""
@@ -260,13 +270,13 @@ class Journal:
         self._look_for_room()
 
     def _acknowledge(self, flight: Flight) -> None:
-        self.news.note([mark.worker.worker_id for mark in flight.marks if advance(mark)])
+        self.news.note([mark.worker.worker_id for mark in flight.marks.values() if advance(mark)])
 
     def _try_again(self, flight: Flight, error: Exception) -> None:
         """The raw rows of a commit that was given up are lost; what was learned from them goes into the next."""
         self.num_failed_commits += 1
         log.error("a commit was given up, what was learned goes into the next", reason=str(error))
-        for mark in flight.marks:
+        for mark in flight.marks.values():
             self.note_worker(mark.worker)
 
     # How far behind the disk is.

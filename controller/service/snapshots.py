@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Collection
@@ -137,6 +138,7 @@ class Snapshots:
     def restore(self, stored: StoredState) -> list[StoreEventRow]:
         """Go on where the stored state stopped; returns what of it could not be used."""
         contexts, aside = {}, []
+        self._restore_copying(stored.states)
         for row in stored.contexts:
             key = ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
             limits = Limits(row.max_batch_size, row.max_speculation_length, row.max_copied_tokens)
@@ -156,6 +158,14 @@ class Snapshots:
                 intact = replace(worker, missing_ranges="[]")
                 self.registry.add_worker(restored_worker(intact, contexts[worker.context_id]))
         return aside
+
+    def _restore_copying(self, states: dict[tuple[str, str], str]) -> None:
+        """What is known of copying belongs to a target, and stands in the state of each of its pairs: the newest counts."""
+        for (kind, name), text in reversed(states.items()):
+            if kind == "pair":
+                # What is wrong with it is told where the pair's context is restored.
+                with contextlib.suppress(ValueError, TypeError, RecursionError):
+                    self.estimator.restore_copying(json.loads(name)[0], json.loads(text))
 
     def _restore_context(
         self, key: ContextKey, limits: Limits, states: dict[tuple[str, str], str], scope: tuple[str, str]

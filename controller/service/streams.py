@@ -86,7 +86,7 @@ class Stream:
         self._last_refusal = ""
         self._sent_table: pb.LengthTable | None = None
         self._sent_durable_seq = -1
-        self._sent_window_s = 0.0  # what a worker does that was told nothing
+        self._sent_window_s: float | None = None  # it may have been told another one when it registered
         self._sent_refused = 0
         self._sent_at = 0.0
         self._lock = asyncio.Lock()
@@ -197,7 +197,7 @@ class Stream:
         """Whether its news may wait for an answer, be that late: of a worker that adds up, and that no decision concerns
         which is worth a message to each of thousands.
         """
-        return self._sent_window_s > 0.0 and self.worker is not None and self._sent_at >= self.worker.context.urgent_at
+        return bool(self._sent_window_s) and self.worker is not None and self._sent_at >= self.worker.context.urgent_at
 
     async def tell(self) -> None:
         """Send durable_seq if it has moved."""
@@ -308,12 +308,17 @@ class Streams:
         come back.
         """
         self._num_waiting += 1
-        async with self._turn:
+        try:
+            await self._turn.acquire()
+        finally:
             self._num_waiting -= 1
+        try:
             yield
             if self._num_waiting:
                 for _ in range(EVENTS_PER_MESSAGE):
                     await asyncio.sleep(0)
+        finally:
+            self._turn.release()
 
     def name(self, stream: Stream) -> None:
         """The stream has said whose it is; it takes the place of an earlier one, which must be a dead connection."""

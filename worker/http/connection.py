@@ -15,7 +15,9 @@ UNREAD_TIMEOUT_S = 30.0  # a client that takes nothing of what waits for it for 
 class BoundedConnection(HttpToolsProtocol):
     """Closes connections that send headers too slowly or without end, or do not read what they asked for.
 
-    Closing one ends its request, which frees its row.
+    Closing one ends its request, which frees its row. One request at a time: of what a client sends ahead of its answer
+    nothing is taken, and the connection ends with that answer. (Queued requests would keep a connection from being read,
+    and then nobody could see that the client has gone.)
     """
 
     header_timeout_s = HEADER_TIMEOUT_S
@@ -26,6 +28,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._headers_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        self._sent_ahead = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,6 +41,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._sent_ahead:
+            return
         super().data_received(data)
         if self._headers_due is None:
             return
@@ -45,11 +50,40 @@ class BoundedConnection(HttpToolsProtocol):
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self.transport.abort()
 
+    # What the parser finds in the piece of data in which the client is ahead goes nowhere.
+
     def on_message_begin(self) -> None:
+        if self._answering:
+            self._sent_ahead, self.cycle.keep_alive = True, False
+            return
         super().on_message_begin()
         self._expect_headers()
 
+    def on_url(self, url: bytes) -> None:
+        if not self._sent_ahead:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._sent_ahead:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._sent_ahead:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._sent_ahead:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._answering:  # would stand in the middle of the answer
+            self._sent_ahead, self.cycle.keep_alive = True, False
+            return
+        super().send_400_response(msg)
+
     def on_headers_complete(self) -> None:
+        if self._sent_ahead:
+            return
         if self._headers_due is not None:
             self._headers_due.cancel()
             self._headers_due = None
@@ -63,6 +97,11 @@ class BoundedConnection(HttpToolsProtocol):
         if self._reading_due is not None:
             self._reading_due.cancel()
         super().resume_writing()
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a whole request is being answered."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _expect_headers(self) -> None:
         if self._headers_due is None:

@@ -37,11 +37,16 @@ class ReportBuffer:
         while len(self.records) > self.max_buffered:
             self.records.popleft()
             self.num_dropped += 1
+        if self.records:
+            self._unseal_until(self.records[0][0] - 1)
 
     def forget_until(self, durable_seq: int) -> None:
         while self.records and self.records[0][0] <= durable_seq:
             self.records.popleft()
-        while self.sealed and self.sealed[0][1] <= durable_seq:
+        self._unseal_until(durable_seq)
+
+    def _unseal_until(self, seq: int) -> None:
+        while self.sealed and self.sealed[0][1] <= seq:
             self.sealed.popleft()
 
     def after(self, seq: int, limit: int) -> list[Record]:

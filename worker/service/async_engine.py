@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from speclen.worker.engine.engine import Engine
@@ -18,6 +20,7 @@ from speclen.worker.observing.tracing import Origin, Tracing, Untraced
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
+    FinishReason,
     GenerationRequest,
     RequestFailedError,
     SequenceOutput,
@@ -69,6 +72,7 @@ class AsyncEngine:
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._unread_timeout_s = unread_timeout_s
         self._open: dict[str, OutputStream] = {}  # by id of what is being answered
+        self._waiting: dict[str, tuple[Run, OutputStream]] = {}  # by id, requests whose turn has not come
         self._refusal: Exception | None = None  # of whatever comes
 
     @property
@@ -95,7 +99,26 @@ class AsyncEngine:
         """The engine is gone: end what runs and refuse what comes, both with the error."""
         self._refusal = error
         for stream in self._open.values():
-            stream.fail(error)
+            stream.fail(copy.copy(error))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request that runs or waits for its turn; whether there is one."""
+        if self.engine.abort(request_id):
+            return True
+        run, stream = self._waiting.pop(request_id, (None, None))
+        if run is None or stream is None:
+            return False
+        num_prompt_tokens, now = len(run.request.prompt_ids), time.monotonic()
+        for index in range(run.request.sampling.n):
+            stream.put(
+                SequenceOutput(
+                    *(request_id, index, (), ""),
+                    finish_reason=FinishReason.ABORT,
+                    num_prompt_tokens=num_prompt_tokens,
+                    made_at=now,
+                )
+            )
+        return True
 
     async def close(self) -> None:
         """Let the last spans go out; to be called when all has ended."""
@@ -110,7 +133,7 @@ class AsyncEngine:
         ValueError for an id that is in use, DrainingError, or the engine's failure.
         """
         if self._refusal is not None:
-            raise self._refusal
+            raise copy.copy(self._refusal)  # an error raised again and again holds on to the calls that it ended
         if request_id in self._open:
             raise ValueError(f"request_id {request_id!r} is already running: choose another")
         stream = self._open[request_id] = OutputStream(until_end)
@@ -164,18 +187,23 @@ class AsyncEngine:
         self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
     ) -> None:
         """Wait for the turn, then keep it until the request has ended; what goes wrong is the stream's failure."""
+        request_id = run.request.request_id
         try:
+            self._waiting[request_id] = run, stream
             async with self.entrance.turnstile.turn(caller, patience_s):
-                self.engine.submit(run.request, functools.partial(self._relay.put, stream))
-                try:
-                    on_submit()
-                    await run.ended.wait()
-                finally:
-                    self.engine.abort(run.request.request_id)
+                if self._waiting.pop(request_id, None) is not None:  # else it was aborted
+                    self.engine.submit(run.request, functools.partial(self._relay.put, stream))
+                    try:
+                        on_submit()
+                        await run.ended.wait()
+                    finally:
+                        self.engine.abort(request_id)
+            await run.ended.wait()
         except Exception as error:
             stream.fail(error)
             run.trace.end(error)
         finally:
+            self._waiting.pop(request_id, None)
             run.timeline.abandon()
             run.trace.end()
 
@@ -197,7 +225,12 @@ class AsyncEngine:
         """
         try:
             async with asyncio.timeout(self._unread_timeout_s) as limit:
-                stream.on_overflow = functools.partial(limit.reschedule, 0.0)
+
+                def end_now() -> None:
+                    if not limit.expired():  # it ends already, and must not be told again
+                        limit.reschedule(0.0)
+
+                stream.on_overflow = end_now
                 yield
         except TimeoutError:
             self.metrics.worker.slow_readers.inc()

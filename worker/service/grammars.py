@@ -6,7 +6,6 @@ rejected tokens. (xgrammar brings triton; outlines-core knows no recursion.) It 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import select
@@ -21,7 +20,7 @@ from typing import Any
 
 from speclen.worker.requests.request import StructuredOutput
 from speclen.worker.sampling.grammar import Grammar
-from speclen.worker.service.turnstile import Turnstile
+from speclen.worker.service.turnstile import Turnstile, done_by
 from speclen.worker.structured import trial
 from speclen.worker.structured.source import reason, shown, source
 
@@ -67,8 +66,7 @@ class Grammars:
         if wanted not in self._prepared:
             async with self._turnstile.turn(caller):
                 if wanted not in self._prepared:
-                    made = await asyncio.wrap_future(self._thread.submit(self._make, wanted))
-                    self._keep(wanted, made)
+                    self._keep(wanted, await done_by(self._thread, self._make, wanted))
         self._prepared.move_to_end(wanted)
         return self._prepared[wanted].grammar
 
@@ -119,13 +117,15 @@ class Trial:
 
     def run(self, text: str) -> tuple[str, int]:
         """What is wrong with a grammar, or nothing; and the bytes of memory that it took."""
-        if self._process is None:
-            self._start()
+        limit_s = START_S
         try:
-            line = self._ask(text, self._timeout_s)
+            if self._process is None:
+                self._start()
+            limit_s = self._timeout_s
+            line = self._ask(text, limit_s)
         except TimeoutError:
-            self.stop()
-            return f"preparing it takes more than {self._timeout_s:g} s", 0
+            self.stop()  # Its answer may yet come, and would be taken for that to the next grammar.
+            return f"preparing it takes more than {limit_s:g} s", 0
         if not line:
             self.stop()
             return "it is too deep or too large", 0

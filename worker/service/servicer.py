@@ -138,7 +138,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await context.write(message)
 
     async def Abort(self, request: pb.AbortRequest, context: object) -> pb.AbortResponse:  # noqa: N802
-        aborted = [self._engine.abort(request_id) for request_id in request.request_ids]
+        aborted = [self._async_engine.abort(request_id) for request_id in request.request_ids]
         return pb.AbortResponse(num_aborted=sum(aborted))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: object) -> pb.GetModelInfoResponse:  # noqa: N802

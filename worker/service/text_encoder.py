@@ -7,7 +7,6 @@ where that is certain.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import TextTooLongError
-from speclen.worker.service.turnstile import Turnstile
+from speclen.worker.service.turnstile import Turnstile, done_by
 
 Result = TypeVar("Result")
 
@@ -73,7 +72,7 @@ class TextEncoder:
 
     async def _aside(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:
         async with self._turnstile.turn(caller):
-            return await asyncio.wrap_future(self._thread.submit(function, *arguments))
+            return await done_by(self._thread, function, *arguments)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

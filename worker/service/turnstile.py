@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
 
 from speclen.worker.requests.request import QueueFullError
 
 SMOOTHING = 0.1  # weight of the newest stay in the mean one
+
+Result = TypeVar("Result")
+
+
+async def done_by(thread: Executor, function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a thread makes of this. Whoever gives up waits for it nevertheless: it cannot be stopped, and as long as it goes
+    on nobody else may have the place.
+    """
+    making = asyncio.get_running_loop().run_in_executor(thread, functools.partial(function, *arguments))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait([making])
+        raise
 
 
 class Turnstile:
@@ -34,7 +51,8 @@ class Turnstile:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
+        """May be asked from any thread: a metrics page is."""
+        return sum(len(queue) for queue in list(self._waiting.values()))
 
     def expected_wait_s(self, caller: str) -> float:
         """How long one more request of a caller would wait if stays go on being as long (Little's law)."""
@@ -105,7 +123,8 @@ class Turnstile:
             )
         turn = self._waiting[greediest][-1]
         self._forget(greediest, turn)
-        turn.set_exception(QueueFullError("pushed out by a caller with fewer requests"))
+        if not turn.done():  # else it gave up in the same moment
+            turn.set_exception(QueueFullError("pushed out by a caller with fewer requests"))
 
     def _leave(self) -> None:
         """Give the place to the first of the caller whose turn it is, who then goes behind the other callers."""
