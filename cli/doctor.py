@@ -167,13 +167,17 @@ def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
     advice = {
         "reports_dropped": "the disk was full for long: make room; what was learned from them is kept",
         "rows_refused": "the controller made rows that break the schema's rules: please report this",
+        "state_set_aside": "it is learned anew; the line is kept in store_events",
+        "commits_missing": "as after a restore: their reports are lost, what workers still hold is sent again",
     }
     rows: list[Any] = connection.execute(query).fetchall()
     if not rows:
         yield Finding("losses", "ok", "no row was ever given up")
     for row in rows:
         found = f"{row['num_rows']} rows, last at {row['last']} UTC: {row['detail']}"
-        yield Finding(row["kind"].replace("_", " "), "warning", found, advice[row["kind"]])
+        yield Finding(
+            row["kind"].replace("_", " "), "warning", found, advice.get(row["kind"], "see the controller's log")
+        )
 
 
 def megabytes(num_bytes: int) -> str:

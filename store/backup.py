@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from speclen.store.connection import Connection, FileErrors, StoreError, connect_reader, refusal, sqlite3
@@ -61,14 +60,20 @@ def is_empty(database: Path) -> bool:
 def put_in_place(backup: Path, database: Path) -> None:
     """Make a checked copy the database, in one rename. Raises StoreError, also while a controller writes to it.
 
+    The copy may be any database, with a WAL beside it, as a controller leaves it that was killed; a link stays one.
     The lock's note of how many commits were told durable stays: the controller's next start says how many are missing.
     """
+    database = Path(os.path.realpath(database))
     unfinished = unfinished_name(database)
     try:
         database.parent.mkdir(parents=True, exist_ok=True)
         lock = WriterLock(database)
         try:
-            shutil.copyfile(backup, unfinished)
+            source = connect_reader(backup)
+            try:
+                copy(source, unfinished)
+            finally:
+                source.close()
             for beside in files_of(database)[1:]:  # of the old content: SQLite would play them into the new one
                 beside.unlink(missing_ok=True)
             move_into_place(unfinished, database)

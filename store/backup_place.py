@@ -51,7 +51,7 @@ class BackupPlace:
         with self._telling():
             # Others write here, too: what was listed before may be of another minute.
             self._fs.invalidate_cache()
-            found = [path.rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+            found = [path.rpartition("/")[2] for path in self._listed()]
         return sorted(name for name in found if (match := NAME.fullmatch(name)) and match["stem"] == self._stem)
 
     def add(self, database: Path, now: datetime | None = None) -> Made:
@@ -108,11 +108,19 @@ class BackupPlace:
             return
         begin = f".{self._stem}-"
         with self._telling():
-            for path in self._fs.ls(self._root, detail=False):
+            for path in self._listed():
                 if path.rpartition("/")[2].startswith(begin):
                     with contextlib.suppress(FileNotFoundError):
                         self._fs.rm_file(path)
         self._cleared = True
+
+    def _listed(self) -> list[str]:
+        """Object stores have no folders: one that holds nothing is not there, whatever was made."""
+        try:
+            found: list[str] = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return found
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"

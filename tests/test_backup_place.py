@@ -13,6 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from database_rows import write_database
+from fsspec.implementations.memory import MemoryFileSystem
 from store_rows import moment, report, rows, store_now
 
 from speclen.store.backup import check_file
@@ -53,6 +54,16 @@ def test_a_backup_is_a_database_to_go_on_from(tmp_path, url):
     assert store_now(second, moment([4], reports=[report(4)])) is None
     first.close()
     second.close()
+
+
+def test_a_place_without_folders_begins_empty(tmp_path, monkeypatch):
+    """As in S3: a prefix under which nothing lies is not there, whatever was made."""
+    monkeypatch.setattr(MemoryFileSystem, "makedirs", lambda self, path, exist_ok=False: None)
+    database, url = write_database(tmp_path / "s.db"), f"memory://{uuid.uuid4().hex}/of/ours"
+    assert not restore_newest(BackupPlace(url, "s"), tmp_path / "new.db", tell=pytest.fail)
+    place = BackupPlace(url, "s")
+    made = place.add(database)
+    assert place.names() == [made.name]
 
 
 def test_an_upload_that_breaks_off_leaves_no_name_behind(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import time
 
 import pytest
@@ -80,6 +82,25 @@ def test_what_was_given_up_is_told(tmp_path):
     store.close()
     assert statuses(store.path)["rows refused"] == "warning"
     assert "please report this" in advice(store.path, "rows refused")
+
+
+def test_every_kind_of_loss_that_the_schema_knows_is_told_with_advice(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1, 2])) is None
+    store.close()
+    [(text,)] = rows(store.path, "SELECT sql FROM sqlite_schema WHERE name = 'store_events'")
+    kinds = re.findall(r"'(\w+)'", text[text.index("CHECK (kind IN") :].partition(")")[0])
+    assert len(kinds) == 4
+    with contextlib.closing(connect_writer(store.path)) as connection:
+        for kind in kinds:
+            values = kind, 1, "a test", time.time()
+            connection.execute(
+                "INSERT INTO store_events (kind, num_rows, detail, happened_at) VALUES (?, ?, ?, ?)", values
+            )
+    told = {finding.check: finding for finding in examine(store.path)}
+    for kind in kinds:
+        finding = told[kind.replace("_", " ")]
+        assert (finding.status, finding.advice != "see the controller's log") == ("warning", True)
 
 
 def test_little_space_is_a_warning(tmp_path, monkeypatch):

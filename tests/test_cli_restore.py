@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import grpc
 import pytest
@@ -60,6 +63,34 @@ def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
     store = Store.open(database)
     assert store.num_commits_missing == 2
     store.close()
+
+
+@pytest.mark.parametrize("onto", ["another", "itself"])
+def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
+    """As the files of a controller lie that was killed."""
+    db = tmp_path / "killed.db"
+    lines = ["import os, sys, pathlib", "sys.path.insert(0, sys.argv[2])", "from store_rows import moment, store_now"]
+    lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
+    lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines), db, Path(__file__).parent], check=True)
+    assert db.with_name("killed.db-wal").stat().st_size > 0
+    target = db if onto == "itself" else tmp_path / "new.db"
+    bring_back(db, target, overwrite=onto == "itself")
+    assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
+    Store.open(target).close()
+    assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
+
+
+def test_a_link_to_the_database_stays_one(tmp_path):
+    volume, link = tmp_path / "volume.db", tmp_path / "speclen.db"
+    write_database(volume)
+    shutil.copyfile(volume, tmp_path / "backup.db")
+    link.symlink_to(volume)
+    bring_back(tmp_path / "backup.db", link, overwrite=True)
+    assert link.is_symlink()
+    assert rows(volume, "SELECT count(*) FROM contexts") == rows(
+        tmp_path / "backup.db", "SELECT count(*) FROM contexts"
+    )
 
 
 def test_a_database_in_use_is_not_replaced(tmp_path):

@@ -1,5 +1,6 @@
 """The manifests: valid by Kubernetes' own schemas, restricted, and made of settings, ports and metrics that exist."""
 
+import asyncio
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -137,6 +138,13 @@ def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
                 other = channel.unary_unary("/speclen.v1.ControlService/GetControllerInfo")
                 with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
                     await other(b"", timeout=10)
+            async with aio.insecure_channel(with_port) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(20)]  # kept, they would fill it
+                for watch in watches:
+                    with pytest.raises(aio.AioRpcError, match=r"UNIMPLEMENTED|RESOURCE_EXHAUSTED"):
+                        await asyncio.wait_for(watch.read(), 10)
+                assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
             async with aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel:
                 with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
                     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)

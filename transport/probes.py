@@ -7,13 +7,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 
 from speclen.transport.address import check_free, split_address
 
 MOST_CALLS = 16  # probes at once; one more is refused
+
+
+class CheckAlone(health_pb2_grpc.HealthServicer):
+    """Answers Check. Watch keeps its call: some of those, which anybody may make here, would leave no room for probes."""
+
+    def __init__(self, servicer: health.aio.HealthServicer) -> None:
+        self._servicer = servicer
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return await self._servicer.Check(request, context)
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this address answers Check alone")
 
 
 @asynccontextmanager
@@ -28,7 +43,7 @@ async def probed(address: str, servicer: health.aio.HealthServicer) -> AsyncIter
     check_free("--probe-listen", address)
     split_address("--probe-listen", address)
     server = aio.server(maximum_concurrent_rpcs=MOST_CALLS, options=[("grpc.so_reuseport", 0)])
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(CheckAlone(servicer), server)
     port = server.add_insecure_port(address)
     await server.start()
     try:
