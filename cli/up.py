@@ -16,7 +16,7 @@ import typer
 from speclen.console.client import SECURITY, Client, ClientConfig, client_from
 from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import arguments, flags_from
-from speclen.console.processes import Child, end_as_by_ctrl_c
+from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
 from speclen.console.whose import check_available
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.settings import flag, settings_of
@@ -89,8 +89,7 @@ def up(
     except OSError as error:
         raise UserError(f"--data-dir {data_dir} cannot be used: {error.strerror or error}") from error
     finally:
-        for child in reversed(children):
-            child.stop(timeout_s=40.0)
+        stop_all(children, timeout_s=40.0)
 
 
 def refuse_without_ray(fleet: dict[str, Any]) -> None:

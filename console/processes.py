@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,13 +26,20 @@ STABLE_S = 60.0
 
 
 def end_as_by_ctrl_c() -> None:
-    """From now on SIGTERM ends this process as Ctrl-C does: its children are stopped, and nothing is left behind."""
+    """From now on SIGTERM ends this process as Ctrl-C does: its children are stopped, and nothing is left behind.
 
-    def interrupt(*_: object) -> None:
+    So does the end of its terminal, which is told more than once, unless that is to be survived (nohup).
+    """
+
+    def interrupt(number: int, *_: object) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, interrupt)
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -178,3 +185,13 @@ class Child:
             self.start()
             return f"the {self.name} was started again"
         return None
+
+
+def stop_all(children: Sequence[Child], timeout_s: float) -> None:
+    """Stop the last first, each within so many seconds. Whoever interrupts that wants an end: what is left is killed."""
+    try:
+        for child in reversed(children):
+            child.stop(timeout_s)
+    finally:
+        for child in children:
+            child.stop(0.0)

@@ -1,6 +1,10 @@
 """A child that dies is started again after a growing pause, and what it said last is shown."""
 
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +91,54 @@ def test_a_benchmarks_child_reads_no_settings(tmp_path, monkeypatch, takes_setti
     one = child(tmp_path)
     one.takes_settings = takes_settings
     assert words in died(one).last_line()
+
+
+PARENT = """
+import signal, subprocess, sys, time
+from pathlib import Path
+from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, lambda *a: None); print(flush=True); time.sleep(60)"
+
+class Stubborn(Child):
+    def start(self):
+        command = [sys.executable, "-c", STUBBORN]
+        self.process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+        self.process.stdout.readline()
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+end_as_by_ctrl_c()
+children = [Stubborn(kind, [kind], "", Path("log")) for kind in ("controller", "worker")]
+for child in children:
+    child.start()
+try:
+    print(*(child.process.pid for child in children), flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("stopping", flush=True)
+finally:
+    stop_all(children, 40.0)
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    children = [int(each) for each in parent.stdout.readline().split()]
+    assert len(children) == 2
+    parent.send_signal(first)
+    assert parent.stdout.readline() == "stopping\n", "closing the terminal is like Ctrl-C"
+    if first == signal.SIGHUP:
+        parent.send_signal(first)  # it comes twice, and is no impatience
+        time.sleep(0.5)
+        assert all(is_alive(pid) for pid in children)
+    parent.send_signal(signal.SIGINT)
+    parent.wait(10)
+    assert not any(is_alive(pid) for pid in children)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
