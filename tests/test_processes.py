@@ -106,7 +106,8 @@ class Stubborn(Child):
         self.process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
         self.process.stdout.readline()
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup, or in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)
 end_as_by_ctrl_c()
 children = [Stubborn(kind, [kind], "", Path("log")) for kind in ("controller", "worker")]
 for child in children:
