@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from speclen.store.connection import Connection, FileErrors, StoreError, connect_reader, refusal, sqlite3
@@ -11,25 +13,24 @@ from speclen.store.files import WriterLock, files_of
 
 def copy(source: Connection, target: Path) -> int:
     """Copy an open database to a file, which is replaced if there is one; returns its size in bytes. Raises StoreError."""
-    unfinished = unfinished_name(target)
-    try:
-        copied = sqlite3.connect(unfinished, isolation_level=None)
-        try:
-            # In one go: in smaller steps every commit of the controller would make the copy start over.
-            source.backup(copied)
-            # A file of its own, readable from read-only media: no -wal beside it.
-            copied.execute("PRAGMA journal_mode = DELETE")
-            check(copied)
-        finally:
-            copied.close()
-        num_bytes = unfinished.stat().st_size
-        move_into_place(unfinished, target)
-    except (OSError, sqlite3.Error) as error:
-        raise StoreError(f"{target} cannot be written ({error}): choose another place or make room") from error
-    finally:
-        for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
-            leftover.unlink(missing_ok=True)
+    with unfinished(target) as copied:
+        fill(copied, source)
+        num_bytes = copied.stat().st_size
+        move_into_place(copied, target)
     return num_bytes
+
+
+def fill(file: Path, source: Connection) -> None:
+    """Make a file a copy of an open database. Raises StoreError where SQLite finds anything wrong with it."""
+    copied = sqlite3.connect(file, isolation_level=None)
+    try:
+        # In one go: in smaller steps every commit of the controller would make the copy start over.
+        source.backup(copied)
+        # A file of its own, readable from read-only media: no -wal beside it.
+        copied.execute("PRAGMA journal_mode = DELETE")
+        check(copied)
+    finally:
+        copied.close()
 
 
 def check(connection: Connection) -> None:
@@ -64,28 +65,31 @@ def put_in_place(backup: Path, database: Path) -> None:
     The lock's note of how many commits were told durable stays: the controller's next start says how many are missing.
     """
     database = Path(os.path.realpath(database))
-    unfinished = unfinished_name(database)
-    try:
+    with unfinished(database) as copied:
         database.parent.mkdir(parents=True, exist_ok=True)
         lock = WriterLock(database)
         try:
-            source = connect_reader(backup)
-            try:
-                copy(source, unfinished)
-            finally:
-                source.close()
+            with contextlib.closing(connect_reader(backup)) as source:
+                fill(copied, source)
             for beside in files_of(database)[1:]:  # of the old content: SQLite would play them into the new one
                 beside.unlink(missing_ok=True)
-            move_into_place(unfinished, database)
+            move_into_place(copied, database)
         finally:
             lock.release()
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"{database} cannot be written ({error}): choose another place or make room") from error
 
 
-def unfinished_name(target: Path) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}")
+@contextlib.contextmanager
+def unfinished(target: Path) -> Iterator[Path]:
+    """A name for a file in the making, of which nothing is left after the block. Raises StoreError if it cannot be made."""
+    name = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield name
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"{target} cannot be written ({error}): choose another place or make room") from error
+    finally:
+        for leftover in (name, name.with_name(name.name + "-journal")):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
 
 
 def move_into_place(unfinished: Path, target: Path) -> None:

@@ -258,8 +258,8 @@ class Store:
                     return False
                 delay = min(delay, 0.1)
             # Not woken by submissions: they come with every commit interval and would defeat the delay.
-            closing = self._closing_at is not None
-            self._changed.wait_for(lambda: not closing and self._closing_at is not None, delay)
+            closing_at = self._closing_at
+            self._changed.wait_for(lambda: self._closing_at != closing_at, delay)
             batches.absorb_all(self._swap())
             self._note_in_flight(batches)
         return True

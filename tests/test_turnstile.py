@@ -24,11 +24,12 @@ class Requests:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._doors: dict[str, asyncio.Event] = {}
 
-    async def come(self, name: str) -> None:
-        """A request whose caller is the first letter of its name."""
-        self._doors[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._request(name))
-        await asyncio.sleep(0)
+    async def come(self, *names: str) -> None:
+        """Requests, one after the other, whose caller is the first letter of their name."""
+        for name in names:
+            self._doors[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self._request(name))
+            await asyncio.sleep(0)
 
     async def go(self, name: str) -> None:
         self._doors[name].set()
@@ -48,8 +49,7 @@ def run(test: Any) -> None:
 def test_callers_take_turns() -> None:
     async def test() -> None:
         requests = Requests(Turnstile(1, 10))
-        for name in ["a1", "a2", "a3", "a4", "b1", "c1", "b2"]:
-            await requests.come(name)
+        await requests.come("a1", "a2", "a3", "a4", "b1", "c1", "b2")
         for at in range(6):
             await requests.go(requests.entered[at])
         assert requests.entered == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
@@ -60,8 +60,7 @@ def test_callers_take_turns() -> None:
 def test_one_caller_may_use_the_whole_queue_and_no_more() -> None:
     async def test() -> None:
         requests = Requests(Turnstile(1, 2))
-        for name in ["a1", "a2", "a3"]:
-            await requests.come(name)
+        await requests.come("a1", "a2", "a3")
         assert requests.turnstile.num_waiting == 2
         await requests.come("a4")
         with pytest.raises(QueueFullError, match="2 requests are waiting already"):
@@ -73,8 +72,7 @@ def test_one_caller_may_use_the_whole_queue_and_no_more() -> None:
 def test_a_full_queue_is_shared_with_a_caller_who_comes_late() -> None:
     async def test() -> None:
         requests = Requests(Turnstile(1, 4))
-        for name in ["a0", "a1", "a2", "a3", "a4", "b1", "b2", "b3"]:
-            await requests.come(name)
+        await requests.come("a0", "a1", "a2", "a3", "a4", "b1", "b2", "b3")
         await asyncio.sleep(0)
         for pushed_out in ("a4", "a3"):
             with pytest.raises(QueueFullError, match=r"pushed out .* after 0\.\d s in the queue"):
@@ -100,8 +98,7 @@ def test_without_a_queue_whoever_finds_no_place_is_refused() -> None:
 def test_a_place_passes_over_those_who_give_up_as_it_becomes_free() -> None:
     async def test() -> None:
         requests = Requests(Turnstile(1, 10))
-        for name in ["a1", "a2", "a3", "a4"]:
-            await requests.come(name)
+        await requests.come("a1", "a2", "a3", "a4")
         gone = asyncio.create_task(requests.go("a1"))
         await asyncio.sleep(0)  # a1 leaves next
         requests.tasks["a2"].cancel()
@@ -115,8 +112,7 @@ def test_a_place_passes_over_those_who_give_up_as_it_becomes_free() -> None:
 def test_who_gives_up_while_being_pushed_out_makes_room_all_the_same() -> None:
     async def test() -> None:
         requests = Requests(Turnstile(1, 3))
-        for name in ["a1", "a2", "a3", "a4"]:
-            await requests.come(name)
+        await requests.come("a1", "a2", "a3", "a4")
         coming = asyncio.create_task(requests.come("b1"))
         await asyncio.sleep(0)  # b1 begins next
         requests.tasks["a4"].cancel()
@@ -198,8 +194,7 @@ def after_a_stay(turnstile: Turnstile, seconds: float) -> Requests:
 def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
     async def test() -> None:
         requests = after_a_stay(Turnstile(2, 100, max_wait_s=3.0), 2.0)  # a place becomes free every second
-        for name in ["a1", "a2", "a3", "a4", "a5"]:
-            await requests.come(name)
+        await requests.come("a1", "a2", "a3", "a4", "a5")
         assert requests.turnstile.num_waiting == 3
         with pytest.raises(
             QueueFullError, match=r"3 requests .* about 4\.0 s, and --max-queue-s is 3: try again later"

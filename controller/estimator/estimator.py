@@ -283,11 +283,11 @@ class Estimator:
     def restore_copying(self, target: str, pair_state: dict[str, Any]) -> None:
         """Go on from what the state of a pair says of its target's copying, where nothing is known of that yet.
 
-        ValueError if it is not of this format; nothing has changed then.
+        ValueError if it is not usable; nothing has changed then.
         """
         try:
-            if pair_state["format"] == FORMAT and "copying" in pair_state and target not in self._copying:
-                with np.errstate(all="ignore"):
+            if "copying" in pair_state and target not in self._copying:
+                with np.errstate(all="ignore"):  # what comes of it is looked at
                     self._copying[target] = restored_copying(pair_state["copying"])
         except UNUSABLE as error:
             raise ValueError(f"what is known of copying for {target} is not usable: {error!r}") from error
@@ -304,8 +304,8 @@ class Estimator:
             with np.errstate(all="ignore"):  # what comes of it is looked at
                 if pair_state is not None and shared is None:
                     self._acceptance[key.pair] = restored_acceptance(pair_state)
-                if pair_state is not None and "copying" in pair_state and key.target not in self._copying:
-                    self._copying[key.target] = restored_copying(pair_state["copying"])
+                if pair_state is not None:
+                    self.restore_copying(key.target, pair_state)
                 context = self._new_context(key, limits)
                 cause = "" if state is None else restore_context(context, state, self.policy_name)
                 if cause or state is None:

@@ -234,8 +234,10 @@ class Journal:
 
     def _take_over_marks(self, flight: Flight) -> None:
         """Commits wait for the disk, and each holds what those before it do: its marks are enough, or they would add up."""
-        for earlier in self._flights.values():
-            if earlier.pair == flight.pair and earlier.marks:
+        for earlier in reversed(self._flights.values()):
+            if earlier.pair == flight.pair:
+                if not earlier.marks:
+                    break  # taken over, as were those of all before it
                 flight.marks = earlier.marks | flight.marks
                 earlier.marks = {}
 

@@ -54,7 +54,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self._answering:
-            self._sent_ahead, self.cycle.keep_alive = True, False
+            self._ignore_the_rest()
             return
         super().on_message_begin()
         self._expect_headers()
@@ -77,7 +77,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._answering:  # would stand in the middle of the answer
-            self._sent_ahead, self.cycle.keep_alive = True, False
+            self._ignore_the_rest()
             return
         super().send_400_response(msg)
 
@@ -102,6 +102,10 @@ class BoundedConnection(HttpToolsProtocol):
     def _answering(self) -> bool:
         """Whether a whole request is being answered."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _ignore_the_rest(self) -> None:
+        """Of the connection, which ends with the answer that is under way."""
+        self._sent_ahead, self.cycle.keep_alive = True, False
 
     def _expect_headers(self) -> None:
         if self._headers_due is None:

@@ -105,9 +105,10 @@ class AsyncEngine:
         """End a request that runs or waits for its turn; whether there is one."""
         if self.engine.abort(request_id):
             return True
-        run, stream = self._waiting.pop(request_id, (None, None))
-        if run is None or stream is None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
             return False
+        run, stream = waiting
         num_prompt_tokens, now = len(run.request.prompt_ids), time.monotonic()
         for index in range(run.request.sampling.n):
             stream.put(
