@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from control_fakes import group, identity, registration
 
@@ -199,8 +200,9 @@ def test_a_stopped_controller_loses_nothing_and_a_killed_one_nothing_durable(tmp
 
 def test_a_stopped_worker_is_noticed(tmp_path):
     """SIGSTOP: its connection stays open and its kernel answers, but no heartbeat comes."""
-    process = start("--in-memory", "--silence-s", "1")
-    address = address_of(process)
+    process = start("--in-memory", "--silence-s", "1", "--metrics-listen", "127.0.0.1:0")
+    line = process.stdout.readline()
+    address, page = line.split("serving on ")[1].split(",")[0], line.split("metrics ")[1].strip()
     code = (
         "import sys, time, grpc; sys.path.insert(0, sys.argv[2])\n"
         "from control_fakes import group, registration, pb, rpc, identity\n"
@@ -222,9 +224,11 @@ def test_a_stopped_worker_is_noticed(tmp_path):
             assert worker.stdout.readline().strip() == b"3", "alive for two seconds with heartbeats alone"
         worker.send_signal(signal.SIGSTOP)
         with grpc.insecure_channel(address) as channel:
-            # The place is free again once the controller has given the stream up: seen in the status after SIGCONT.
-            stub = rpc.ControlServiceStub(channel)
-            time.sleep(3.5)
+            # Waited for, since time in which the machine stands still is nobody's silence.
+            stub, deadline = rpc.ControlServiceStub(channel), time.monotonic() + PATIENCE_S
+            while "speclen_controller_streams 0.0" not in httpx.get(page, timeout=PATIENCE_S).text:
+                assert time.monotonic() < deadline, "it is not noticed"
+                time.sleep(0.1)
             worker.send_signal(signal.SIGCONT)
             worker.wait(PATIENCE_S)
             assert b"DEADLINE_EXCEEDED" in worker.stderr.read()
