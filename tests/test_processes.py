@@ -98,7 +98,12 @@ import signal, subprocess, sys, time
 from pathlib import Path
 from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, lambda *a: None); print(flush=True); time.sleep(60)"
+STUBBORN = "; ".join([
+    "import signal, time",
+    "signal.signal(signal.SIGTERM, lambda *a: open('told', 'w'))",
+    "print(flush=True)",
+    "time.sleep(120)",
+])
 
 class Stubborn(Child):
     def start(self):
@@ -118,7 +123,7 @@ try:
 except KeyboardInterrupt:
     print("stopping", flush=True)
 finally:
-    stop_all(children, 40.0)
+    stop_all(children, 100.0)
 """
 
 
@@ -133,8 +138,12 @@ def test_who_interrupts_the_end_leaves_nothing_behind(tmp_path, first):
         parent.send_signal(first)  # it comes twice, and is no impatience
         time.sleep(0.5)
         assert all(is_alive(pid) for pid in children)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "told").exists():  # else the interrupt may come before the end has begun
+        assert time.monotonic() < deadline, "the last child was not told to end"
+        time.sleep(0.01)
     parent.send_signal(signal.SIGINT)
-    parent.wait(10)
+    parent.wait(60)
     assert not any(is_alive(pid) for pid in children)
 
 
