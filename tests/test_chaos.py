@@ -12,6 +12,7 @@ from chaos.page import BEGIN, END, PAGE, markdown
 from chaos.run import RESULTS, Finding, arguments, make, run, stored_findings
 
 BRIEF_S = 2.0  # of each fault beyond its least number of rounds
+LOG_LINES = 60  # of each program, printed with a promise that was broken
 
 
 def dummy(run) -> Fault:
@@ -75,3 +76,7 @@ def test_the_short_run(name, tmp_path) -> None:
         print(FAULTS[name].run(place))
     except CannotRunError as reason:
         pytest.skip(str(reason))
+    except BreachError:
+        for log in sorted(tmp_path.rglob("*.log")):
+            print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-LOG_LINES:], sep="\n")
+        raise

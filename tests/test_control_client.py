@@ -1,6 +1,9 @@
 """A step never waits for the controller, no report is lost between the two, and a probe is used once."""
 
 import asyncio
+import functools
+import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -9,13 +12,16 @@ import pytest
 from grpc import aio
 from structlog.testing import capture_logs
 
+import speclen.transport.supervision
 from speclen.controller.service.streams import StreamSettings
+from speclen.transport.supervision import Supervisor
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
 from speclen.worker.reporting.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
 from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
+from speclen.worker.reporting.outgoing import Outgoing
 from speclen.worker.reporting.steadiness import CONTRARY_STEPS
 
 MAX_BATCH, MAX_LENGTH = 8, 4
@@ -106,7 +112,7 @@ def test_without_a_controller_the_first_table_is_used_and_reports_wait():
     control = client()
     assert control.choice_for(5) == LengthChoice(2, 0)
     control.report(control.choice_for(1), step())
-    assert [record[0] for record in control.buffer.records] == [1]
+    assert [record[0] for record in control.buffer.after(0, 10)] == [1]
 
 
 def test_table_comes_from_the_controller_and_reports_go_to_it():
@@ -117,7 +123,7 @@ def test_table_comes_from_the_controller_and_reports_go_to_it():
         for _ in range(300):
             control.report(control.choice_for(2), step(2, 3, frozenset({StepFlag.PREFILL})))
         await until(lambda: len(controller.seqs) == 300)
-        await until(lambda: not control.buffer.records)
+        await until(lambda: not control.buffer)
 
     control = with_controller(controller, scenario)
     assert control.table.lengths[1] == 3
@@ -154,7 +160,7 @@ def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
             control.report(LengthChoice(1), step())
         await until(lambda: controller.num_streams >= 2)
         controller.acknowledge, controller.hang_up_after = True, None
-        await until(lambda: not control.buffer.records)
+        await until(lambda: not control.buffer)
 
     with_controller(controller, scenario)
     assert set(controller.seqs) == set(range(1, 11))
@@ -169,12 +175,65 @@ def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
         control.report(LengthChoice(1), step())
         control.report(LengthChoice(1, decision_version=-1), step())
         control.report(LengthChoice(1), step())
-        await until(lambda: not control.buffer.records)
+        await until(lambda: not control.buffer)
 
     control = with_controller(controller, scenario)
     assert controller.seqs == [1, 3]
     assert controller.num_streams == 1
     assert control.buffer.num_dropped == 1
+
+
+def test_reports_are_read_while_steps_append_more():
+    """Story: a deque that grew while it was read through raised, once in tens of thousands of messages."""
+    buffer, number, interval = ReportBuffer(10_000), 50_000, sys.getswitchinterval()
+
+    def append() -> None:
+        for _ in range(number):
+            buffer.append(LengthChoice(1), step())
+
+    sys.setswitchinterval(1e-6)
+    engine = threading.Thread(target=append)
+    try:
+        engine.start()
+        seqs: list[int] = []
+        while len(seqs) < number:
+            seqs += [seq for seq, _, _ in buffer.after(len(seqs), 256)]
+            buffer.forget_until(len(seqs) - 100)
+    finally:
+        sys.setswitchinterval(interval)
+        engine.join()
+    assert seqs == list(range(1, number + 1))
+    assert len(buffer) == 100
+
+
+def test_a_mistake_of_ours_in_a_message_is_told_and_reporting_begins_anew(monkeypatch):
+    """Story: gRPC cancelled the call without a word, and the worker reported nothing any more, for as long as it lived."""
+    monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
+    controller, rightly, errors = FakeController(), Outgoing.next, [RuntimeError("a mistake")]
+
+    def wrongly(outgoing, window_s):
+        if outgoing.buffer and errors:
+            raise errors.pop()
+        return rightly(outgoing, window_s)
+
+    monkeypatch.setattr(Outgoing, "next", wrongly)
+
+    async def scenario():
+        server, address = await start(controller)
+        supervisor, control = Supervisor(), client()
+        supervisor.keep("reporting", functools.partial(control.run, address))
+        await until(lambda: control.connected)
+        control.report(LengthChoice(1), step())
+        await until(lambda: not control.buffer)
+        assert supervisor.num_failures == {"reporting": 1}
+        await supervisor.stop()
+        await server.stop(None)
+
+    with capture_logs() as logs:
+        asyncio.run(scenario())
+    assert controller.seqs == [1]
+    (told,) = [entry["reason"] for entry in logs if entry["event"].startswith("a part has ended")]
+    assert told.startswith("RuntimeError: a mistake")
 
 
 def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
@@ -185,7 +244,7 @@ def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
         await until(lambda: control.connected)
         control.report(control.choice_for(1), step())
         await until(lambda: controller.seqs == [1])
-        await until(lambda: not control.buffer.records)
+        await until(lambda: not control.buffer)
         assert control.choice_for(1) == LengthChoice(2, 0)
 
     with_controller(controller, scenario, follow=False)

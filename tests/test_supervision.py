@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import speclen.transport.supervision
-from speclen.transport.supervision import PartFailedError, Supervisor, describe
+from speclen.transport.supervision import PartFailedError, Supervisor, describe, until_one_fails
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,73 @@ def test_a_part_that_ends_is_started_again_and_counted() -> None:
         await again.wait()
         assert supervisor.num_failures == {"reporting": 2}
         await supervisor.stop()
+
+    run(test)
+
+
+def test_a_part_that_waits_for_what_was_cancelled_is_started_again() -> None:
+    """Story: gRPC cancels a call in which it met an error, and reporting had ended for good with it, without a word."""
+
+    async def test() -> None:
+        supervisor, again = Supervisor(), asyncio.Event()
+        starts = []
+
+        async def part() -> None:
+            starts.append(len(starts))
+            if len(starts) == 1:
+                call = asyncio.ensure_future(asyncio.sleep(60))
+                asyncio.get_running_loop().call_soon(call.cancel)
+                await call
+            again.set()
+            await asyncio.sleep(60)
+
+        supervisor.keep("reporting", part)
+        await again.wait()
+        assert supervisor.num_failures == {"reporting": 1}
+        tasks = list(supervisor._tasks)
+        await supervisor.stop()
+        assert all(task.cancelled() for task in tasks)
+
+    run(test)
+
+
+async def cancelled_from_within() -> None:
+    raise asyncio.CancelledError
+
+
+async def failing() -> None:
+    await asyncio.sleep(0)
+    raise ValueError("broken")
+
+
+@pytest.mark.parametrize(("work", "error"), [(failing, "broken"), (cancelled_from_within, "was cancelled from within")])
+def test_of_works_that_run_together_one_failure_ends_all(work: Any, error: str) -> None:
+    async def test() -> None:
+        ended = []
+
+        async def other() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("other")
+
+        with pytest.raises((ValueError, PartFailedError), match=error):
+            await until_one_fails(other(), asyncio.sleep(0), work())
+        assert ended == ["other"]
+
+    run(test)
+
+
+def test_works_that_run_together_and_return_are_all_waited_for() -> None:
+    async def test() -> None:
+        returned = []
+
+        async def work(seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            returned.append(seconds)
+
+        await until_one_fails(work(0.02), work(0.0))
+        assert returned == [0.0, 0.02]
 
     run(test)
 

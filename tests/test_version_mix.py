@@ -170,7 +170,7 @@ def test_a_worker_of_today_serves_with_a_controller_of_the_first_version():
             assert [(each.speculation_length, each.probe_id) for each in choices] == [(1, 7), (3, 0)]
             for result in (step(2, 1), copied(), step(4, 3, frozenset({StepFlag.CHANGED_LENGTH}))):
                 control.report(LengthChoice(result.speculation_length, 1), result)
-            await until(lambda: not control.buffer.records)
+            await until(lambda: not control.buffer)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

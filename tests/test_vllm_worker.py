@@ -117,7 +117,7 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
         wait_until(lambda: scheduler._steering.control.connected, "joined")
         assert serve(scheduler)[1:] == [3] * 19
         control = scheduler._steering.control
-        wait_until(lambda: not control.buffer.records, "reports on disk")
+        wait_until(lambda: not control.buffer, "reports on disk")
         assert scheduler._steering.num_reported >= 15
         assert scheduler._steering.tracker.num_odd == 0
         assert 0 < scheduler._steering.cost.quantile(0.5) < 1000
@@ -160,7 +160,7 @@ def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_POLICY="fixed:4")
         wait_until(lambda: scheduler._steering.control.connected, "joined")
         assert serve(scheduler)[1:] == [4] * 19
-        wait_until(lambda: not scheduler._steering.control.buffer.records, "reports on disk")
+        wait_until(lambda: not scheduler._steering.control.buffer, "reports on disk")
 
 
 NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}

@@ -238,7 +238,7 @@ def test_windows_of_reports_that_were_dropped_are_forgotten():
         clock.now += 1.0
         outgoing.next(0.5)
         buffer.trim()
-    assert len(buffer.sealed) == len(buffer.records) == 100
+    assert len(buffer.sealed) == len(buffer) == 100
 
 
 def test_a_window_waits_for_its_time_and_no_longer():
@@ -307,7 +307,7 @@ def test_a_worker_that_is_asked_for_windows_loses_no_step(tmp_path):
                 last = client.buffer.next_seq.__self__  # an itertools.count: its repr says what comes next
                 for _ in range(num):
                     client.report(LengthChoice(2), some_step(dice, 4, 2))
-                while client.buffer.records:
+                while client.buffer:
                     await asyncio.sleep(0.01)
                 assert repr(last) == f"count({at.service.registry.workers['w'].num_reports + 1})"
 

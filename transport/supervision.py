@@ -113,6 +113,10 @@ class Supervisor:
                 await run()
             except Exception as error:
                 reason = describe(error)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                reason = "it was cancelled from within"
             self.num_failures[part] += 1
             if self._loop.time() - started > STEADY_S:
                 pause = FIRST_PAUSE_S
@@ -165,6 +169,33 @@ def end_process(place: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def is_cancelled() -> bool:
+    """Whether somebody wants the running task to end; False where only something that it waits for was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def until_one_fails(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all together until one fails or all have returned. Raises what it raised, PartFailedError if it was cancelled.
+
+    No TaskGroup: to that, a part that was cancelled from within is no failure, and where one fails in the moment in which
+    all are told to end, it forgets the latter.
+    """
+    tasks = [asyncio.create_task(work, name=str(getattr(work, "__qualname__", work))) for work in works]
+    pending = set(tasks)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task.cancelled():
+                    raise PartFailedError(f"{task.get_name()} was cancelled from within")
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_dead(thread: threading.Thread) -> None:

@@ -42,7 +42,7 @@ class Reporting:
     def stop(self) -> None:
         """Give the last reports a moment, then end the thread."""
         deadline = time.monotonic() + LAST_REPORTS_S
-        while self.control.connected and self.control.buffer.records and time.monotonic() < deadline:
+        while self.control.connected and self.control.buffer and time.monotonic() < deadline:
             time.sleep(0.02)
         self._stopping.set()
         self._thread.join(LAST_REPORTS_S)

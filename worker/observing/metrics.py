@@ -94,7 +94,7 @@ class EngineCollector:
         yield counter("decode_step_seconds", "Wall time of decoding steps, all that belongs to them", control.step_s)
         yield lengths(control)
         yield gauge("controller_connected", "1 while reports reach the controller", float(control.connected))
-        yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer.records))
+        yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer))
         yield counter("reports_dropped", "Reports given up for lack of room", control.buffer.num_dropped)
         yield counter("reports_refused", "Reports the controller refused", control.num_refused)
         yield failures(self._num_failures)

@@ -18,6 +18,7 @@ import structlog
 from grpc import aio
 
 from speclen.transport.aio import prepare_aio
+from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.drafting.plan import Plan
@@ -31,6 +32,8 @@ from speclen.worker.reporting.outgoing import Outgoing
 from speclen.worker.reporting.steadiness import SteadyDrafts
 
 log = structlog.get_logger()
+
+ReportStream = aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]
 
 # Keepalive alone does not notice a stopped peer for more than a minute; with the ping timeout it takes seconds.
 CHANNEL_OPTIONS = [
@@ -206,9 +209,7 @@ class ControlClient:
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
         """Keep a stream to the controller open until cancelled; without a controller the last table stays in use."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._trim_forever())
-            group.create_task(self._connect_forever(target, credentials, aio.Metadata(*metadata)))
+        await until_one_fails(self._trim_forever(), self._connect_forever(target, credentials, aio.Metadata(*metadata)))
 
     async def _trim_forever(self) -> None:
         while True:
@@ -261,17 +262,20 @@ class ControlClient:
         self._last_answer = self.clock()
         log.info("joined the controller", durable_seq=registered.durable_seq, worker=self.card.worker_id)
         self.connected = True
-        call = stub.StreamReports(self._requests(registered.durable_seq), metadata=metadata)
-        # No TaskGroup: where one of its tasks fails in the moment in which we are told to end, it forgets the latter.
-        tasks = [asyncio.create_task(self._receive(call)), asyncio.create_task(self._watch())]
+        call = stub.StreamReports(metadata=metadata)
         try:
-            for task in (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]:
-                task.result()
+            await until_one_fails(self._send(call, registered.durable_seq), self._receive(call), self._watch())
         finally:
             call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, call: ReportStream, durable_seq: int) -> None:
+        """Write until the stream is over; `_receive` gets to know why. Not by an iterator that gRPC reads: an error of ours
+        in it would cancel the call without a word."""
+        async for request in self._requests(durable_seq):
+            try:
+                await call.write(request)
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                return
 
     async def _requests(self, durable_seq: int) -> AsyncIterator[pb.StreamReportsRequest]:
         """The first message names the worker; then groups of reports as they come, and heartbeats."""
@@ -300,7 +304,7 @@ class ControlClient:
         """Seconds without an answer after which the stream is given up: of messages, several have got none by then."""
         return max(self.settings.silence_s, 3.0 * self.pause_s)
 
-    async def _receive(self, call: aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]) -> None:
+    async def _receive(self, call: ReportStream) -> None:
         async for response in call:
             self._last_answer = self.clock()
             if response.HasField("table"):

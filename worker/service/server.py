@@ -245,5 +245,5 @@ async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable
 async def flush_reports(control: ControlClient, timeout_s: float = 2.0) -> None:
     """Give the controller a moment to acknowledge the last reports."""
     deadline = time.monotonic() + timeout_s
-    while control.connected and control.buffer.records and time.monotonic() < deadline:
+    while control.connected and control.buffer and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

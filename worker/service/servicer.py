@@ -182,7 +182,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_requests_waiting=load.num_waiting + self._async_engine.entrance.num_waiting,
             num_kv_tokens_used=load.num_kv_tokens_used,
             num_kv_tokens_total=load.num_kv_tokens_total,
-            num_reports_buffered=len(self._control.buffer.records),
+            num_reports_buffered=len(self._control.buffer),
             num_reports_dropped=self._control.buffer.num_dropped,
             num_steps=load.num_steps,
             num_row_steps=load.num_row_steps,
