@@ -41,27 +41,39 @@ class TableMatcher:
     read: list[int] = field(default_factory=lambda: [-1])
     failed_at: int | None = None  # tokens read after which it is in error
     num_masks: int = 0
+    poison: tuple[int, ...] = ()  # after these it is in error for good
+    unreadable: bool = False  # the last of them is not even read
+    dead: bool = False
 
     def compute_bitmask(self) -> bytes:
         self.num_masks += 1
+        self._die()
         bits = np.zeros(VOCAB, dtype=np.uint8)
         bits[self.table[self.read[-1]]] = 1
         return np.packbits(bits, bitorder="little").tobytes()
 
     def consume_token(self, sampled_token: int) -> bool:
+        assert not self.dead
         assert sampled_token in self.table[self.read[-1]], "only tokens that its own mask allows are read"
         self.read.append(sampled_token)
-        return True
+        if self.unreadable:
+            self._die()
+        return not self.dead
+
+    def _die(self) -> None:
+        self.dead |= bool(self.poison) and tuple(self.read[-len(self.poison) :]) == self.poison
 
     def rollback(self, num_tokens: int) -> bool:
+        assert not self.dead
         del self.read[len(self.read) - num_tokens :]
         return True
 
     def deep_copy(self) -> TableMatcher:
-        return TableMatcher(self.table, list(self.read), self.failed_at)
+        assert not self.dead
+        return TableMatcher(self.table, list(self.read), self.failed_at, 0, self.poison, self.unreadable)
 
     def is_error(self) -> bool:
-        return self.failed_at is not None and len(self.read) > self.failed_at
+        return self.dead or (self.failed_at is not None and len(self.read) > self.failed_at)
 
     def get_error(self) -> str:
         return "too complex\nand its whole state" if self.is_error() else ""
@@ -216,6 +228,38 @@ def test_what_is_held_back_comes_where_nothing_else_may() -> None:
         assert np.flatnonzero(mask).tolist() == [END]
     state = Grammar(TableMatcher(table), VOCAB, [END]).start(go_on=True)
     assert [np.flatnonzero(mask).tolist() for mask in state.masks([0], 0, 2) if mask is not None] == [[0], [0]]
+
+
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_a_matcher_that_fails_beyond_the_output_is_no_failure(unreadable: bool) -> None:
+    """Story: a draft that the target would not take led a matcher over its limit, and the request ended with an error."""
+    state = Grammar(TableMatcher(TABLE, poison=(2, 0, 1), unreadable=unreadable), VOCAB, [END]).start()
+    assert state.append([2]) == 1
+
+    def looked_at(draft: list[int]) -> list[list[int] | None]:
+        masks = state.masks(draft, 0, len(draft) + 1)
+        return [None if mask is None else np.flatnonzero(mask).tolist() for mask in masks]
+
+    for _ in range(2):
+        assert looked_at([0, 1, 2]) == [TABLE[2], TABLE[0], None, None]
+        assert looked_at([0, 2, 0]) == [TABLE[2], TABLE[0], TABLE[2], TABLE[0]]
+    assert not state.failure
+    assert state.append([0]) == 1
+    assert looked_at([1, 2]) == [TABLE[0], None, None]
+    assert looked_at([0, 1]) == [TABLE[0], TABLE[0], TABLE[1]]
+    assert not state.failure
+    assert state.append([1, 2]) == (0 if unreadable else 1)  # now it has come there
+    assert state.failure == "too complex"
+
+
+def test_an_end_where_the_grammar_has_none_is_a_failure() -> None:
+    state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
+    assert state.append([0, 1]) == 2
+    assert state.append([END]) == 1
+    assert not state.failure
+    state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
+    assert state.append([0, END]) == 1
+    assert state.failure == f"it does not allow token {END}"
 
 
 # With an engine.
@@ -389,3 +433,42 @@ def test_a_grammar_that_fails_ends_its_own_request(length: int) -> None:
     assert error is not None
     assert error.endswith("the grammar cannot be followed any further: too complex")
     assert collected.ids("a") == alone.ids("a")
+
+
+@pytest.fixture(scope="module")
+def crowded(prepared: Any) -> Grammar:
+    """A letter, then "kk" or "z" and one of 2,500 rules, which are more at once than llguidance looks at."""
+    rules = [f'r{number}: "a" "{number}"' for number in range(2500)]
+    either = " | ".join(f"r{number}" for number in range(2500))
+    return prepared("grammar", "\n".join([f'start: /[a-j]/ ("k" "k" | "z" ({either}))', *rules]))
+
+
+def test_drafts_into_what_is_too_complex_change_nothing(crowded: Grammar) -> None:
+    """Text, tokens and error are those of decoding without a draft, also where that fails itself, and where it stops."""
+    generator, tokenizer = random.Random(0), tiny_models.tokenizer()
+    pair = engines.make_pair(draft=tiny_models.build("llama", seed=5))
+    prompts = [engines.random_prompt(generator, 10) for _ in range(12)]
+    stop_ids = [(), (tokenizer.encode("k")[0],), tuple(range(100, 250))]
+    found = []
+    for length in (0, 1, 3):
+        engine, collected = engines.make_engine(pair, chooser=length), Collected()
+        for at, prompt in enumerate(prompts):
+            for more, ids in enumerate(stop_ids):
+                engine.submit(structured(f"{at} {more}", crowded, prompt, max_tokens=8, stop_token_ids=ids), collected)
+        engines.finish(engine)
+        lasts = [collected.last(name) for name, _ in list(collected.outputs)]
+        found.append(
+            {
+                one.request_id: (
+                    collected.ids(one.request_id),
+                    collected.text(one.request_id),
+                    one.finish_reason,
+                    one.error,
+                )
+                for one in lasts
+            }
+        )
+    assert found[0] == found[1] == found[2]
+    ends = [reason for _, _, reason, _ in found[0].values()]
+    assert FinishReason.STOP in ends
+    assert FinishReason.ABORT in ends, "what is never met proves nothing"

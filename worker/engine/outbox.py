@@ -58,6 +58,9 @@ class Outbox:
         except Exception as error:
             log.exception("request %s cannot take its tokens; it ends", sequence.request.request_id)
             output = sequence.abort(describe(error))
+        else:
+            if output.error is not None:
+                log.warning("request %s ends: %s", sequence.request.request_id, output.error)
         num_accepted = sequence.num_accepted_tokens - num_accepted
         self.totals.num_generated_tokens += sequence.num_output_tokens - num_tokens
         self.totals.num_accepted_tokens += num_accepted

@@ -133,10 +133,6 @@ class TextTooLongError(ValueError):
     """A text that has more tokens than the model's context, however they are counted."""
 
 
-class GrammarFailedError(Exception):
-    """The output's grammar turned out to be more than its matcher can follow."""
-
-
 class QueueFullError(Exception):
     """The waiting queue is at its bound: try again later."""
 

@@ -14,12 +14,10 @@ from speclen.worker.requests.detokenize import Decode, Detokenizer, StopStrings
 from speclen.worker.requests.request import (
     FinishReason,
     GenerationRequest,
-    GrammarFailedError,
     SequenceOutput,
     TokenLogprobs,
 )
 from speclen.worker.sampling import noise
-from speclen.worker.sampling.grammar import GrammarState
 from speclen.worker.sampling.logits import RowEdits
 from speclen.worker.sampling.rules import RowSampling
 
@@ -105,6 +103,9 @@ class SequenceState:
         """Append new tokens up to where the sequence ends, and say what the caller is to be told."""
         sampling = self.request.sampling
         ids, reason, end_token = self._cut_at_end_token(ids[: self.num_left])
+        grammar = self.sampling.grammar
+        if grammar is not None and (num_followed := grammar.append(ids)) < len(ids):
+            ids, reason, end_token = ids[:num_followed], None, None
         visible = self._visible(ids, reason, end_token)
         matched: int | str | None = end_token
         if self._stops is None:
@@ -118,21 +119,16 @@ class SequenceState:
         self.num_accepted_tokens += max(0, len(ids) - 1)
         if self.sampling.edits is not None:
             self.sampling.edits.append(ids)
-        if self.sampling.grammar is not None and reason is None:
-            self._follow_grammar(self.sampling.grammar, ids)
         if reason is None and self.num_left <= 0:
             reason = FinishReason.LENGTH
+        error = None
+        if reason is None and grammar is not None and grammar.failure:
+            reason, error = FinishReason.ABORT, f"the grammar cannot be followed any further: {grammar.failure}"
         if reason is not None and not isinstance(matched, str):
             text += self._rest()
         self.finished = reason is not None
         shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
-        return self._output(tuple(ids), text, shown, reason, matched)
-
-    @staticmethod
-    def _follow_grammar(grammar: GrammarState, ids: list[int]) -> None:
-        grammar.append(ids)
-        if grammar.failure:
-            raise GrammarFailedError(f"the grammar cannot be followed any further: {grammar.failure}")
+        return self._output(tuple(ids), text, shown, reason, matched, error)
 
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""

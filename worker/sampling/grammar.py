@@ -46,11 +46,16 @@ class Grammar:
         held_back: tokens that must not come before output position min_tokens, nor end tokens if go_on says so, unless
         the grammar allows nothing else.
         """
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._end_ids, held_back, min_tokens, go_on)
+        return GrammarState(self._matcher, self._vocab_size, self._end_ids, held_back, min_tokens, go_on)
 
 
 class GrammarState:
-    """One output's place in its grammar, and the drafted tokens that are being looked at beyond it."""
+    """One output's place in its grammar, and the drafted tokens that are being looked at beyond it.
+
+    matcher: at the grammar's beginning; it stays there. failure: why the grammar cannot be followed any further, "" while
+    it can. A matcher that fails beyond the output is no failure, since the output may never come there: what is drafted
+    there is not looked at, and another matcher is brought to the output's end.
+    """
 
     def __init__(
         self,
@@ -61,41 +66,57 @@ class GrammarState:
         min_tokens: int,
         go_on: bool,
     ) -> None:
-        self.failure = ""  # why the grammar cannot be followed any further
-        self._matcher = matcher
+        self.failure = ""
+        self._beginning = matcher
+        self._matcher: Matcher | None = matcher.deep_copy()
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
         self._early = np.array([*held_back], dtype=np.int64)  # not before min_tokens
         self._ends = np.array([*end_ids] if go_on else [], dtype=np.int64)  # never
         self._min_tokens = min_tokens
-        self._num_output = 0
+        self._output: list[int] = []
         self._ahead: list[int] = []  # tokens beyond the output that the matcher has read
         self._masks: list[np.ndarray] = []  # [vocab] after the output and the first 0, 1, ... of these
+        # Tokens beyond the output, the last of which the matcher cannot read, or after which it has no mask; and why.
+        self._unreadable: dict[tuple[int, ...], str] = {}
+        self._dead_ends: dict[tuple[int, ...], str] = {}
 
-    def append(self, ids: Sequence[int]) -> None:
-        """Move on by tokens that became output."""
-        at = 0
-        while at < len(ids) and self._read(ids, at):
-            at += 1
-        if at < len(ids) and not self.failure:
-            self._fail(f"it does not allow token {ids[at]}")
+    def append(self, ids: Sequence[int]) -> int:
+        """Move on by tokens that become output, an end token being the last; how many may. Fewer than all are a failure."""
+        for at, token in enumerate(ids):
+            mask = self._mask(at)
+            if mask is None or not mask[token]:
+                self._fail(self._dead_ends.get(tuple(ids[:at])) or f"it does not allow token {token}")
+                return self._move_on(ids[:at])
+            if token in self._end_ids:
+                return self._move_on(ids[:at]) + 1
+            if not self._read(ids, at):
+                self._fail(self._unreadable[tuple(ids[: at + 1])])
+                return self._move_on(ids[:at])
+        return self._move_on(ids)
+
+    def _move_on(self, ids: Sequence[int]) -> int:
         self.rewind(len(ids))
-        self._num_output += len(ids)
+        self._output += ids
+        self._unreadable.clear()
+        self._dead_ends.clear()
         del self._masks[: len(ids)]
         del self._ahead[: len(ids)]
+        return len(ids)
 
     def rewind(self, num_ahead: int = 0) -> None:
         """Forget what was read beyond the output, but for its first tokens."""
         extra = len(self._ahead) - num_ahead
         if extra > 0:
-            self._matcher.rollback(extra)
+            if self._matcher is not None:
+                self._matcher.rollback(extra)
             del self._ahead[num_ahead:]
             del self._masks[num_ahead + 1 :]
 
     def masks(self, draft: Sequence[int], first: int, columns: int) -> list[np.ndarray | None]:
         """What may follow the output and the draft's first `first`, `first + 1`, ... tokens, for so many columns.
 
-        None where it does not matter, since a token before cannot come.
+        None where it does not matter, since a token before cannot come, and where it is not known.
         """
         found: list[np.ndarray | None] = []
         for depth in range(first + columns):
@@ -111,35 +132,51 @@ class GrammarState:
             return True
         self.rewind(at)
         mask = self._mask(at)
-        if mask is None or token in self._end_ids or not mask[token]:
+        path = (*self._ahead, token)
+        if mask is None or token in self._end_ids or not mask[token] or path in self._unreadable:
             return False
-        if not self._matcher.consume_token(token):
-            self._fail(self._matcher.get_error())
+        matcher = self._ready_matcher()
+        if not matcher.consume_token(token):
+            self._unreadable[path] = matcher.get_error()
+            self._matcher = None
             return False
         self._ahead.append(token)
         return True
 
     def _mask(self, depth: int) -> np.ndarray | None:
-        """[vocab] after `depth` tokens beyond the output, which the matcher has read; None after a failure."""
-        if self.failure:
+        """[vocab] after `depth` tokens beyond the output, which the matcher has read; None where it fails there."""
+        if depth < len(self._masks):
+            return self._masks[depth]
+        path = tuple(self._ahead)
+        if self.failure or path in self._dead_ends:
             return None
-        if depth == len(self._masks):
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            if self._matcher.is_error():
-                self._fail(self._matcher.get_error())
-                return None
-            mask = np.zeros(self._vocab_size, dtype=bool)
-            allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-            mask[: len(allowed)] = allowed
-            if not mask.any():
-                self._fail("no token can follow")
-                return None
-            self._masks.append(self._later(mask, depth))
+        matcher = self._ready_matcher()
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        mask = np.zeros(self._vocab_size, dtype=bool)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+        mask[: len(allowed)] = allowed
+        if matcher.is_error() or not mask.any():
+            reason = matcher.get_error() if matcher.is_error() else "no token can follow"
+            self._matcher = None
+            if depth:
+                self._dead_ends[path] = reason
+            else:
+                self._fail(reason)
+            return None
+        self._masks.append(self._later(mask, depth))
         return self._masks[depth]
+
+    def _ready_matcher(self) -> Matcher:
+        """A matcher that has read the output and what is looked at beyond it: another one if the last has failed."""
+        if self._matcher is None:
+            self._matcher = self._beginning.deep_copy()
+            for token in (*self._output, *self._ahead):
+                self._matcher.consume_token(token)
+        return self._matcher
 
     def _later(self, mask: np.ndarray, depth: int) -> np.ndarray:
         """The mask without what is held back, unless nothing is left then."""
-        held = self._early if self._num_output + depth < self._min_tokens else self._ends
+        held = self._early if len(self._output) + depth < self._min_tokens else self._ends
         if not len(held):
             return mask
         without = mask.copy()
@@ -148,7 +185,7 @@ class GrammarState:
 
     def _fail(self, reason: str) -> None:
         # The library's reason is followed by its state, which is long and nobody's business.
-        self.failure = (reason.splitlines() or ["it cannot go on"])[0][:200]
+        self.failure = self.failure or (reason.splitlines() or ["it cannot go on"])[0][:200]
 
 
 class StepGrammars:
