@@ -61,6 +61,19 @@ def test_models(client):
         client.models.retrieve("gpt-9")
 
 
+def test_a_chat_without_a_limit_takes_what_a_worker_with_little_kv_can_hold():
+    """Story: what rows copy ahead was not counted, and such a request was refused."""
+    with http_worker(max_copied_tokens=16, max_kv_tokens=120) as small:
+        one = small.client()
+        most = one.models.retrieve(MODEL).max_model_len
+        answer = one.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], extra_body={"ignore_eos": True}
+        )
+        assert answer.usage.total_tokens == most < 120
+        with pytest.raises(openai.BadRequestError, match=f"{most}"):
+            one.completions.create(model=MODEL, prompt=PROMPT, max_tokens=most)
+
+
 @pytest.mark.parametrize("speculation", ["auto", "off", 0, 1, 3])
 def test_the_same_request_gives_the_same_tokens_as_over_grpc(worker, client, speculation):
     (expected,) = over_grpc(worker, max_tokens=24, ignore_eos=True, temperature=0)

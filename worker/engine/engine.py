@@ -111,12 +111,17 @@ class Engine:
 
     # Called from any thread.
 
+    def check(self, request: GenerationRequest) -> None:
+        """Raises ValueError naming the field that no request to this engine may have."""
+        limits = self.max_context_length, self.config.max_speculation_length
+        check_request(request, self.pair.vocab_size, *limits, self.pair.eos_token_ids)
+
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queue a request. on_output is called from the engine's thread and must not block.
 
         Raises ValueError naming the field, QueueFullError, DrainingError, or EngineFailedError.
         """
-        check_request(request, self.pair.vocab_size, self.max_context_length, self.config.max_speculation_length)
+        self.check(request)
         sequences = make_sequences(
             request,
             on_output,

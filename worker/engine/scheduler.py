@@ -65,6 +65,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self.rows and not self.waiting
 
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of a sequence that has all rows' KV for itself."""
+        return self.max_kv_tokens - self._slack
+
     def kv_need(self, sequence: SequenceState) -> int:
         """Tokens of KV that the sequence may come to hold."""
         return sequence.limit + self._slack

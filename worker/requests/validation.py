@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 
@@ -15,7 +16,11 @@ MAX_SEED = 2**64 - 1
 
 
 def check_request(
-    request: GenerationRequest, vocab_size: int, max_context_length: int, max_speculation_length: int
+    request: GenerationRequest,
+    vocab_size: int,
+    max_context_length: int,
+    max_speculation_length: int,
+    eos_token_ids: Collection[int],
 ) -> None:
     """Raises ValueError with one sentence when a field is out of the range that generation.proto gives."""
     num_tokens = len(request.prompt_ids)
@@ -28,6 +33,7 @@ def check_request(
     if length is not None and not 0 <= length <= max_speculation_length:
         raise ValueError(f"speculation.length is {length}, allowed are 0 to {max_speculation_length}")
     check_sampling(request.sampling, vocab_size)
+    _check_held_back(request, vocab_size, eos_token_ids)
 
 
 def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
@@ -60,10 +66,18 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if sampling.logprobs is not None:
         _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
     _check_stop(sampling.stop)
-    num_forbidden = len(set(sampling.stop_token_ids))
-    if sampling.min_tokens and num_forbidden >= vocab_size - 1:
+
+
+def _check_held_back(request: GenerationRequest, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    """Something must be left to come before min_tokens. A grammar has its own way: it lets come what it must."""
+    sampling = request.sampling
+    if not sampling.min_tokens or request.grammar is not None:
+        return
+    ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    if len(ends) >= vocab_size:
         raise ValueError(
-            f"stop_token_ids names {num_forbidden} of {vocab_size} tokens, which leaves none for min_tokens"
+            f"stop_token_ids names {len(set(sampling.stop_token_ids))} of {vocab_size} tokens, which leaves none but end "
+            "tokens for min_tokens"
         )
 
 

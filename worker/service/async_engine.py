@@ -26,7 +26,6 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.requests.validation import check_request
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import OutputRelay, OutputStream
 
@@ -78,8 +77,7 @@ class AsyncEngine:
     @property
     def max_sequence_tokens(self) -> int:
         """Tokens of prompt and output that a request alone on the worker may have."""
-        engine = self.engine
-        return min(engine.max_context_length, engine.scheduler.max_kv_tokens - engine.config.max_speculation_length)
+        return min(self.engine.max_context_length, self.engine.scheduler.max_sequence_tokens)
 
     @property
     def num_open(self) -> int:
@@ -160,11 +158,8 @@ class AsyncEngine:
         caller gives up. The block begins as soon as all have a place in the queue. Raises ValueError naming the field,
         QueueFullError, or the stream's failure; while outputs are read, these and RequestFailedError.
         """
-        config = self.engine.config
         for one in requests:
-            check_request(
-                one, self.engine.pair.vocab_size, self.engine.max_context_length, config.max_speculation_length
-            )
+            self.engine.check(one)
         runs = {one.request_id: self._noted(one, arrived_at, origin) for one in requests}
         tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit, patience_s)) for run in runs.values()]
         try:
