@@ -221,6 +221,7 @@ from speclen.integrations.ray.hosting import HostedController
 from speclen.transport.logs import set_up_logs
 set_up_logs()
 folder, options = sys.argv[1], json.loads(sys.argv[2])
+exec(sys.argv[3])
 controller = HostedController(ControllerConfig(listen="127.0.0.1:0", data_dir=Path(folder)), **options)
 controller.start()
 for line in sys.stdin:
@@ -233,11 +234,11 @@ controller.stop()
 
 
 class Hosted:
-    """A controller as an actor of Ray's holds it."""
+    """A controller as an actor of Ray's holds it. broken: code that breaks something of it."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, broken: str = "", **options: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", HOSTED, str(folder), json.dumps(options)],
+            [sys.executable, "-c", HOSTED, str(folder), json.dumps(options), broken],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -300,6 +301,36 @@ def test_a_successor_waits_for_what_its_predecessor_still_holds(tmp_path):
             assert second.address()
 
 
+BROKEN_START = """
+from speclen.store.database import Store
+def load(self): raise RuntimeError("of another kind")
+Store.load = load
+"""
+HANGING_BACKUP = """
+import time
+from speclen.store.backup_place import BackupPlace
+BackupPlace.add_if_changed = lambda *_: time.sleep(3600)
+"""
+
+
+def test_what_cannot_start_says_so_whatever_the_reason(tmp_path):
+    """Story: an error that nobody had thought of ended the thread, and the actor lived on without a controller."""
+    with (
+        hosted(tmp_path, broken=BROKEN_START) as controller,
+        pytest.raises(ValueError, match="RuntimeError: of another kind"),
+    ):
+        controller.address()
+
+
+def test_a_controller_that_has_failed_ends_its_process_while_a_backup_hangs(tmp_path):
+    """Story: it waited for the backup's thread, and the address of a controller that was no more was given out."""
+    options = {"backup_to": str(tmp_path / "backups"), "backup_every_s": 1.0}
+    with hosted(tmp_path / "volume", broken=HANGING_BACKUP, **options) as controller:
+        controller.address()
+        (tmp_path / "volume" / "speclen.db").unlink()
+        assert controller.process.wait(PATIENCE_S) == 1
+
+
 def test_on_another_machine_it_goes_on_from_the_last_backup(tmp_path):
     place, folder = tmp_path / "backups", tmp_path / "volume"
     with hosted(folder, backup_to=str(place), backup_every_s=1.0) as controller:
@@ -342,6 +373,8 @@ def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path
             threads=1, backend="torch", max_batch_size=4, worker_id="ray:test", drain_timeout_s=5.0, insecure=True
         )
         worker = await ServedWorker.start(config, config.worker_id, find)
+        end_of_process: list[str] = []
+        watching = asyncio.create_task(worker.until_failed(lambda: end_of_process.append("now")))
         try:
             request = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8), stream=True)
             answers = [message async for message in worker.generate(request, FakeContext())]
@@ -359,6 +392,9 @@ def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path
             assert worker.control.table.source in ("controller", "last table")
         finally:
             await worker.stop()
+        assert not (await asyncio.wait([watching], timeout=0.5))[0], "its engine has ended, as it was asked to"
+        watching.cancel()
+        assert not end_of_process
 
     asyncio.run(scenario())
 

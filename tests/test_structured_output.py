@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -25,6 +28,7 @@ from speclen.worker.service.grammars import Grammars
 
 pytest.importorskip("llguidance")
 
+MANY_FILES = 1100  # more than select.select knows
 REGEX = "[a-z]{3,9}(, [a-z]{2})*"
 
 
@@ -224,6 +228,40 @@ def test_a_process_that_starts_too_slowly_is_started_anew(monkeypatch: pytest.Mo
         monkeypatch.setattr(grammars, "START_S", 60.0)
         with pytest.raises(ValueError, match="unclosed"):
             await prepared.prepare(StructuredOutput("regex", "("), "a")
+        await prepared.prepare(StructuredOutput("regex", "b"), "a")
+
+    run(test)
+
+
+def test_grammars_are_tried_however_many_files_are_open() -> None:
+    """Story: with 1,000 connections none could be tried, and none any more when they had gone."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most[1] < MANY_FILES + 100:
+        pytest.skip(f"no more than {most[1]} files may be open")
+
+    async def test(prepared: Grammars) -> None:
+        await prepared.prepare(StructuredOutput("regex", "[ab]"), "a")
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], MANY_FILES + 100), most[1]))
+    try:
+        with contextlib.ExitStack() as files:
+            for _ in range(MANY_FILES):
+                files.enter_context(open(os.devnull))
+            run(test)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+
+
+def test_a_mistake_of_ours_leaves_no_process_that_answers_for_another_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(prepared: Grammars) -> None:
+        await prepared.prepare(StructuredOutput("regex", "a"), "warm")
+        process = prepared._trial._process
+        assert process is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(json, "loads", lambda line: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                prepared._trial.run('{"grammars":[]}')
+        assert process.poll() is not None
         await prepared.prepare(StructuredOutput("regex", "b"), "a")
 
     run(test)

@@ -72,6 +72,42 @@ def test_a_part_that_waits_for_what_was_cancelled_is_started_again() -> None:
     run(test)
 
 
+def test_a_part_that_loses_its_cancellation_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: where a part failed in the moment in which it was cancelled, it was started again, and `stop` waited on."""
+    monkeypatch.setattr(speclen.transport.supervision, "CANCEL_AGAIN_S", 0.05)
+
+    async def test() -> None:
+        supervisor, failing_now, num_lost = Supervisor(), asyncio.Event(), 0
+
+        async def fails() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(failing_now.wait())
+                group.create_task(asyncio.sleep(60))
+                await failing_now.wait()
+                raise KeyError("of another kind")
+
+        async def loses() -> None:
+            nonlocal num_lost
+            while num_lost < 2:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    num_lost += 1
+            await asyncio.sleep(60)
+
+        supervisor.keep("fails", fails)
+        supervisor.keep("loses", loses)
+        await asyncio.sleep(0.02)
+        failing_now.set()
+        await supervisor.stop()
+        assert num_lost == 2
+        supervisor.fail("the engine", RuntimeError("its loop returned"))
+        await asyncio.sleep(0.02)
+        assert not supervisor.failure.done(), "what is stopped on purpose has not failed"
+
+    run(test)
+
+
 async def cancelled_from_within() -> None:
     raise asyncio.CancelledError
 

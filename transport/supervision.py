@@ -24,6 +24,7 @@ log = structlog.get_logger()
 FIRST_PAUSE_S = 0.5  # before a part that has ended is started again; doubles up to LONGEST_PAUSE_S
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0  # a part that ran so long before it ended is started again after the first pause
+CANCEL_AGAIN_S = 1.0  # a part that has not ended so long after it was cancelled is cancelled again
 # How often it is looked whether threads are alive. An end is told, and the process gone, within a second.
 LOOK_INTERVAL_S = 0.25
 # A loop that has not come to a callback for so many looks in a row hangs. Looks, not seconds: a process that was stopped
@@ -47,6 +48,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self.failure: asyncio.Future[PartFailedError] = self._loop.create_future()
+        self._stopped = False
         self._loop.set_exception_handler(self._on_loop_error)
 
     def keep(self, part: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -90,14 +92,17 @@ class Supervisor:
             raise self.failure.result()
 
     async def stop(self) -> None:
-        """End the parts; from now on their end is no failure."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End the parts; from now on no end is a failure."""
+        self._stopped = True
+        pending, self._tasks = set(self._tasks), []
+        while pending:
+            for task in pending:
+                task.cancel()
+            # A part may lose this one, as where what it waits for has come in the same moment.
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
     def _set_failed(self, reason: PartFailedError) -> None:
-        if not self.failure.done():
+        if not self._stopped and not self.failure.done():
             self.failure.set_result(reason)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -107,7 +112,7 @@ class Supervisor:
 
     async def _run_for_ever(self, part: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         pause = FIRST_PAUSE_S
-        while True:
+        while not self._stopped:
             started, reason = self._loop.time(), "it returned"
             try:
                 await run()
@@ -117,6 +122,8 @@ class Supervisor:
                 if is_cancelled():
                     raise
                 reason = "it was cancelled from within"
+            if self._stopped:
+                return
             self.num_failures[part] += 1
             if self._loop.time() - started > STEADY_S:
                 pause = FIRST_PAUSE_S

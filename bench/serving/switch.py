@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speclen.bench.serving.rules import ThroughputAware
+from speclen.transport.supervision import PartFailedError
 from speclen.worker.config import WorkerConfig
 from speclen.worker.drafting.plan import PlannedBucket, parse_plan
 from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
@@ -95,7 +96,7 @@ class Desk:
             try:
                 await self.obey(json.loads(line))
                 answer: dict[str, Any] = {"ok": True}
-            except (ValueError, KeyError, TypeError, TimeoutError) as error:
+            except (ValueError, KeyError, TypeError, TimeoutError, PartFailedError) as error:
                 answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -145,6 +146,8 @@ class Desk:
     async def use(self, command: Command) -> None:
         """Let the engine follow a policy from now on, once nothing runs any more."""
         chooser, engine = self.choosers[command["name"]], self.front.engine
+        if (task := self.clients.get(command["name"])) is not None:
+            check_runs(command["name"], task)
         await until(self._is_idle, IDLE_TIMEOUT_S, "requests are still running")
         await asyncio.sleep(SETTLE_S)
         engine.use_chooser(chooser)
@@ -153,20 +156,30 @@ class Desk:
                 model.pool.forget()
 
     async def close(self, command: Command) -> None:
-        """Forget a policy, and end its control client."""
-        del self.choosers[command["name"]]
-        task = self.clients.pop(command["name"], None)
+        """Forget a policy, and end its control client. Raises PartFailedError where that had ended by itself."""
+        name = command["name"]
+        del self.choosers[name]
+        task = self.clients.pop(name, None)
         if task is not None:
+            check_runs(name, task)
             task.cancel()
             await asyncio.wait([task])
 
     async def close_all(self) -> None:
         for name in list(self.choosers):
-            await self.close({"name": name})
+            with contextlib.suppress(PartFailedError):  # nothing is measured any more
+                await self.close({"name": name})
 
     def _is_idle(self) -> bool:
         load = self.front.engine.load()
         return not (self.front.num_open or load.num_running or load.num_waiting)
+
+
+def check_runs(name: str, client: asyncio.Task[None]) -> None:
+    """What does not learn any more must not be measured as if it did. Raises PartFailedError."""
+    if client.done():
+        error = None if client.cancelled() else client.exception()
+        raise PartFailedError(f"the control client of {name} has ended: {error or 'without a reason'}")
 
 
 async def until(holds: Callable[[], bool], timeout_s: float, otherwise: str) -> None:

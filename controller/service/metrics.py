@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
-from threading import Thread
-from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from speclen.controller.config import ControllerConfig
@@ -17,7 +14,7 @@ from speclen.controller.estimator.core import Bucket, ContextKey
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.learning_service import WAITS_S
 from speclen.controller.service.servicer import ControlServicer
-from speclen.transport.address import split_address
+from speclen.transport.pages import MetricsPage, serve_page
 
 PREFIX = "speclen_controller"
 READ_TIMEOUT_S = 5.0
@@ -189,27 +186,8 @@ def bucket_label(bucket: Bucket) -> str:
     return str(bucket.batch_min) if bucket.batch_min == bucket.batch_max else f"{bucket.batch_min}-{bucket.batch_max}"
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsPage:
-    """A page that is served. address: with the real port."""
-
-    address: str
-    server: Any
-    thread: Thread
-
-
 def serve_metrics(collector: ControllerCollector, config: ControllerConfig) -> MetricsPage:
-    """Serve the page from threads of its own. Raises OSError when the address cannot be used."""
-    host, port = split_address("--metrics-listen", config.metrics_listen)
+    """Serve the page. Raises OSError when the address cannot be used."""
     registry = CollectorRegistry()
     registry.register(collector)
-    tls = config.security.of_pages()
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry, **tls)
-    except OSError as error:
-        raise OSError(
-            f"cannot listen on {config.metrics_listen}: {error.strerror}; choose another with --metrics-listen"
-        ) from error
-    scheme = "https" if tls else "http"
-    thread.name = "the metrics page"
-    return MetricsPage(f"{scheme}://{host}:{server.server_port}/metrics", server, thread)
+    return serve_page(config.metrics_listen, registry, config.security)

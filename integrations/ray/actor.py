@@ -67,7 +67,8 @@ def host_of_cluster() -> str:
 async def find_controller(config: FleetConfig) -> str:
     """Where the controller is now. Raises Ray's errors while it is started again."""
     handle = await asyncio.to_thread(controller_of, config)
-    return str(await asyncio.wait_for(handle.address.remote(ASK_S), 2 * ASK_S))
+    async with asyncio.timeout(2 * ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled
+        return str(await handle.address.remote(ASK_S))
 
 
 def end_controller(timeout_s: float = 20.0) -> None:

@@ -17,13 +17,15 @@ import structlog
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import Running
-from speclen.controller.service.server import quiet_interpreter, running, serve_page
+from speclen.controller.service.server import end, quiet_interpreter, running, serve_page
 from speclen.store.backup import is_empty
 from speclen.store.connection import StoreError
-from speclen.transport.supervision import PartFailedError
+from speclen.transport.supervision import PartFailedError, describe
 
 log = structlog.get_logger()
 
+END_S = 0.6  # in which a controller that has failed tells its workers
+SLOW_BACKUP_S = 60.0
 RETRY_S = 0.5  # between attempts to start where a predecessor may still hold port and database
 
 
@@ -75,8 +77,8 @@ class HostedController:
     def _run(self) -> None:
         try:
             asyncio.run(self._start_and_serve())
-        except PartFailedError as error:
-            log.critical("the controller ends: a part of it has failed", reason=str(error))
+        except Exception:
+            log.critical("the controller ends", exc_info=True)
             self._on_end()
 
     async def _start_and_serve(self) -> None:
@@ -88,10 +90,13 @@ class HostedController:
                 async with running(self.config) as controller:
                     await self._serve(controller, self._stopping)
                 return
-            except (ValueError, OSError, StoreError) as error:
-                log.error("the controller cannot serve", reason=str(error))
+            except Exception as error:
+                if self._address and not self._stopping.is_set():
+                    raise  # it has served: what follows begins with another process
+                expected = isinstance(error, ValueError | OSError | StoreError)
+                log.error("the controller cannot serve", reason=describe(error), exc_info=not expected)
                 if not self._patient:
-                    self._tell("", str(error))
+                    self._tell("", str(error) if expected else describe(error))
                     return
                 await asyncio.sleep(RETRY_S)
 
@@ -105,6 +110,11 @@ class HostedController:
         self._tell(address, "")
         try:
             await controller.supervisor.wait(stopping)
+        except PartFailedError as error:
+            log.critical("the controller ends: a part of it has failed", reason=str(error))
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(end(controller, 0.0), END_S)
+            self._on_end()  # here, since a thread that hangs would hold up the way out
         finally:
             if page is not None:
                 page.server.shutdown()
@@ -132,8 +142,11 @@ class HostedController:
         place = await asyncio.to_thread(BackupPlace, self._backup_to, database.stem)
         while True:
             started = time.monotonic()
+            backup = asyncio.create_task(asyncio.to_thread(place.add_if_changed, database, last))
+            while not (await asyncio.wait([backup], timeout=max(self._backup_every_s, SLOW_BACKUP_S)))[0]:
+                log.error("a backup takes long, and no other is made", seconds=round(time.monotonic() - started))
             try:
-                last = await asyncio.to_thread(place.add_if_changed, database, last)
+                last = backup.result()
             except StoreError as error:
                 log.error("no backup was made, the next is tried", reason=str(error), in_s=self._backup_every_s)
             await asyncio.sleep(max(0.0, self._backup_every_s - (time.monotonic() - started)))

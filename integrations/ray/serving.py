@@ -124,7 +124,7 @@ class ServedWorker:
         await self.supervisor.stop()
         self.engine.engine.stop()
         await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
-        self.engine.entrance.close()
+        await asyncio.to_thread(self.engine.entrance.close)
         await self.engine.close()
 
 

@@ -44,8 +44,12 @@ class Reporting:
         deadline = time.monotonic() + LAST_REPORTS_S
         while self.control.connected and self.control.buffer and time.monotonic() < deadline:
             time.sleep(0.02)
-        self._stopping.set()
+        self.abandon()
         self._thread.join(LAST_REPORTS_S)
+
+    def abandon(self) -> None:
+        """Have the thread end, and wait neither for it nor for the last reports."""
+        self._stopping.set()
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -73,6 +73,8 @@ class Steered:
         try:
             act()
         except Exception:
+            if (steering := self._steering) is not None:
+                steering.abandon()
             self._steering = None
             log.exception(f"speclen is off, vLLM serves on with its own lengths: it failed {what}")
 

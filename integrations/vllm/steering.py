@@ -86,6 +86,10 @@ class Steering:
         self.reporting.stop()
         self.tell()
 
+    def abandon(self) -> None:
+        """End reporting, and wait for nothing: the controller is not to believe in a worker that tells nothing any more."""
+        self.reporting.abandon()
+
     def tell(self) -> None:
         """Say in the log how much was reported, and what it cost."""
         log.info(

@@ -135,3 +135,4 @@ async def watch_cores(choice: ThreadChoice, use: Callable[[int], None]) -> None:
             before = after
     except (OSError, ValueError, IndexError) as error:
         log.info("the system does not tell how long threads wait: their number stays", reason=str(error))
+        await asyncio.Event().wait()

@@ -9,11 +9,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, start_http_server
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from speclen.transport.address import split_address
 from speclen.transport.credentials import ServerSecurity
+from speclen.transport.pages import serve_page
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.control_client import ControlClient
 
@@ -47,14 +47,7 @@ class WorkerMetrics:
 
         Raises OSError when the port is taken, ValueError for no address.
         """
-        host, port = split_address("--metrics-listen", address)
-        page = self.registry if page is None else page
-        try:
-            _, self._thread = start_http_server(port, addr=host, registry=page, **security.of_pages())
-        except OSError as error:
-            raise OSError(
-                f"cannot listen on {address}: {error.strerror}; choose another with --metrics-listen"
-            ) from error
+        self._thread = serve_page(address, self.registry if page is None else page, security).thread
 
     async def keep_page(self, address: str, security: ServerSecurity, page: CollectorRegistry) -> None:
         """Serve the page, if it is not served, and return when its thread has ended. Raises as `serve`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
+import selectors
 import subprocess
 import sys
 from collections import OrderedDict
@@ -123,14 +123,17 @@ class Trial:
                 self._start()
             limit_s = self._timeout_s
             line = self._ask(text, limit_s)
+            if line:
+                answer = json.loads(line)
+                return answer["error"], answer["bytes"]
+            self.stop()
+            return "it is too deep or too large", 0
         except TimeoutError:
             self.stop()  # Its answer may yet come, and would be taken for that to the next grammar.
             return f"preparing it takes more than {limit_s:g} s", 0
-        if not line:
-            self.stop()
-            return "it is too deep or too large", 0
-        answer = json.loads(line)
-        return answer["error"], answer["bytes"]
+        except BaseException:
+            self.stop()  # What state it is in is not known: the next grammar gets another.
+            raise
 
     def _start(self) -> None:
         command = [sys.executable, "-P", str(Path(trial.__file__))]
@@ -151,8 +154,10 @@ class Trial:
         self._write(text)
         assert self._process is not None
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            raise TimeoutError
+        with selectors.DefaultSelector() as selector:  # unlike select.select, it knows descriptors from 1024 on, too
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                raise TimeoutError
         return self._process.stdout.readline()
 
     def stop(self) -> None:

@@ -189,7 +189,7 @@ async def ending(
         async_engine.engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
-        async_engine.entrance.close()
+        await asyncio.to_thread(async_engine.entrance.close)  # it waits for a grammar that is being tried
 
 
 def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
