@@ -63,8 +63,13 @@ def export_table(file: Path | None, db: Path, context: str, table_format: str) -
 
 
 def write(file: Path, text: str) -> None:
-    """Raises UserError naming the file."""
+    """Whole, or not at all: a reader never finds a part. Raises UserError naming the file."""
     try:
-        file.write_text(text + "\n")
+        if file.exists() and not file.is_file():  # a pipe or a device takes it as it comes
+            file.write_text(text + "\n")
+            return
+        temporary = file.with_name(file.name + ".tmp")
+        temporary.write_text(text + "\n")
+        temporary.replace(file)
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): choose another place") from error

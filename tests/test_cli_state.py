@@ -127,3 +127,17 @@ def test_a_file_that_no_controller_could_use_is_refused_and_changes_nothing(tmp_
     with pytest.raises(UserError, match=words):
         import_state(exported, tmp_path / "new.db", replace_known=False)
     assert not (tmp_path / "new.db").exists() or load(tmp_path / "new.db").contexts == ()
+
+
+def test_an_export_that_cannot_be_written_leaves_the_last_one(tmp_path, exported, monkeypatch):
+    before = exported.read_text()
+
+    def full(file, text):
+        file.write_bytes(text[:100].encode())
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("pathlib.Path.write_text", full)
+        with pytest.raises(UserError, match=r"learned.json cannot be written \(No space left on device\)"):
+            export_state(exported, tmp_path / "old.db", context="")
+    assert exported.read_text() == before

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from control_fakes import CONTEXT, registration, run, served
 from grpc import aio
 from structlog.testing import capture_logs
 
@@ -181,6 +182,30 @@ def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
     assert controller.seqs == [1, 3]
     assert controller.num_streams == 1
     assert control.buffer.num_dropped == 1
+
+
+def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same(tmp_path):
+    """Story: it was refused until its clock had passed the epoch of its last start."""
+
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            await at.stub.RegisterWorker(registration(epoch=1000))
+            control = ControlClient(
+                replace(card(), context=CONTEXT, epoch=1), LengthTable.constant(2, MAX_BATCH, "default"), True, QUICK
+            )
+            first = asyncio.create_task(control.run(at.address))
+            control.report(LengthChoice(2), step())
+            await until(lambda: control.connected and not control.buffer)
+            assert at.service.registry.workers["w"].epoch == control.card.epoch == 1001
+            # But what has been here before, and is followed by another life, comes back no more.
+            await at.stub.RegisterWorker(registration(epoch=2000))
+            await until(lambda: not control.connected)
+            await asyncio.sleep(0.3)
+            assert at.service.registry.workers["w"].epoch == 2000
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    run(story)
 
 
 def test_reports_are_read_while_steps_append_more():

@@ -19,7 +19,12 @@ class UnknownWorkerError(Exception):
 
 
 class OldEpochError(Exception):
-    """A newer life of the worker is known; this one must end."""
+    """A newer life of the worker is known, whose epoch is `newest`; this one must end."""
+
+    def __init__(self, worker: Worker, epoch: int) -> None:
+        self.newest = worker.epoch
+        name = f"epoch {epoch} of worker {worker.worker_id!r}"
+        super().__init__(f"{name} is over: epoch {self.newest} has registered since")
 
 
 class ContextChangedError(Exception):
@@ -190,9 +195,7 @@ class Registry:
 
 def check_epoch(worker: Worker, epoch: int) -> None:
     if epoch < worker.epoch:
-        raise OldEpochError(
-            f"epoch {epoch} of worker {worker.worker_id!r} is over: epoch {worker.epoch} has registered since"
-        )
+        raise OldEpochError(worker, epoch)
 
 
 def larger(one: Limits, other: Limits) -> Limits:

@@ -64,6 +64,9 @@ STATUS: dict[type[Exception], grpc.StatusCode] = {
 }
 
 
+# Key of a trailing header that says, where an epoch is refused as old, which one counts.
+NEWEST_EPOCH = "speclen-newest-epoch"
+
 Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
@@ -193,7 +196,8 @@ class ControlServicer(rpc.ControlServiceServicer):
         if code is grpc.StatusCode.INTERNAL:
             log.error("call failed", method=method, exc_info=error)
         self.num_errors[method, code.name] += 1
-        await call.abort(code, details)
+        newest = ((NEWEST_EPOCH, str(error.newest)),) if isinstance(error, OldEpochError) else ()
+        await call.abort(code, details, newest)
         raise AssertionError("abort has returned")
 
 

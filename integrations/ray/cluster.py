@@ -62,11 +62,13 @@ def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Itera
         deploy(config, say)
         yield config
     finally:
-        if started:
-            serve.shutdown()
-        else:
-            serve.delete(APPLICATION)
-        end_controller()
+        try:
+            if started:
+                serve.shutdown()
+            else:
+                serve.delete(APPLICATION)
+        finally:  # it is detached: an interrupt of the above must not leave it
+            end_controller()
 
 
 def protected(config: FleetConfig) -> FleetConfig:

@@ -65,6 +65,8 @@ class ControlSettings:
     rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
 
 
+# Of a trailing header of the controller's: where an epoch is refused as old, the one that counts.
+NEWEST_EPOCH = "speclen-newest-epoch"
 # Between two messages, however long a window is: a controller ends streams after 30 s of silence.
 LONGEST_PAUSE_S = 10.0
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
@@ -155,6 +157,7 @@ class ControlClient:
         self._probes: list[PendingProbe] = []  # the engine's own
         self._begun: PendingProbe | None = None  # one of them, of which steps are left
         self._last_answer = 0.0
+        self._has_registered = False
 
     # The engine's side: called once a step, from the engine's thread.
 
@@ -251,9 +254,7 @@ class ControlClient:
             pause = min(2 * pause, self.settings.max_retry_s)
 
     async def _converse(self, stub: rpc.ControlServiceAsyncStub, metadata: aio.Metadata) -> None:
-        registered = await stub.RegisterWorker(
-            self.card.register_request(), timeout=self.settings.rpc_timeout_s, metadata=metadata
-        )
+        registered = await self._register(stub, metadata)
         if registered.HasField("controller"):
             self.controller = registered.controller
         self._apply_table(registered.table)
@@ -267,6 +268,22 @@ class ControlClient:
             await until_one_fails(self._send(call, registered.durable_seq), self._receive(call), self._watch())
         finally:
             call.cancel()
+
+    async def _register(self, stub: rpc.ControlServiceAsyncStub, metadata: aio.Metadata) -> pb.RegisterWorkerResponse:
+        """Introduce this life of the worker; where its epoch is taken for an old one's by the clock alone, with a newer."""
+        timeout_s = self.settings.rpc_timeout_s
+        try:
+            response = await stub.RegisterWorker(self.card.register_request(), timeout=timeout_s, metadata=metadata)
+        except aio.AioRpcError as error:
+            newest = error.trailing_metadata().get(NEWEST_EPOCH)
+            if self._has_registered or newest is None:
+                raise
+            # It has just begun, so whoever registered that epoch did so before: its clock was ahead, or ours is behind.
+            log.warning("the clock is behind that of this worker's last start", epoch=self.card.epoch, newest=newest)
+            self.card = replace(self.card, epoch=int(newest) + 1)
+            response = await stub.RegisterWorker(self.card.register_request(), timeout=timeout_s, metadata=metadata)
+        self._has_registered = True
+        return response
 
     async def _send(self, call: ReportStream, durable_seq: int) -> None:
         """Write until the stream is over; `_receive` gets to know why. Not by an iterator that gRPC reads: an error of ours

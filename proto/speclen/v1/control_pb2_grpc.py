@@ -80,7 +80,7 @@ class ControlServiceServicer(object):
     def RegisterWorker(self, request, context):
         """Introduces a worker and returns what is known about its context.
         INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
-        or the controller is of another run than the worker expects.
+        which the trailing header speclen-newest-epoch tells, or the controller is of another run than the worker expects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -187,7 +187,7 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
     RegisterWorker: _ControlServiceRegisterWorkerType
     """Introduces a worker and returns what is known about its context.
     INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
-    or the controller is of another run than the worker expects.
+    which the trailing header speclen-newest-epoch tells, or the controller is of another run than the worker expects.
     """
 
     ReportStep: _ControlServiceReportStepType
@@ -252,7 +252,7 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[speclen.v1.control_pb2.RegisterWorkerResponse, collections.abc.Awaitable[speclen.v1.control_pb2.RegisterWorkerResponse]]:
         """Introduces a worker and returns what is known about its context.
         INVALID_ARGUMENT: a field is missing or out of range. FAILED_PRECONDITION: the epoch is older than the newest known,
-        or the controller is of another run than the worker expects.
+        which the trailing header speclen-newest-epoch tells, or the controller is of another run than the worker expects.
         """
 
     @abc.abstractmethod
