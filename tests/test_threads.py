@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from engines import make_pair
+from structlog.testing import capture_logs
 
 from speclen.worker.backends import threads
 from speclen.worker.backends.spinning import SPINS, set_spins
@@ -87,7 +88,16 @@ def test_where_nothing_is_counted_the_number_stays(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         read_usage({0}, proc=tmp_path)
     monkeypatch.setattr(threads, "read_usage", lambda cores: read_usage(cores, proc=tmp_path))
-    asyncio.run(asyncio.wait_for(watch_cores(ThreadChoice(2), pytest.fail), 5.0))
+
+    async def watch() -> None:
+        """It says so once, and does not end: that would be taken for a failure."""
+        with capture_logs() as logs, pytest.raises(TimeoutError):
+            await asyncio.wait_for(watch_cores(ThreadChoice(2), pytest.fail), 0.2)
+        assert [entry["event"] for entry in logs] == [
+            "the system does not tell how long threads wait: their number stays"
+        ]
+
+    asyncio.run(watch())
 
 
 def test_watching_tells_the_engine(monkeypatch):

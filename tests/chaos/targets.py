@@ -19,7 +19,7 @@ from speclen.v1 import generation_pb2 as generation
 from speclen.worker.requests.validation import check_request
 from speclen.worker.service.messages import to_request, to_request_id
 
-VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH = 2048, 1024, 8
+VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH, END_IDS = 2048, 1024, 8, (0, 1)
 PROFILE = control.ImportProfileRequest(
     context=control.ContextKey(target="t", draft="d", device="cpu", dtype="float32"),
     cells=[
@@ -85,7 +85,7 @@ class Targets:
         assert isinstance(message, generation.GenerateRequest)
         request_id = to_request_id(message)
         ids = message.tokenized.input_ids if message.WhichOneof("input") == "tokenized" else [1, 2, 3]
-        check_request(to_request(message, request_id, ids), VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH)
+        check_request(to_request(message, request_id, ids), VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH, END_IDS)
 
     def check(self) -> None:
         """After all that, an honest worker is still learned from, and every number can be worked with."""
