@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.console.database import DB_OPTION, reading
+from speclen.console.database import DB_OPTION, examining
 from speclen.console.errors import UserError
 from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, in_one_line, sqlite3
 from speclen.store.files import is_locked
@@ -64,20 +65,28 @@ def examine(db: Path, quick: bool = False) -> list[Finding]:
     """Every finding about the database. Raises UserError if there is no file; what is wrong with one is a finding."""
     if not db.is_file():
         raise UserError(f"there is no database at {db}: name one with --db, or start a controller first")
-    checks: list[Check] = [library, writer, version, space, workers, unlike, given_up]
+    checks: list[Check] = [version, space, workers, unlike, given_up]
     if not quick:
-        checks.insert(3, integrity)
-    findings: list[Finding] = []
+        checks.insert(1, integrity)
+    # Before SQLite has the file open: looking at the writer's lock closes the file, which lets go of SQLite's own.
+    first, findings = [*library(), *writer(db)], list[Finding]()
     try:
-        with reading(db) as connection:
+        with examining(db) as connection:
+            findings += first
             for check in checks:
                 findings += check(db, connection)
     except UserError as error:
-        findings.append(Finding("file", "failed", "cannot be read", str(error)))
+        findings.append(failed("file", error))
     return findings
 
 
-def library(db: Path, connection: Connection) -> Iterator[Finding]:
+def failed(check: str, error: Exception) -> Finding:
+    """Of an error that says in one sentence what is wrong, a colon, and what to do."""
+    found, _, advice = str(error).rstrip(".").rpartition(": ")
+    return Finding(check, "failed", found or advice, advice if found else "")
+
+
+def library() -> Iterator[Finding]:
     found = f"SQLite {sqlite3.sqlite_version}"
     if sqlite3.sqlite_version_info >= OLDEST_SAFE_SQLITE:
         yield Finding("library", "ok", found)
@@ -86,8 +95,13 @@ def library(db: Path, connection: Connection) -> Iterator[Finding]:
     yield Finding("library", "warning", found, f"install pysqlite3: SQLite before {needed} can damage a WAL file")
 
 
-def writer(db: Path, connection: Connection) -> Iterator[Finding]:
-    yield Finding("writer", "ok", "a controller is running" if is_locked(db) else "no controller is running")
+def writer(db: Path) -> Iterator[Finding]:
+    try:
+        yield Finding("writer", "ok", "a controller is running" if is_locked(db) else "no controller is running")
+    except OSError as error:
+        yield Finding(
+            "writer", "warning", f"cannot be told ({error.strerror})", "look as the user that runs the controller"
+        )
 
 
 def version(db: Path, connection: Connection) -> Iterator[Finding]:
@@ -95,7 +109,7 @@ def version(db: Path, connection: Connection) -> Iterator[Finding]:
     try:
         refuse_newer(db, applied)
     except StoreError as error:
-        yield Finding("schema", "failed", applied[-1], str(error))
+        yield failed("schema", error)
         return
     missing = [name for name in STEPS if name not in applied]
     if missing:
@@ -117,12 +131,15 @@ def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
     elif orphans:
         found = f"{len(orphans)} rows refer to something that is not there, the first in {orphans[0][0]}"
         yield Finding("integrity", "failed", found, "something else than speclen changed the file: restore a backup")
+    elif os.access(db, os.W_OK):
+        yield Finding("integrity", "ok", "every page, every value and every reference is sound")
     else:
-        yield Finding("integrity", "ok", "every page and every reference is sound")
+        found = "every page and every reference is sound; values were not checked, as the file is read-only"
+        yield Finding("integrity", "ok", found)
 
 
 def space(db: Path, connection: Connection) -> Iterator[Finding]:
-    wal = db.with_name(db.name + "-wal")
+    wal = Path(os.path.realpath(db) + "-wal")  # beside the file that a link leads to
     wal_bytes = wal.stat().st_size if wal.exists() else 0
     size = f"{megabytes(db.stat().st_size)}, WAL {megabytes(wal_bytes)}"
     free = shutil.disk_usage(db.parent).free

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
-from speclen.console.history import find_context, key_of, last_change, name_of, restored
+from speclen.console.history import check_worker, find_context, key_of, last_change, name_of, restored
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
 from speclen.store.queries import load_state
@@ -34,6 +34,8 @@ def explain(
     with reading(db) as connection:
         stored = load_state(connection)
         row = find_context(stored, context)
+        if worker:
+            check_worker(stored, row, worker)
         controller = restored(stored, row)
         key = key_of(row)
         if not 1 <= batch <= row.max_batch_size:

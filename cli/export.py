@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from speclen.console.database import DB_OPTION, reading
-from speclen.console.engine_tables.chosen import chosen_table
+from speclen.console.engine_tables.chosen import ChosenTable, chosen_table
 from speclen.console.engine_tables.formats import WRITERS
 from speclen.console.errors import UserError, wrapped
 from speclen.console.learned_state import exported
@@ -28,7 +28,7 @@ def export_state(
 ) -> None:
     """Write what was learned as JSON: contexts with their step times, pairs with their acceptance; no raw reports.
 
-    With the format of another engine: the lengths in use in one context, as a static table for it.
+    With the format of another engine: the best lengths in one context, without copies, as a static table for it.
 
     Example: speclen export learned.json --db .speclen/speclen.db
     """
@@ -48,7 +48,7 @@ def export_state(
 
 
 def export_table(file: Path | None, db: Path, context: str, table_format: str) -> None:
-    """Write the lengths in use in one context; say on standard error what the format cannot. Raises UserError."""
+    """Write the best lengths in one context; say on standard error what the format cannot. Raises UserError."""
     chosen = chosen_table(db, context)
     try:
         written = WRITERS[table_format](chosen.ranges)
@@ -58,8 +58,19 @@ def export_table(file: Path | None, db: Path, context: str, table_format: str) -
         print(written.text)
     else:
         write(file, written.text)
-    for note in (f"the lengths in use in {chosen.context}", *written.notes):
+    for note in (*notes_of(chosen), *written.notes):
         print(wrapped(f"{table_format}: {note}"), file=sys.stderr)
+
+
+def notes_of(chosen: ChosenTable) -> list[str]:
+    """Whose lengths these are, and which are not in use, since rows copy there and other engines do not."""
+    if not chosen.copying:
+        return [f"the lengths in use in {chosen.context}"]
+    sizes = ", ".join(str(each.low) if each.low == each.high else f"{each.low}-{each.high}" for each in chosen.copying)
+    return [
+        f"the best lengths in {chosen.context}",
+        f"plans that copy are in use at batch sizes {sizes} and are left out: the lengths there are the best without copies",
+    ]
 
 
 def write(file: Path, text: str) -> None:

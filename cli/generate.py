@@ -42,7 +42,9 @@ def generate(
     temperature: float = typer.Option(0.0, min=0, max=100, help="0 is greedy."),
     top_p: float = typer.Option(1.0, min=0, max=1, help="Smallest set of tokens with this probability."),
     top_k: int = typer.Option(0, min=0, max=MOST_TOKENS, help="The k most likely tokens; 0: all."),
-    seed: int | None = typer.Option(None, min=0, max=MOST_SEED, help="Same seed, same tokens."),
+    seed: int | None = typer.Option(
+        None, min=0, max=MOST_SEED, help="Same seed, same tokens, as far as the worker's dtype allows."
+    ),
     stop: list[str] = typer.Option([], help="Stop before this text; may be given several times."),
     n: int = typer.Option(1, min=1, max=64, help="Sequences to generate."),
     speculation: str = typer.Option("auto", help="auto, off, or a fixed number of tokens."),

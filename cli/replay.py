@@ -138,6 +138,14 @@ def foresight(result: Replay) -> str:
     )
 
 
+def compared(costs: Sequence[PolicyCost]) -> str:
+    """Which part of what was reported the costs are of."""
+    steps = sum(each.num_steps for each in costs) / max(sum(each.num_reported_steps for each in costs), 1)
+    seconds = sum(each.actual_s for each in costs) / (sum(each.reported_s for each in costs) or 1.0)
+    others = "; the others copied, did more than decode, or came before anything was known" if steps < 1.0 else ""
+    return f"{100 * steps:.3g}% of the reported steps ({100 * seconds:.3g}% of their time{others})"
+
+
 def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int) -> None:
     """Agreement in words, costs as a table."""
     console = Console()
@@ -154,7 +162,7 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
     console.print(foresight(result))
     if not costs:
         return
-    console.print("Time for the tokens that were generated, by the estimates:")
+    console.print(f"Time for the tokens that were generated in {compared(costs)}, by the estimates:")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("policy", "seconds", "of the actual"):
         table.add_column(heading, justify="right")

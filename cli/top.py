@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -15,7 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from speclen.console.client import SECURITY, ClientConfig, client_from
+from speclen.console.client import SECURITY, Client, ClientConfig, client_from
+from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import flags_from
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.transport.settings import settings_of
@@ -44,7 +46,7 @@ def top(
     channels = {address: client.channel(address) for address in worker}
     try:
         if as_json:
-            print(json.dumps({address: as_dict(ask(channel)[1]) for address, channel in channels.items()}, indent=2))
+            print_json(channels, client)
             return
         watch(channels, interval_s)
     except KeyboardInterrupt:
@@ -52,6 +54,23 @@ def top(
     finally:
         for channel in channels.values():
             channel.close()
+
+
+def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:
+    """What the workers say, null for one that does not answer, of which stderr says why. UserError if none answers."""
+    answers: dict[str, pb.GetServerInfoResponse | None] = {}
+    reasons = []
+    for address, channel in channels.items():
+        try:
+            answers[address] = server_info(channel)
+        except grpc.RpcError as error:
+            answers[address] = None
+            reasons.append(client.explain(error, "worker", address))
+    if len(reasons) == len(channels):
+        raise UserError("; ".join(reasons))
+    print(json.dumps({address: as_dict(info) for address, info in answers.items()}, indent=2))
+    for reason in reasons:
+        print(wrapped(f"speclen: {reason}"), file=sys.stderr)
 
 
 def watch(channels: dict[str, grpc.Channel], interval_s: float) -> None:
@@ -67,10 +86,15 @@ def watch(channels: dict[str, grpc.Channel], interval_s: float) -> None:
 def ask(channel: grpc.Channel) -> Sample:
     """What the worker says of itself, with the time it was asked; None when it does not answer."""
     try:
-        answer = rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
+        answer = server_info(channel)
     except grpc.RpcError:
         answer = None
     return time.monotonic(), answer
+
+
+def server_info(channel: grpc.Channel) -> pb.GetServerInfoResponse:
+    """What the worker says of itself. Raises grpc.RpcError."""
+    return rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
 
 
 def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import flags_from
 from speclen.console.whose import check_controller
-from speclen.transport.address import check_exposure, check_free
+from speclen.transport.address import check_exposure
 from speclen.transport.credentials import check_pages
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.backends.spinning import set_spins
@@ -58,11 +58,10 @@ def check_surroundings(config: WorkerConfig) -> None:
     security = config.server_security()
     security.credentials(), security.interceptors()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
-    check_free("--listen", config.listen)
     if config.metrics_listen:
         check_pages(config.metrics_listen, security, config.insecure)
-        check_free("--metrics-listen", config.metrics_listen)
     check_http(config)
+    config.check_addresses()
     if config.traces:
         check_tracing()
     for address in controllers(config.controller):

@@ -20,6 +20,8 @@ from speclen.store.profiles import StoredProfile, stored_profiles
 from speclen.store.queries import context_limits, contexts, stored_reports, view_rows, workers
 from speclen.store.records import ContextRow, StoredState
 
+MOST_NAMED = 20  # workers in one sentence
+
 
 def key_of(row: ContextRow) -> ContextKey:
     """The context of a row."""
@@ -37,8 +39,14 @@ def name_of(key: ContextKey) -> str:
 
 
 def find_context(stored: StoredState, text: str) -> ContextRow:
-    """The context whose id is, or whose name contains, the text. UserError if there is none, or more than one."""
-    found = [row for row in stored.contexts if text == str(row.context_id) or text in name_of(key_of(row))]
+    """The context whose id is, or whose name contains, the text. UserError if there is none, or more than one.
+
+    Digits alone are an id: the hashes in names may hold any.
+    """
+    if text.isdecimal():
+        found = [row for row in stored.contexts if text == str(row.context_id)]
+    else:
+        found = [row for row in stored.contexts if text in name_of(key_of(row))]
     known = "; ".join(f"{row.context_id}: {name_of(key_of(row))}" for row in stored.contexts)
     if not stored.contexts:
         raise UserError("the database holds no context yet: start a worker with this controller first")
@@ -54,7 +62,14 @@ def stored_state(stored: StoredState, row: ContextRow) -> dict[str, Any]:
     text = stored.states.get(("context", str(row.context_id)))
     if text is None:
         raise UserError(f"nothing was learned about context {row.context_id} yet: let a worker decode a few steps")
-    state: dict[str, Any] = json.loads(text)
+    try:
+        state: dict[str, Any] = json.loads(text)
+        policy_of(state), bucket_spec(state)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"what context {row.context_id} learned cannot be read ({error!r}): start a controller on this database "
+            "once, which learns it again from the reports kept"
+        ) from error
     return state
 
 
@@ -84,6 +99,16 @@ def restored(stored: StoredState, row: ContextRow) -> Estimator:
     return estimator
 
 
+def check_worker(stored: StoredState, row: ContextRow, worker_id: str) -> None:
+    """Raises UserError naming the workers of a context unless one of them is called so."""
+    known = list(dict.fromkeys(worker.worker_id for worker in stored.workers if worker.context_id == row.context_id))
+    if worker_id not in known:
+        more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
+        raise UserError(
+            f"no worker of context {row.context_id} is called {worker_id!r}; known are {', '.join(known[:MOST_NAMED])}{more}"
+        )
+
+
 def last_change(connection: Connection, context_id: int, batch_min: int) -> Change | None:
     """The newest decision about a bucket."""
     for row in reversed(view_rows(connection, "decisions")):
@@ -95,7 +120,20 @@ def last_change(connection: Connection, context_id: int, batch_min: int) -> Chan
 
 
 def events(connection: Connection) -> Iterator[Event]:
-    """Everything that the controller met, in order: contexts made and widened, profiles, groups of reports."""
+    """Everything that the controller met, in order: contexts made and widened, profiles, groups of reports.
+
+    Raises UserError where a row is none that a controller writes.
+    """
+    try:
+        yield from _events(connection)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"the reports in the database cannot be read, one of them is damaged ({error!r}): look at the file with "
+            "`speclen doctor`, and restore a backup"
+        ) from error
+
+
+def _events(connection: Connection) -> Iterator[Event]:
     keys = {row.context_id: key_of(row) for row in contexts(connection)}
     names = {worker.worker_key: worker.worker_id for worker in workers(connection)}
     reports = sorted(stored_reports(connection), key=lambda report: report.group_id)

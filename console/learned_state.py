@@ -55,7 +55,13 @@ def exported(connection: Connection, wanted: str) -> dict[str, Any]:
 
 def _state(stored: StoredState, scope: str, key: str) -> Any:
     text = stored.states.get((scope, key))
-    return None if text is None else json.loads(text)
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f"what {scope} {key} learned cannot be read ({error}): start a controller on this database once, which learns "
+            "it again from the reports kept"
+        ) from error
 
 
 def read_document(file: Path) -> dict[str, Any]:

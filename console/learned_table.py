@@ -12,6 +12,7 @@ from rich.text import Text
 
 from speclen.console.database import reading
 from speclen.console.errors import UserError
+from speclen.store.connection import Connection
 from speclen.store.queries import view_rows
 from speclen.store.schema.seen import LATELY
 
@@ -40,8 +41,7 @@ def matrices(rows: list[Row]) -> RenderableType:
 def plan_lines(db: Path, context: str) -> list[Text]:
     """A line per range of batch sizes in which rows copy; none where lengths are all."""
     with reading(db) as connection:
-        known = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'plan_table'").fetchone()
-        rows = view_rows(connection, "plan_table") if known else []
+        rows = plan_rows(connection)
     used = [row for row in rows if row["is_best"] and context in row["context"]]
     found = []
     for (name, plan), group in groupby(used, key=lambda row: (row["context"], row["plan"])):
@@ -51,6 +51,12 @@ def plan_lines(db: Path, context: str) -> list[Text]:
         ms = " to ".join(sorted({short(row["ms_per_token"]) for row in (members[0], members[-1])}))
         found.append(Text(f"batch {sizes} plays {plan!r} instead: {ms} ms per token ({name})"))
     return found
+
+
+def plan_rows(connection: Connection) -> list[Row]:
+    """Rows of plan_table; none of a file that no newer controller has opened yet."""
+    known = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'plan_table'").fetchone()
+    return view_rows(connection, "plan_table") if known else []
 
 
 def titled(context: str, rows: list[Row]) -> list[RenderableType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,15 @@ class Child:
     def last_line(self) -> str:
         """The last line of the log, which names the cause when a process has ended by itself."""
         lines = self.log_file.read_text("utf-8", errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("speclen: ") if lines else "it printed nothing"
+        return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
+
+    def with_variables(self, sentence: str) -> str:
+        """Advice for who cannot give the process a flag, as it is started for him, but the variable of the same setting."""
+        return re.sub(
+            r"--move-corrupt-aside\b",
+            f"SPECLEN_{self.kind.upper()}_MOVE_CORRUPT_ASIDE=1 in the environment",
+            sentence,
+        )
 
     def new_remarks(self) -> list[str]:
         """What the process has told its user since the last call: whole lines of its log that are no log records."""

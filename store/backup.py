@@ -7,7 +7,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from speclen.store.connection import Connection, FileErrors, StoreError, connect_reader, refusal, sqlite3
+from speclen.store.connection import (
+    ANOTHER_COPY,
+    Connection,
+    FileErrors,
+    StoreError,
+    checking,
+    connect_reader,
+    in_one_line,
+    refusal,
+    sqlite3,
+)
 from speclen.store.files import WriterLock, files_of
 
 
@@ -21,36 +31,53 @@ def copy(source: Connection, target: Path) -> int:
 
 
 def fill(file: Path, source: Connection) -> None:
-    """Make a file a copy of an open database. Raises StoreError where SQLite finds anything wrong with it."""
+    """Make a file a copy of an open database.
+
+    Raises StoreError naming the source where that cannot be read or SQLite finds anything wrong with it, and sqlite3.Error
+    where the file cannot be written.
+    """
     copied = sqlite3.connect(file, isolation_level=None)
     try:
         # In one go: in smaller steps every commit of the controller would make the copy start over.
         source.backup(copied)
         # A file of its own, readable from read-only media: no -wal beside it.
         copied.execute("PRAGMA journal_mode = DELETE")
-        check(copied)
+        found = first_problem(copied)
+    except FileErrors as error:
+        found = first_reading_problem(source)  # SQLite does not say which of two files an error is about
+        if not found and isinstance(error, sqlite3.Error):
+            raise
+        found = found or in_one_line(error)
     finally:
         copied.close()
+    if found:
+        path = source.execute("PRAGMA database_list").fetchone()[2]
+        raise StoreError(f"{path} cannot be copied ({found}): look at it with `speclen doctor`")
 
 
-def check(connection: Connection) -> None:
-    """Raises StoreError where SQLite finds anything wrong."""
-    found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
-    if found != "ok":
-        raise StoreError(f"the copy is damaged ({found}), so the database is, too: see `speclen doctor`")
+def first_reading_problem(source: Connection) -> str:
+    """What is wrong with an open database or in the way of reading all of it, in one line; empty if nothing."""
+    try:
+        return first_problem(source)
+    except FileErrors as error:
+        return in_one_line(error)
+
+
+def first_problem(connection: Connection) -> str:
+    """What SQLite finds wrong with a database first, in one line; empty if nothing. Raises one of FileErrors."""
+    found: str = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    return "" if found == "ok" else found.splitlines()[-1]
 
 
 def check_file(path: Path) -> None:
     """Raises StoreError for a file that is no sound database of ours."""
-    connection = connect_reader(path)
-    try:
-        found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
-    except FileErrors as error:
-        raise refusal(path, error, damaged=True) from error
-    finally:
-        connection.close()
-    if found != "ok":
-        raise StoreError(f"{path} is damaged ({found}): take another copy")
+    with checking(path, ANOTHER_COPY) as connection:
+        try:
+            found = first_problem(connection)
+        except FileErrors as error:
+            raise refusal(path, error, damaged=True, advice=ANOTHER_COPY) from error
+    if found:
+        raise StoreError(f"{path} is damaged ({found}): {ANOTHER_COPY}")
 
 
 def is_empty(database: Path) -> bool:
@@ -69,7 +96,7 @@ def put_in_place(backup: Path, database: Path) -> None:
         database.parent.mkdir(parents=True, exist_ok=True)
         lock = WriterLock(database)
         try:
-            with contextlib.closing(connect_reader(backup)) as source:
+            with contextlib.closing(connect_reader(backup, ANOTHER_COPY)) as source:
                 fill(copied, source)
             for beside in files_of(database)[1:]:  # of the old content: SQLite would play them into the new one
                 beside.unlink(missing_ok=True)

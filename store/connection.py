@@ -5,7 +5,9 @@ Importing this module is cheap; a controller that was killed comes back in a fra
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ __all__ = [
     "CorruptStoreError",
     "FileErrors",
     "StoreError",
+    "checking",
     "connect_reader",
     "connect_writer",
     "in_one_line",
@@ -36,6 +39,10 @@ OLDEST_SAFE_SQLITE = (3, 51, 3)
 OLDEST_USABLE_SQLITE = (3, 38, 0)
 
 MOST_SAID = 200  # characters of an error that are repeated
+
+# What to do about a damaged file: about a database, and about a copy of one.
+BEGIN_ANEW = "restore a backup over it, or let the controller start anew with --move-corrupt-aside."
+ANOTHER_COPY = "take another copy."
 
 # sqlite3.Connection of whichever module was found above.
 Connection = Any
@@ -76,8 +83,11 @@ def connect_writer(path: Path) -> Connection:
     return connection
 
 
-def connect_reader(path: str | os.PathLike[str]) -> Connection:
-    """A read-only connection to a live or closed database. Raises StoreError if there is none or it is unreadable."""
+def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Connection:
+    """A read-only connection to a live or closed database. Raises StoreError if there is none or it is unreadable.
+
+    advice: what to do where it is damaged.
+    """
     path = Path(path)
     if not path.is_file():
         raise StoreError(f"There is no database at {path}: start a controller with --db {path}, or name another file.")
@@ -85,9 +95,33 @@ def connect_reader(path: str | os.PathLike[str]) -> Connection:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
         require_ours(path, connection)
     except FileErrors as error:
-        raise refusal(path, error) from error
+        raise refusal(path, error, advice=advice) from error
     connection.row_factory = sqlite3.Row
     return connection
+
+
+@contextlib.contextmanager
+def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
+    """A connection that does not write, on which SQLite checks all that it can. Raises StoreError as `connect_reader`.
+
+    SQLite leaves CHECK constraints out where it cannot write to a file, so this one could, and must not. Its WAL stays as it
+    was: the last connection that could write to a database moves the WAL into the file as it ends, and deletes it, so a
+    reader outlives this connection. Where there is no WAL there is nothing to move, and what is made for reading goes.
+    """
+    beside = os.path.exists(os.path.realpath(path) + "-wal")
+    with contextlib.ExitStack() as closed_last, contextlib.ExitStack() as closed_first:
+        closed = closed_last if beside else closed_first
+        closed.enter_context(contextlib.closing(connect_reader(path, advice)))
+        closed = closed_first if beside else closed_last
+        try:
+            # Read-only again where the file is protected. It is never made.
+            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=5.0)
+            closed.enter_context(contextlib.closing(connection))
+            connection.execute("PRAGMA query_only = ON")
+        except FileErrors as error:
+            raise refusal(path, error, advice=advice) from error
+        connection.row_factory = sqlite3.Row
+        yield connection
 
 
 def require_ours(path: Path, connection: Connection) -> None:
@@ -96,14 +130,14 @@ def require_ours(path: Path, connection: Connection) -> None:
         raise StoreError(f"{path} is an SQLite database, but not one of speclen's: name another file.")
 
 
-def refusal(path: Path, error: Exception, damaged: bool = False) -> StoreError:
-    """The sentence for an error of SQLite while opening a file. damaged: a check found so, whatever its code."""
+def refusal(path: Path, error: Exception, damaged: bool = False, advice: str = BEGIN_ANEW) -> StoreError:
+    """The sentence for an error of SQLite while opening a file. damaged: a check found so, whatever its code.
+
+    advice: what to do where it is damaged.
+    """
     said = in_one_line(error)
     if damaged or is_corruption(error):
-        return CorruptStoreError(
-            f"{path} is damaged ({said}): restore a backup over it, or let the controller start anew with "
-            "--move-corrupt-aside."
-        )
+        return CorruptStoreError(f"{path} is damaged ({said}): {advice}")
     return StoreError(f"{path} cannot be opened ({said}): check the folder, its permissions and the free space.")
 
 

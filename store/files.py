@@ -30,6 +30,12 @@ class WriterLock:
     """
 
     def __init__(self, database: Path) -> None:
+        if database.is_dir():  # before anything is made beside it
+            raise StoreError(
+                f"{database} cannot be opened, it is a folder: name a file with --db, for example {database / 'speclen.db'}."
+            )
+        if database.exists() and not database.is_file():
+            raise StoreError(f"{database} cannot be opened, it is a device or pipe: name a file with --db.")
         self.database = database
         self._note = os.open(lock_path(database), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._file = -1

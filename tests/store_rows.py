@@ -89,6 +89,13 @@ def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
         connection.close()
 
 
+def spoil_a_value(path: Path) -> None:
+    """Damage one byte of a report's histogram: every page stays whole, and a CHECK constraint no longer holds."""
+    content = path.read_bytes()
+    assert content.count(b"[1,2,1]") >= 1
+    path.write_bytes(content.replace(b"[1,2,1]", b"[1,2#1]", 1))
+
+
 def system_sqlite_rows(path: Path, query: str) -> list[tuple[Any, ...]]:
     """The same through the SQLite that Python itself was built with, as older tools would read it."""
     connection = _plain_sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)

@@ -14,7 +14,7 @@ import fsspec
 import pytest
 from database_rows import write_database
 from fsspec.implementations.memory import MemoryFileSystem
-from store_rows import moment, report, rows, store_now
+from store_rows import moment, report, rows, spoil_a_value, store_now
 
 from speclen.store.backup import check_file
 from speclen.store.backup_place import BackupPlace, restore_newest, stamp
@@ -101,6 +101,21 @@ def test_a_damaged_backup_is_told_and_the_one_before_is_taken(tmp_path, url):
     with pytest.raises(StoreError, match=r"none of 2 backups .* is sound"):
         restore_newest(place, tmp_path / "newer.db", told.append)
     assert not (tmp_path / "newer.db").exists()
+
+
+def test_a_backup_with_a_damaged_value_is_left_out_for_the_one_before(tmp_path):
+    """Such a one was found only once it had been copied, when nobody looked for another any more."""
+    database, place = write_database(tmp_path / "s.db"), BackupPlace(str(tmp_path / "backups"), "s")
+    sound, damaged = place.add(database), place.add(database)
+    spoil_a_value(tmp_path / "backups" / damaged.name)
+    told: list[str] = []
+    assert restore_newest(place, tmp_path / "new.db", told.append) == sound.name
+    assert "CHECK constraint failed in step_reports" in told[0]
+    names = {file.name for file in (tmp_path / "backups").iterdir()}
+    with pytest.raises(StoreError, match=r"is damaged .*: take another copy") as refused:
+        check_file(tmp_path / "backups" / damaged.name)
+    assert "--move-corrupt-aside" not in str(refused.value)
+    assert {file.name for file in (tmp_path / "backups").iterdir()} == names
 
 
 def test_a_place_that_cannot_be_is_one_sentence(tmp_path):

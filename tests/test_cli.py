@@ -2,12 +2,15 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import grpc
 import pytest
 from rich.console import Console
 
@@ -15,7 +18,7 @@ from speclen.cli.app import VERBS, main, settings_of_verb
 from speclen.cli.top import overview
 from speclen.console.environment import check_environment
 from speclen.console.errors import UserError
-from speclen.v1 import control_pb2, generation_pb2
+from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 
 
 def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -183,6 +186,43 @@ def test_help_fits_80_columns_and_keeps_its_brackets():
         said = speclen(verb, "--help", COLUMNS="80").stdout
         assert max(map(len, said.splitlines())) <= 80
         assert "…" not in said, said
+
+
+class Answering(generation_pb2_grpc.GenerationServiceServicer):
+    """A worker that says of itself that it took nine steps."""
+
+    def GetServerInfo(self, request, context):  # noqa: N802
+        return generation_pb2.GetServerInfoResponse(num_steps=9)
+
+
+@contextlib.contextmanager
+def listening(*, worker: bool):
+    """The address of a worker, or of a server of another kind."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    if worker:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(Answering(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
+
+
+def test_top_says_as_json_who_does_not_answer_and_why():
+    """It printed null and was content, also with the address of a controller."""
+    with listening(worker=True) as worker, listening(worker=False) as other:
+        nobody = speclen("top", "--json", "--worker", "127.0.0.1:1", "--worker", other)
+        assert (nobody.returncode, nobody.stdout) == (2, "")
+        assert "no worker answers at 127.0.0.1:1" in nobody.stderr
+        assert f"what answers at {other} is no speclen worker" in nobody.stderr
+        some = speclen("top", "--json", "--worker", worker, "--worker", other)
+        assert some.returncode == 0
+        answers = json.loads(some.stdout)
+        assert (answers[worker]["num_steps"], answers[other]) == ("9", None)
+        assert some.stderr.startswith(f"speclen: what answers at {other} is no speclen worker")
+        all_of_them = speclen("top", "--json", "--worker", worker)
+        assert (all_of_them.returncode, all_of_them.stderr) == (0, "")
 
 
 def test_top_shows_whole_addresses_at_80_columns():

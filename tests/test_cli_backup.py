@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from database_rows import write_database
-from store_rows import moment, report, rows, store_now
+from store_rows import moment, report, rows, spoil_a_value, store_now
 
 from speclen.cli.backup import backup
 from speclen.console.errors import UserError
+from speclen.store.backup import copy as backup_copy
+from speclen.store.connection import StoreError, sqlite3
 from speclen.store.database import Store
 
 
@@ -67,6 +69,53 @@ def test_an_existing_file_is_only_replaced_when_told(tmp_path):
     assert copy.read_text() == "precious"
     to_file(copy, original, overwrite=True)
     assert rows(copy, "SELECT count(*) FROM step_reports") == [(3,)]
+
+
+def zero_a_page(path: Path) -> None:
+    [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
+    content = bytearray(path.read_bytes())
+    content[(page - 1) * 4096 : page * 4096] = bytes(4096)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [spoil_a_value, zero_a_page])
+def test_a_database_that_cannot_be_copied_is_named_and_not_the_place(tmp_path, harm):
+    """Whoever was told that the place cannot be written looked at the wrong disk."""
+    database, copy = write_database(tmp_path / "s.db"), tmp_path / "copy.db"
+    harm(database)
+    with pytest.raises(UserError, match=r"s\.db cannot be copied \(.*\): look at it with `speclen doctor`") as refused:
+        to_file(copy, database)
+    assert "copy.db" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir() if "copy" in path.name] == []
+
+
+def test_an_error_of_reading_is_the_databases_and_one_of_writing_the_places(tmp_path):
+    """SQLite says "disk I/O error" of both: the database is read again to tell which it was."""
+    copy = tmp_path / "copy.db"
+
+    class Source:
+        """An open database of which no copy can be made. whole: whether it can be read."""
+
+        def __init__(self, whole: bool) -> None:
+            self.whole = whole
+
+        def backup(self, target: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        def execute(self, query: str) -> Source:
+            if "integrity_check" in query and not self.whole:
+                raise sqlite3.OperationalError("disk I/O error")
+            self.row = (0, "main", "/data/s.db") if "database_list" in query else ("ok",)
+            return self
+
+        def fetchone(self) -> tuple[object, ...]:
+            return self.row
+
+    with pytest.raises(StoreError, match=r"/data/s\.db cannot be copied \(disk I/O error\)"):
+        backup_copy(Source(whole=False), copy)
+    with pytest.raises(StoreError, match=r"copy\.db cannot be written \(disk I/O error\)"):
+        backup_copy(Source(whole=True), copy)
 
 
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):

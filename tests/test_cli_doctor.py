@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from database_rows import write_database
-from store_rows import moment, report, rows, store_now
+from store_rows import moment, report, rows, spoil_a_value, store_now
 from typer.testing import CliRunner
 
 from speclen.cli import doctor as module
 from speclen.cli.app import app
 from speclen.cli.doctor import examine
 from speclen.console.errors import UserError
-from speclen.store.connection import connect_writer, sqlite3
+from speclen.store.connection import CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
 from speclen.store.schema import migrations
 from speclen.store.schema.migrations import migrate
@@ -58,6 +62,73 @@ def test_a_damaged_page_is_found(tmp_path):
     path.write_bytes(content)
     assert statuses(path)["integrity"] == "failed"
     assert "restore a backup" in advice(path, "integrity")
+
+
+def test_a_damaged_value_is_found_and_nothing_is_changed_or_left_behind(tmp_path):
+    """Read-only, SQLite leaves CHECK constraints out: what the controller refuses at its start passed for sound."""
+    path = write_database(tmp_path / "s.db")
+    spoil_a_value(path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    found = {finding.check: finding for finding in examine(path)}["integrity"]
+    assert (found.status, found.found) == ("failed", "CHECK constraint failed in step_reports")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    with pytest.raises(CorruptStoreError):
+        Store.open(path)
+
+
+def killed_while_writing(path: Path) -> None:
+    """Leave a database as a controller does that was killed: two reports stand in the WAL alone."""
+    lines = ["import os, sys", "sys.path.insert(0, sys.argv[2])", "from store_rows import moment, store_now"]
+    lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
+    lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines), path, Path(__file__).parent], check=True)
+
+
+def test_the_wal_of_a_killed_controller_stays_as_it_is(tmp_path):
+    """The last connection that may write moves a WAL into the file and deletes it: a look must not."""
+    path, link = tmp_path / "s.db", tmp_path / "links" / "other.db"
+    killed_while_writing(path)
+    link.parent.mkdir()
+    link.symlink_to(path)
+    before = path.read_bytes(), path.with_name("s.db-wal").read_bytes()
+    assert before[1]
+    for name in (path, link):
+        assert statuses(name)["integrity"] == "ok"
+        assert (path.read_bytes(), path.with_name("s.db-wal").read_bytes()) == before
+    assert list(link.parent.iterdir()) == [link]
+
+
+def test_the_wal_of_a_controller_that_runs_stays(tmp_path):
+    """Another process looks, as people do; the writer goes on in the same files."""
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1])) is None
+    files = {file: file.stat().st_ino for file in tmp_path.iterdir()}
+    assert len(files) == 4
+    for seq in (2, 3):
+        command = [sys.executable, "-m", "speclen.cli.app", "doctor", "--db", str(store.path), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = {finding["check"]: finding for finding in json.loads(done.stdout)}
+        assert found["writer"]["found"] == "a controller is running"
+        assert found["integrity"]["status"] == "ok"
+        assert {file: file.stat().st_ino for file in tmp_path.iterdir()} == files
+        assert store_now(store, moment([seq])) is None
+    store.close()
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
+def test_a_file_that_cannot_be_written_is_checked_as_far_as_that_goes(tmp_path, monkeypatch):
+    path = write_database(tmp_path / "s.db")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    found = {finding.check: finding for finding in examine(path)}["integrity"]
+    assert (found.status, "values were not checked" in found.found) == ("ok", True)
+
+
+def test_a_lock_that_may_not_be_looked_at_is_a_finding(tmp_path, monkeypatch):
+    path = write_database(tmp_path / "s.db")
+    monkeypatch.setattr(module, "is_locked", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    found = {finding.check: finding for finding in examine(path)}
+    assert (found["writer"].status, found["writer"].found) == ("warning", "cannot be told (Permission denied)")
+    assert found["integrity"].status == "ok"
 
 
 def test_a_dangling_reference_is_found(tmp_path):
@@ -129,6 +200,15 @@ def test_a_file_that_is_no_database_fails_and_a_missing_one_is_refused(tmp_path)
     assert statuses(tmp_path / "text.db") == {"file": "failed"}
     with pytest.raises(UserError, match="there is no database"):
         examine(tmp_path / "none.db")
+
+
+def test_what_is_wrong_with_a_file_is_quoted_with_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.db").write_text("hello " * 1000)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", "--db", "bad.db"]).stdout
+    assert "bad.db is damaged (file is not a database). Restore a backup over it" in shown
+    assert shown.rstrip().endswith("--move-corrupt-aside.")
+    assert ".." not in shown
 
 
 def test_the_exit_code_says_whether_something_failed(tmp_path):

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from control_fakes import group, registration
 from database_rows import write_database
-from store_rows import rows
+from store_rows import rows, spoil_a_value
 from test_controller_process import address_of, report_some, start
 
 from speclen.cli.backup import backup
@@ -138,3 +138,15 @@ def test_what_is_no_backup_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"no backup at .*absent"):
         bring_back(tmp_path / "absent", tmp_path / "s.db")
     assert not (tmp_path / "s.db").exists()
+
+
+@pytest.mark.parametrize("harm", [spoil_a_value, lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(5000))])
+def test_a_damaged_backup_gets_advice_that_restore_can_follow(tmp_path, harm):
+    """It advised a flag of the controller."""
+    backup = write_database(tmp_path / "backup.db")
+    harm(backup)
+    before = {file.name for file in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"backup\.db is damaged .*: take another copy") as no:
+        bring_back(backup, tmp_path / "s.db")
+    assert "--move-corrupt-aside" not in str(no.value)
+    assert {file.name for file in tmp_path.iterdir()} == before

@@ -1,20 +1,27 @@
 """The law: stored reports give the stored decisions again, to the last bit, and a choice can be explained in numbers."""
 
 import json
+import shutil
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
 from control_fakes import CONTEXT, LIMITS, identity, registration, run, served
+from store_rows import context
 from typer.testing import CliRunner
 
 from speclen.cli.explain import explain as explain_verb
 from speclen.cli.replay import replay as replay_verb
+from speclen.console.errors import UserError
+from speclen.console.history import find_context
 from speclen.controller.analysis.accuracy import spread
 from speclen.controller.analysis.explain import Change, explain, in_words
 from speclen.controller.analysis.replay import ContextAdded, GroupObserved, ProfileImported, cost_of, replay
 from speclen.controller.estimator.estimator import Estimator
-from speclen.store.connection import connect_reader
+from speclen.store.connection import connect_reader, sqlite3
+from speclen.store.records import StoredState
 from speclen.v1 import control_pb2 as pb
 from tests.steps_of import KEY, Steps, controller_for, profile_of, serve
 from tests.steps_of import LIMITS as STEP_LIMITS
@@ -201,10 +208,69 @@ def test_a_stored_choice_is_explained(database):
     [
         (["--batch", "99"], "batch size 99 is beyond"),
         (["--batch", "4", "--context", "elsewhere"], "no context is called 'elsewhere'"),
+        (["--batch", "4", "--worker", "typo"], "no worker of context 1 is called 'typo'; known are w"),
     ],
 )
 def test_bad_questions_get_a_sentence(database, arguments, sentence):
     assert sentence in str(call(explain_verb, "--db", str(database), *arguments).exception)
+
+
+def test_digits_alone_are_the_number_of_a_context_though_a_hash_holds_them():
+    rows = [context(number, target="t#5904bc", device=f"gpu-{number}") for number in (1, 2)]
+    stored = StoredState(contexts=tuple(rows))
+    assert find_context(stored, "2") == rows[1]
+    assert find_context(stored, "gpu-1") == rows[0]
+    for text in ("9", "90"):
+        with pytest.raises(UserError, match=f"no context is called '{text}'"):
+            find_context(stored, text)
+
+
+def damaged(database: Path, folder: Path, change: str) -> Path:
+    """A copy in which a byte went wrong, as SQL that breaks the schema's rules."""
+    copy = folder / "damaged.db"
+    shutil.copyfile(database, copy)
+    with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        assert connection.execute(change).rowcount
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("verb", "change", "words"),
+    [
+        (
+            replay_verb,
+            "UPDATE step_reports SET accepted_histogram = '[1#2]' WHERE seq = 7",
+            "the reports in the database",
+        ),
+        (replay_verb, "UPDATE step_reports SET copying = '{\"plan\"#1}' WHERE seq = 7", "the reports in the database"),
+        (replay_verb, "UPDATE learned_states SET state = '{#' WHERE scope = 'context'", "what context 1 learned"),
+        (explain_verb, "UPDATE learned_states SET state = '{#' WHERE scope = 'context'", "what context 1 learned"),
+    ],
+)
+def test_a_damaged_row_is_one_sentence(database, tmp_path, verb, change, words):
+    """It was a traceback of the JSON parser."""
+    batch = ["--batch", "4"] if verb is explain_verb else []
+    error = call(verb, "--db", str(damaged(database, tmp_path, change)), *batch).exception
+    assert isinstance(error, UserError)
+    assert words in str(error)
+    assert "cannot be read" in str(error)
+
+
+def test_what_part_of_the_reports_the_costs_are_of_is_said(database):
+    """Steps that copied or did more than decode say nothing of how long a length takes: once they went without a word."""
+    document = json.loads(call(replay_verb, "--db", str(database), "--policies", "none,fixed:1", "--json").stdout)
+    for cost in document["costs"]:
+        assert cost["num_reported_steps"] == 240
+        assert cost["num_steps"] <= 240 - 240 // 17, "every 17th had a prompt in it"
+        assert 0.0 < cost["actual_s"] < cost["reported_s"]
+    cost = document["costs"][0]
+    percents = 100 * cost["num_steps"] / 240, 100 * cost["actual_s"] / cost["reported_s"]
+    printed = " ".join(call(replay_verb, "--db", str(database), "--policies", "none").output.split())
+    assert (
+        f"generated in {percents[0]:.3g}% of the reported steps ({percents[1]:.3g}% of their time; the others"
+        in printed
+    )
 
 
 def test_an_unknown_policy_is_refused(database):

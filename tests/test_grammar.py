@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import engines
@@ -27,6 +29,7 @@ from speclen.worker.sampling.noise import make_key
 from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
 from speclen.worker.structured import source, trial
 
+BUNDLED = Path(__file__).parent.parent / "worker" / "bundled" / "target"
 VOCAB = 5
 END = 4
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -71,6 +74,9 @@ class TableMatcher:
     def deep_copy(self) -> TableMatcher:
         assert not self.dead
         return TableMatcher(self.table, list(self.read), self.failed_at, 0, self.poison, self.unreadable)
+
+    def is_accepting(self) -> bool:
+        return END in self.table[self.read[-1]]
 
     def is_error(self) -> bool:
         return self.dead or (self.failed_at is not None and len(self.read) > self.failed_at)
@@ -417,6 +423,9 @@ class FailingMatcher(TableMatcher):
         self.read.append(sampled_token)
         return True
 
+    def is_accepting(self) -> bool:
+        return True
+
     def deep_copy(self) -> FailingMatcher:
         return FailingMatcher({}, failed_at=3)
 
@@ -437,10 +446,10 @@ def test_a_grammar_that_fails_ends_its_own_request(length: int) -> None:
 
 @pytest.fixture(scope="module")
 def crowded(prepared: Any) -> Grammar:
-    """A letter, then "kk" or "z" and one of 2,500 rules, which are more at once than llguidance looks at."""
+    """A letter, then "kk" or "z", a digit and one of 2,500 rules, which are more at once than may be looked at."""
     rules = [f'r{number}: "a" "{number}"' for number in range(2500)]
     either = " | ".join(f"r{number}" for number in range(2500))
-    return prepared("grammar", "\n".join([f'start: /[a-j]/ ("k" "k" | "z" ({either}))', *rules]))
+    return prepared("grammar", "\n".join([f'start: /[a-j]/ ("k" "k" | "z" /[0-9]/ ({either}))', *rules]))
 
 
 def test_drafts_into_what_is_too_complex_change_nothing(crowded: Grammar) -> None:
@@ -472,3 +481,58 @@ def test_drafts_into_what_is_too_complex_change_nothing(crowded: Grammar) -> Non
     ends = [reason for _, _, reason, _ in found[0].values()]
     assert FinishReason.STOP in ends
     assert FinishReason.ABORT in ends, "what is never met proves nothing"
+
+
+def test_a_grammar_of_which_a_mask_takes_long_is_ended(prepared: Any) -> None:
+    """Story: 33 characters, and steps of all rows took seconds: what is looked at grows with the square of the output."""
+    text = (BUNDLED / "tokenizer.json").read_text()
+    matching = trial.make_tokenizer(text, None, [tiny_models.EOS_ID])
+    grammar = source.source(StructuredOutput("grammar", 'start: start start | "a" | ""', ""))
+    matcher = trial.make_matcher(matching, grammar)
+    letter, num_read = matching.tokenize_str("a")[0], 0
+    while not matcher.is_error() and num_read < 1000:
+        matcher.compute_bitmask()
+        num_read += matcher.consume_token(letter)
+    assert 100 < num_read < 500
+    assert "Too many items (limit 2000" in matcher.get_error()
+    properties = {f"property {number}": {"type": "string"} for number in range(150)}
+    usual = prepared("json_schema", {"type": "object", "properties": properties, "additionalProperties": False})
+    assert (
+        engines.generate(engines.make_engine(chooser=2), structured("b", usual, [3], max_tokens=60)).last("b").error
+        is None
+    )
+
+
+class SlowMatcher(FailingMatcher):
+    """Allows everything, slowly."""
+
+    def compute_bitmask(self) -> bytes:
+        time.sleep(SLOW_S)
+        return super().compute_bitmask()
+
+    def deep_copy(self) -> SlowMatcher:
+        return SlowMatcher({})
+
+
+SLOW_S = 0.05
+
+
+def test_what_a_slow_grammar_takes_teaches_no_step_time() -> None:
+    chooser = RandomLengths(longest=0)
+    grammar = Grammar(SlowMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
+    asked = structured("a", grammar, [3, 4], max_tokens=8, ignore_eos=True)
+    engines.generate(engines.make_engine(chooser=chooser), asked)
+    taken = [result.latency_s for result in chooser.results]
+    assert len(taken) == 7
+    assert min(taken) < SLOW_S / 2, "a step of the tiny models takes some 2 ms"
+
+
+def test_the_text_of_an_end_token_ends_nothing(prepared: Any) -> None:
+    """Story: where a grammar asks for it, the token itself was allowed, and the output had ended as if that were all."""
+    end = tiny_models.tokenizer().decode([tiny_models.EOS_ID])
+    for kind, wanted in (("choice", [f"{end}x"]), ("json_schema", {"const": end})):
+        asked = structured("a", prepared(kind, wanted), [5, 6], max_tokens=60)
+        last = engines.generate(engines.make_engine(chooser=2), asked).last("a")
+        assert last.finish_reason is FinishReason.ABORT
+        assert last.error is not None
+        assert last.error.endswith("it wants the text of an end token, which would end the output")

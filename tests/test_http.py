@@ -298,6 +298,9 @@ def test_without_the_key_nothing_is_told(tmp_path):
         for path in ("/health", "/metrics", "/version", "/v1/models", "/openapi.json", "/nowhere"):
             answer = httpx.get(f"http://{locked.http}{path}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        for scheme in ("bearer ", "BEARER  "):  # no matter to RFC 9110
+            given = {"Authorization": f"{scheme}{KEY}"}
+            assert httpx.get(f"http://{locked.http}/health", headers=given).status_code == 200
         twice = [("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer no")]
         assert httpx.get(f"http://{locked.http}/health", headers=twice).status_code == 401
 

@@ -43,7 +43,7 @@ def post(worker, body, path="/v1/completions"):
         (b"[" * 100_000, 400, None, ""),
         (b"\xff\xfe", 400, None, ""),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400, None, ""),
-        ([], 400, None, "dictionary"),
+        ([], 400, None, "the body: input should be an object"),
         ({}, 400, "prompt", "required"),
         ({"prompt": None}, 400, "prompt", "prompt"),
         ({"prompt": 7}, 400, "prompt", "prompt"),
@@ -112,6 +112,60 @@ def test_wrong_chats(worker, body, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+LONG = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("prompt", ["a"] * 65, "prompt: list should have at most 64 items, not 65"),
+        ("prompt", [[5]] * 65, "prompt: list should have at most 64 items, not 65"),
+        ("prompt", 7, "prompt: input should be a valid string or a valid list"),
+        ("prompt", [-1], "prompt.0: input should be greater than or equal to 0"),
+        ("prompt", ["a", 5], "prompt.1: input should be a valid string"),
+        ("prompt", [5] * 99 + ["a"], "prompt.99: input should be a valid integer"),
+        ("prompt", [[5, "a"]], "prompt.0.1: input should be a valid integer"),
+        ("prompt", [1.5], "prompt.0: input should be a valid integer or a valid string or a valid list"),
+        ("stop", ["x"] * 17, "stop: list should have at most 16 items, not 17"),
+        ("stop", ["x", 5], "stop.1: input should be a valid string"),
+        ("speculation", "x", "speculation: input should be a valid integer or 'auto' or 'off'"),
+        ("speculation", 99, "speculation: input should be less than or equal to 64"),
+        ("messages", [{"role": "user", "content": LONG}], "messages.0.content.1.type: input should be 'text'"),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text: field required"),
+        ("messages", [7], "messages.0: input should be an object"),
+        ("logit_bias", {"x": 1}, "logit_bias: key 'x' is no token id"),
+        (
+            "structured_outputs",
+            {"json": 5},
+            "structured_outputs.json: input should be an object or a valid string or a valid boolean",
+        ),
+    ],
+)
+def test_of_fields_that_take_several_kinds_the_one_that_was_meant_speaks(worker, field, value, words):
+    """Story: 65 prompts gave "prompt.str: input should be a valid string", as if lists were not taken at all."""
+    path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
+    error = post(worker, {"prompt": "a", field: value}, path).json()["error"]
+    assert (error["message"], error["param"]) == (words, field)
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "'application/x-www-form-urlencoded'"),
+        ({"Content-Type": "text/plain;charset=UTF-8"}, "'text/plain'"),
+        ({}, "has no Content-Type"),
+    ],
+)
+def test_a_body_that_does_not_say_that_it_is_json_is_told_how(worker, headers, words):
+    """It is not read: a browser sends such a one for any page that asks it to."""
+    answer = httpx.post(f"{worker.url}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == 415
+    assert words in answer.json()["error"]["message"]
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+    other = {"Content-Type": "application/json; charset=utf-8"}
+    assert httpx.post(f"{worker.url}/tokenize", content=b'{"prompt": "a"}', headers=other).status_code == 200
+
+
 def test_an_answer_too_large_to_put_together_is_refused(worker):
     body = {"prompt": "a", "n": 64, "max_tokens": 200, "logprobs": 20}
     answer = post(worker, body)
@@ -151,7 +205,7 @@ def test_wrong_paths_and_methods(worker):
         assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")
     assert httpx.get(f"{worker.url}/v1/completions").headers["allow"] == "POST"
     form = httpx.post(f"{worker.url}/v1/completions", data={"prompt": "a"})
-    assert form.status_code == 400
+    assert form.status_code == 415
 
 
 def test_a_body_too_large_is_refused_before_it_is_read(worker):

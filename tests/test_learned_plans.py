@@ -420,6 +420,20 @@ def test_rows_of_a_class_tell_of_as_many_tokens_as_they_put_out():
     assert tokens_of(estimator, 8) == pytest.approx(3.0, rel=0.05), "as before, as long as nobody plays something else"
 
 
+def test_a_row_puts_out_one_token_a_step_at_least():
+    """Story: a mean of ones came out as 0.9999999999999999, and the database refused the row."""
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(16, 8, 16))
+    context = estimator.context(KEY)
+    reviews = context.main.acceptance.reviews
+    reviews.learn([(reviews.count(OutputReview(0, *[bytes(64)] * 3, bytes(64))), 1.0)] * 50)
+    dice = np.random.default_rng(1)
+    for _ in range(200):
+        context.by_class[:] = dice.random(context.by_class.shape) * 1000
+        assert context.tokens(context.main).min() >= 1.0
+    assert reviews.num_outputs > 0
+
+
 def test_classes_stay_told_apart_however_many_outputs_were_reviewed():
     """One in eight rows is hot, and every other review of a hot one: that is no reason to take half of the rows for hot."""
     estimator = Estimator()

@@ -10,6 +10,7 @@ from test_store_views import store, view  # noqa: F401
 from speclen.cli.top import table_cells
 from speclen.console.learned_table import plan_lines
 from speclen.controller.analysis.explain import explain, in_words
+from speclen.controller.estimator.plans.reviews import OutputReview
 from speclen.store.records import Commit, PlanEstimateRow
 from speclen.v1 import control_pb2, generation_pb2
 from speclen.worker.config import WorkerConfig
@@ -24,6 +25,34 @@ def test_explain_says_why_rows_copy_and_what_the_runner_up_would_cost():
     assert "copied tokens are accepted in" in words[2]
     assert sum("would need" in sentence for sentence in words) == 2, "the best other plan, and the best length"
     assert "copy>=" in words[-1] or any("last changed" in sentence and "copy>=" in sentence for sentence in words)
+
+
+def test_the_numbers_of_a_plan_that_copies_can_all_be_true():
+    """What whole outputs tell moved the tokens of a step, and not the share of rows that copy, which said far too little."""
+    played = Played(REPEATING)
+    played.serve(120)
+    taught = explain(played.estimator, KEY, 8)
+    review = OutputReview(0, bytes([8] * 64), bytes([16] * 64), bytes([16] * 64), bytes([0] * 64))
+    for _ in range(40):
+        steps = [played.step(8, played.plan(8))._replace(reviews=(review,) * 4) for _ in range(8)]
+        played.estimator.observe(KEY, steps, "w")
+    told = explain(played.estimator, KEY, 8)
+    for each in (taught, told):
+        rows, plan = each.copying_rows, each.plan
+        assert rows is not None
+        assert plan is not None
+        of_all = rows.share * rows.tokens + (1.0 - rows.share) * rows.tokens_of_others
+        assert of_all == pytest.approx(plan.expected_tokens)
+        assert rows.tokens <= 1 + plan.plan.copy_max_tokens
+        assert 0.0 < rows.right <= 1.0
+        assert f"{100 * rows.share:.0f}% of the rows find" in in_words(each)[2]
+    plans = played.estimator.context(KEY).main.plans
+    assert plans is not None
+    assert not told.plan.plan.draft_length
+    by_steps = float(plans.now().share[plans.place[told.plan.plan]])
+    assert 1 + by_steps * told.plan.plan.copy_max_tokens < told.plan.expected_tokens, (
+        "the share that single steps taught"
+    )
 
 
 def test_explain_says_what_copying_would_cost_where_it_is_not_done():

@@ -205,8 +205,12 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(StoreError, match=r"There is no database at .*missing\.db"):
         connect_reader(tmp_path / "missing.db")
     (tmp_path / "folder.db").mkdir()
-    with pytest.raises(StoreError, match=r"folder\.db cannot be opened"):
-        Store.open(tmp_path / "folder.db")
+    os.mkfifo(tmp_path / "pipe.db")
+    for name in ("folder.db", "pipe.db"):
+        with pytest.raises(StoreError, match=rf"{name} cannot be opened, it is a .*: name a file with --db"):
+            Store.open(tmp_path / name)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"file", "folder.db", "pipe.db"}, "a lock was left beside a folder that was given for a file"
 
 
 def small_config(**changes: int) -> StoreConfig:

@@ -45,7 +45,9 @@ def worker() -> Iterator[HttpWorker]:
 
 
 def post(worker: HttpWorker, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{worker.url}/v1/completions", json={"prompt": "a", "max_tokens": 80, **fields}, timeout=60)
+    content = json.dumps({"prompt": "a", "max_tokens": 80, **fields})  # in ASCII, so that halves of characters go, too
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(f"{worker.url}/v1/completions", content=content, headers=headers, timeout=60)
 
 
 def over_grpc(worker: HttpWorker, wanted: pb.StructuredOutput, **sampling: Any) -> list[pb.GenerateComplete]:
@@ -141,6 +143,20 @@ def test_a_stream_and_several_prompts(worker: HttpWorker) -> None:
             "response_format",
             "http://x.test/y",
         ),
+        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs", "regex holds half a character"),
+        (
+            {"structured_outputs": {"grammar": 'start: "\ud800"'}},
+            "structured_outputs",
+            "grammar holds half a character",
+        ),
+        ({"structured_outputs": {"choice": ["a", "\ud800"]}}, "structured_outputs", "choice holds half a character"),
+        ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs", "json holds half a character"),
+        ({"structured_outputs": {"json": '{"const": "\ud800"}'}}, "structured_outputs", "json holds half a character"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "\ud800"}},
+            "structured_outputs",
+            "structured_outputs.whitespace_pattern holds half a character",
+        ),
         ({"guided_json": {"type": "object"}}, "guided_json", 'write structured_outputs: {"json": …} instead'),
     ],
 )
@@ -152,6 +168,42 @@ def test_what_is_wrong_is_named(worker: HttpWorker, fields: dict[str, Any], para
     assert words in error["message"]
     assert "\n" not in error["message"]
     assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize("choice", ["\x7f", "".join(map(chr, range(32))), '"\\', "\x80\u2028\ufffe", "\U0001f642"])
+def test_a_choice_may_hold_any_character(worker: HttpWorker, choice: str) -> None:
+    """Story: the last control character of ASCII, which JSON's strings hold and Lark's do not, was a "lexer error"."""
+    answer = post(worker, structured_outputs={"choice": [choice]}, max_tokens=100)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == choice
+
+
+class Cat(pydantic.BaseModel, extra="forbid"):
+    kind: Literal["cat"] = "cat"
+    lives: Literal[7, 9]
+
+
+class Dog(pydantic.BaseModel, extra="forbid"):
+    kind: Literal["dog"] = "dog"
+    age: int = pydantic.Field(ge=0, le=30)
+
+
+class Pet(pydantic.BaseModel, extra="forbid"):
+    pet: Cat | Dog = pydantic.Field(discriminator="kind")
+
+
+def test_branches_of_which_one_must_fit_are_read_as_any_that_fits(worker: HttpWorker) -> None:
+    """Story: of pydantic's unions the library asked for an option that no caller could set."""
+    for schema in (Pet.model_json_schema(), Pet.model_json_schema(mode="serialization")):
+        assert "oneOf" in json.dumps(schema)
+        answer = post(worker, structured_outputs={"json": schema, "disable_any_whitespace": True}, seed=1, n=4)
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            assert choice["finish_reason"] == "stop"
+            pet = json.loads(choice["text"])["pet"]
+            Pet(pet={"kind": "cat" if "lives" in pet else "dog"} | pet)  # pydantic wants the tag, its schema may not
+    overlapping = {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}
+    assert post(worker, structured_outputs={"json": overlapping}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -175,6 +227,19 @@ def test_a_worker_without_the_library_says_so(worker: HttpWorker, monkeypatch: p
     answer = post(worker, structured_outputs={"regex": "never asked for before"})
     assert answer.status_code == 400
     assert "pip install 'speclen[grammar]'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("wanted", [{"grammar": 'start: "a" start'}, {"json": {"const": "<|endoftext|>"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_turns_out_to_be_too_much_is_the_callers_fault(
+    worker: HttpWorker, wanted: dict[str, Any], stream: bool
+) -> None:
+    """Story: it was a 500 that asked to try again, which the official clients do."""
+    answer = post(worker, structured_outputs=wanted, stream=stream)
+    assert stream or answer.status_code == 400
+    assert "the grammar cannot be followed any further" in answer.text
+    assert "invalid_request_error" in answer.text
+    assert "try it again" not in answer.text
 
 
 # Preparing grammars.

@@ -104,6 +104,24 @@ def test_each_of_several_tokens_opens_and_says_who_it_is(tmp_path):
         ClientSecurity(token_file=file).metadata()
 
 
+@pytest.mark.parametrize(
+    ("header", "right"),
+    [
+        (f"bearer {TOKEN}", True),
+        (f"BEARER  {TOKEN}".encode(), True),
+        (f"Bearer {TOKEN.upper()}", False),
+        (f"Bearer{TOKEN}", False),
+        (f"Basic {TOKEN}", False),
+        (TOKEN, False),
+        ("bearer", False),
+        ("", False),
+    ],
+)
+def test_the_scheme_may_be_written_in_any_case_and_the_token_not(header, right):
+    both = Keyring([TOKEN, TOKEN[::-1]])
+    assert both.caller(header) == (both.caller(f"Bearer {TOKEN}") if right else None)
+
+
 @pytest.mark.parametrize("content", ["", "short", "ünprintable-enough-token", "0123456789abcde\x07f"])
 def test_weak_tokens_are_refused(tmp_path, content):
     path = tmp_path / "token"

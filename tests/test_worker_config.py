@@ -1,11 +1,19 @@
 """Settings that cannot work are refused by name, and defaults suit the machine."""
 
+import re
+import socket
+
 import pytest
 
+from speclen.worker import config as settings_of_workers
 from speclen.worker.backends.threads import default_threads
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.drafting.plan import COPYING, Plan
+from speclen.worker.engine.config import BACKENDS
+from speclen.worker.models.loading import DTYPES
+from speclen.worker.models.quantize import WEIGHTS
 from speclen.worker.service.assembly import initial_table, max_copied
+from speclen.worker.service.server import check_config
 
 
 @pytest.mark.parametrize(
@@ -98,8 +106,64 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
             "--plan 'plain' and --policy none say different things: give one of them",
         ),
         ({"max_kv_tokens": 10}, "--max-kv-tokens is 10; it must be 0, for as many as fit, or at least 256"),
+        ({"backend": "x"}, "--backend 'x' is not known; use auto, torch, openvino"),
+        ({"dtype": "x"}, "--dtype 'x' is not known; use auto, float32, bfloat16, float16"),
+        ({"weights": "x"}, "--weights 'x' is not known; use full or int8"),
+        ({"device": "x"}, "--device 'x' is not known; use auto, cpu, cuda or cuda:N"),
+        ({"device": "mps"}, "--device 'mps' is not known; use auto, cpu, cuda or cuda:N"),
+        ({"weights": "int8", "backend": "torch"}, "--weights int8 saves nothing on torch: use --backend openvino"),
     ],
 )
 def test_what_cannot_work_is_told_before_torch_is_imported(settings, words):
     with pytest.raises(ValueError, match=words):
         WorkerConfig(**settings)
+
+
+def test_what_is_known_before_torch_is_imported_is_what_its_modules_know():
+    ours = (settings_of_workers.BACKENDS, settings_of_workers.DTYPES, settings_of_workers.WEIGHTS)
+    assert ours == (BACKENDS, ("auto", *DTYPES), WEIGHTS)
+    for device in ("auto", "cpu", "cpu:0", "cuda", "cuda:1"):
+        assert WorkerConfig(device=device).device == device
+
+
+def free_addresses(count):
+    """Addresses that nothing listens on, all different."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return [f"127.0.0.1:{port}" for port in ports]
+
+
+@pytest.mark.parametrize("name", ["listen", "http_listen", "metrics_listen", "probe_listen"])
+def test_a_taken_port_is_told_before_anything_is_loaded(name):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = WorkerConfig(**{"listen": "127.0.0.1:0", name: f"127.0.0.1:{taken.getsockname()[1]}"})
+        with pytest.raises(OSError, match=f"cannot listen on .*; choose another with --{name.replace('_', '-')}"):
+            check_config(config)
+
+
+@pytest.mark.parametrize("other", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_two_ways_in_at_one_port_are_told_before_anything_is_loaded(other):
+    """Story: each port was free by itself, and the second one taken once both models had been compiled."""
+    (address,) = free_addresses(1)
+    config = WorkerConfig(listen=address, http_listen=address.replace("127.0.0.1", other))
+    with pytest.raises(OSError, match=r"--listen does already; choose another with --http-listen"):
+        config.check_addresses()
+    one, two = free_addresses(2)
+    WorkerConfig(
+        listen=one, http_listen=two, metrics_listen="127.0.0.1:0", probe_listen="127.0.0.1:0"
+    ).check_addresses()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"device": "cuda:99"}, "device 'cuda:99' "),
+        ({"backend": "openvino", "dtype": "float16", "device": "cpu"}, "--backend openvino: "),
+        ({"weights": "int8", "dtype": "float16", "device": "cpu"}, "--weights int8 needs OpenVINO: "),
+    ],
+)
+def test_what_this_machine_cannot_do_is_told_before_anything_is_loaded(settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_config(WorkerConfig(listen="127.0.0.1:0", **settings))

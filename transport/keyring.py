@@ -15,11 +15,18 @@ class Keyring:
 
     def caller(self, header: str | bytes) -> str | None:
         """Who sent this `authorization`: None for a wrong one, and nothing where all callers share one token."""
-        given, found = digest(header), None
+        given, found = digest(as_expected(header)), None
         for expected in self._expected:
             if hmac.compare_digest(given, expected):
                 found = f"token:{expected.hex()[:16]}"
         return found if found is None or len(self._expected) > 1 else ""
+
+
+def as_expected(header: str | bytes) -> bytes:
+    """The header with its scheme as the digests have it: case does not matter there, nor spaces behind (RFC 9110, 11.4)."""
+    given = header.encode() if isinstance(header, str) else header
+    scheme, _, token = given.partition(b" ")
+    return b"Bearer " + token.lstrip(b" ") if scheme.lower() == b"bearer" else given
 
 
 def digest(text: str | bytes) -> bytes:

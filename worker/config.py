@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
+from speclen.transport.address import check_free, split_address
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
-from speclen.transport.settings import check_bounds, setting
+from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.drafting.plan import COPYING, PlannedBucket, parse_plans
 from speclen.worker.models.naming import AUTO, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
+# What the modules that import torch know, for whoever should be told before that: it takes seconds.
+BACKENDS = ("auto", "torch", "openvino")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("full", "int8")
+DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
+EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port from all others
 POLICY = re.compile(r"adaptive|profile|none|copy|fixed:(\d{1,2})")
 
 
@@ -112,6 +120,7 @@ class WorkerConfig:
         check_bounds(self)
         if self.controller_by not in ("context", "worker"):
             raise ValueError(f"--controller-by {self.controller_by!r} is unknown: use context or worker")
+        self.check_models()
         object.__setattr__(self, "draft", draft_of(self.target, self.draft))
         kind, length = parse_policy(self.policy)
         if length is not None and length > self.max_length:
@@ -127,6 +136,29 @@ class WorkerConfig:
     @property
     def has_draft(self) -> bool:
         return self.draft not in ("", "none")
+
+    def check_models(self) -> None:
+        """Raises ValueError for a way of running models that is none."""
+        if self.backend not in BACKENDS:
+            raise ValueError(f"--backend {self.backend!r} is not known; use {', '.join(BACKENDS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype!r} is not known; use {', '.join(DTYPES)}")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"--weights {self.weights!r} is not known; use {' or '.join(WEIGHTS)}")
+        if not DEVICE.fullmatch(self.device):
+            raise ValueError(f"--device {self.device!r} is not known; use auto, cpu, cuda or cuda:N")
+        if self.weights == "int8" and self.backend == "torch":
+            raise ValueError("--weights int8 saves nothing on torch: use --backend openvino, or --weights full")
+
+    def check_addresses(self) -> None:
+        """Raises OSError when an address is taken, by a program or by another of the worker's own; ValueError for none."""
+        names = ("listen", "metrics_listen", "http_listen", "probe_listen")
+        given = {flag(name): getattr(self, name) for name in names if getattr(self, name)}
+        for name, address in given.items():
+            check_free(name, address)
+        for other, name in combinations(given, 2):
+            if same_port(split_address(other, given[other]), split_address(name, given[name])):
+                raise OSError(f"cannot listen on {given[name]}: {other} does already; choose another with {name}")
 
     def check_plans(self) -> None:
         """Raises ValueError when `--plan` cannot be followed."""
@@ -165,6 +197,12 @@ class WorkerConfig:
         return ClientSecurity(
             self.controller_ca, self.controller_cert, self.controller_key, self.controller_token_file, "--controller-"
         )
+
+
+def same_port(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    """Whether two addresses cannot both be listened on; a port 0 is whatever is free."""
+    hosts = {"127.0.0.1" if host == "localhost" else host for host, _ in (one, other)}
+    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(EVERYWHERE))
 
 
 def parse_policy(policy: str) -> tuple[str, int | None]:

@@ -12,24 +12,37 @@ from rich.table import Table
 from rich.text import Text
 
 from speclen.console.database import reading
-from speclen.console.engine_tables.formats import READERS, Range, length_at, ranges_of, read_table
+from speclen.console.engine_tables.formats import (
+    READERS,
+    Range,
+    length_at,
+    ranges_of,
+    read_table,
+    stretches,
+)
 from speclen.console.errors import UserError
-from speclen.console.learned_table import Row, learned_rows
+from speclen.console.learned_table import Row, learned_rows, plan_rows
 from speclen.store.queries import view_rows
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTable:
-    """context: its name in learned_table. ranges: merged, from 1."""
+    """context: its name in learned_table. ranges: merged, from 1. copying: where rows copy, and no length is in use."""
 
     context: str
     ranges: list[Range]
+    copying: list[Range]
 
 
 def chosen_table(db: Path, context: str) -> ChosenTable:
-    """The lengths in use in the one context whose name contains the text. Raises UserError for none, and for several."""
+    """The best lengths in the one context whose name contains the text: those in use, but where rows copy.
+
+    A plan that copies has a draft length as well, which says nothing to an engine that does not copy. Raises UserError for
+    no such context, and for several.
+    """
     with reading(db) as connection:
-        rows = [row for row in view_rows(connection, "current_choice") if context in row["context"]]
+        rows = [row for row in view_rows(connection, "learned_table") if row["is_best"] and context in row["context"]]
+        copying = [row for row in plan_rows(connection) if row["is_best"] and context in row["context"]]
     names = sorted({row["context"] for row in rows})
     if not names:
         raise UserError(
@@ -38,7 +51,7 @@ def chosen_table(db: Path, context: str) -> ChosenTable:
     if len(names) > 1:
         raise UserError(f"a table is of one context, and these fit: {'; '.join(names)}: give part of one by --context")
     try:
-        return ChosenTable(names[0], ranges_of(rows))
+        return ChosenTable(names[0], ranges_of(rows), stretches(copying))
     except ValueError as error:
         raise UserError(f"{db}: the lengths of {names[0]} make no table: {error}") from error
 

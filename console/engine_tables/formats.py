@@ -163,8 +163,19 @@ def length_at(ranges: Sequence[Range], batch_size: int) -> int:
     return next((each.length for each in ranges if batch_size <= each.high), ranges[-1].length)
 
 
+def stretches(rows: Iterable[dict[str, Any]]) -> list[Range]:
+    """The batch sizes of rows, neighbours together; of length 0, whatever theirs are."""
+    found: list[Range] = []
+    for low, high in sorted((row["batch_min"], row["batch_max"]) for row in rows):
+        if found and low <= found[-1].high + 1:
+            found[-1] = Range(found[-1].low, max(high, found[-1].high), 0)
+        else:
+            found.append(Range(low, high, 0))
+    return found
+
+
 def ranges_of(choices: Iterable[dict[str, Any]]) -> list[Range]:
-    """The table of one context from rows of the view current_choice, merged. Raises ValueError."""
+    """The table of one context from the best rows of the view learned_table, merged. Raises ValueError."""
     rows = [Range(row["batch_min"], row["batch_max"], row["speculation_length"]) for row in choices]
     rows.sort(key=lambda each: each.low)
     for one, following in pairwise(rows):

@@ -6,6 +6,10 @@ import math
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
+
+from speclen.controller.estimator.contexts.context import Context
+from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import Bucket, ContextKey, LearnedRow
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.choice import PlanEstimate, ShownPlan
@@ -21,6 +25,20 @@ class Change:
     when: str = ""
     previous_plan: str | None = None  # in words, where rows copied; the lengths are the draft model's then
     plan: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyingRows:
+    """What rows do in a step under the plan in use; its expected tokens are made of the same.
+
+    share: of rows that copy. right: share of the tokens that they copy. tokens, tokens_of_others: what a row puts out that
+    copies, and one that does not.
+    """
+
+    share: float
+    right: float
+    tokens: float
+    tokens_of_others: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +65,7 @@ class Explanation:
     num_reports: int
     last_change: Change | None
     plans: tuple[ShownPlan, ...] = ()  # that copy: the one in use, if one is, then the best others
-    copying_rows: float | None = None  # share of rows that copy under the plan in use
-    copied_right: tuple[float, ...] = ()  # share of copied tokens accepted at position 1, 2, ... under it
+    copying_rows: CopyingRows | None = None  # under the plan in use
 
     @property
     def plan(self) -> PlanEstimate | None:
@@ -110,8 +127,24 @@ def explain(
         num_reports=int(times.num_seen.sum()),
         last_change=last_change,
         plans=plans,
-        copying_rows=None if group.plans is None or in_use is None else group.plans.share_of(in_use.plan),
-        copied_right=() if group.plans is None or in_use is None else group.plans.right_behind(in_use.plan),
+        copying_rows=None if in_use is None else _copying_rows(context, group, index, in_use),
+    )
+
+
+def _copying_rows(context: Context, group: Group, bucket: int, used: PlanEstimate) -> CopyingRows | None:
+    """Of a bucket's plan, from the same source as its expected tokens, so that all of these numbers can be true at once."""
+    plans = group.plans
+    if plans is None:
+        return None
+    at = plans.place[used.plan]
+    alone = plans.draft_tokens(context.tokens(group)[[bucket]])[:, plans.length_at]
+    per_row, share, copied, proposes = (each[0, at] for each in plans.of_rows(np.array([bucket]), alone))
+    proposed, kept = float(proposes.sum()), float(copied - share)
+    return CopyingRows(
+        share=float(share),
+        right=min(kept / proposed, 1.0) if proposed > 0.0 else 0.0,
+        tokens=float(copied / share) if share > 0.0 else 0.0,
+        tokens_of_others=float((per_row - copied) / (1.0 - share)) if share < 1.0 else 0.0,
     )
 
 
@@ -162,14 +195,18 @@ def _about_length(explanation: Explanation) -> list[str]:
 
 def _about_plan(explanation: Explanation, used: PlanEstimate) -> list[str]:
     """Why rows copy, and what the best other plan and the best length would cost."""
-    right = ", ".join(f"{100 * share:.0f}%" for share in explanation.copied_right[:4])
     sentences = [
         f"{_of_batch(explanation)} plays '{used.plan}'.",
         f"A step of it gives {used.expected_tokens:.2f} tokens per row in {1e3 * used.step_s:.3g} ms: "
         f"{used.ms_per_token:.4g} ms per token (95%: {used.ms_per_token_low:.4g} to {used.ms_per_token_high:.4g}).",
-        f"{100 * (explanation.copying_rows or 0.0):.0f}% of the rows find their last tokens in their own text and copy; the "
-        f"first copied tokens are accepted in {right} of the cases, each if those before were, and cost no draft pass.",
     ]
+    rows = explanation.copying_rows
+    if rows is not None:
+        sentences.append(
+            f"{100 * rows.share:.0f}% of the rows find their last tokens in their own text and copy; copied tokens are "
+            f"accepted in {100 * rows.right:.0f}% of the cases and cost no draft pass: such a row puts out "
+            f"{rows.tokens:.2f} tokens, any other {rows.tokens_of_others:.2f}."
+        )
     length = explanation.chosen.estimate
     rivals = [
         (shown.estimate.ms_per_token, f"'{shown.estimate.plan}'") for shown in explanation.plans if not shown.is_best

@@ -99,10 +99,13 @@ class PolicyCost:
     """Time that a policy would have needed for the tokens that were generated.
 
     actual_s: time that the observed steps took, and the same by the estimates (predicted_s); the quotient corrects
-    policy_s, which is by the estimates as well. Steps before anything was known are left out.
+    policy_s, which is by the estimates as well. Left out are steps before anything was known, and those that do not say how
+    long a length takes, as they copied or did more than decode. num_reported_steps, reported_s: with these.
     """
 
     policy: str
+    num_reported_steps: int = 0
+    reported_s: float = 0.0
     num_steps: int = 0
     actual_s: float = 0.0
     predicted_s: float = 0.0
@@ -169,6 +172,8 @@ class _Shadow:
     def follow(self, observations: Sequence[StepObservation]) -> None:
         """Count what the policy would have cost in these steps, and let it learn from them."""
         main = self.context.main
+        self.cost.num_reported_steps += sum(each.num_steps for each in observations)
+        self.cost.reported_s += sum(each.latency_s * each.num_steps for each in observations)
         if not main.times.known:
             return
         rate: FloatArray = 1.0 / main.choice.goodput

@@ -46,6 +46,8 @@ __all__ = ["Engine", "EngineConfig", "EngineLoad"]
 
 log = logging.getLogger(__name__)
 
+GRAMMAR_SHARE = 0.25  # of what else a step takes: the masks of its grammars are counted up to that
+
 # Tokens of output that are read before it is told what they were: such a report is larger, and takes longer to learn from.
 READ_TOGETHER = 256
 
@@ -310,7 +312,7 @@ class Engine:
         reviews = (
             () if self._reviewer is None or not self._reads_texts else self._reviewer.review(plan.rows, ended - started)
         )
-        reviewing_s = time.perf_counter() - ended
+        aside_s = time.perf_counter() - ended + beyond_usual_s(plan.sequences, ended - started)
         self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         self._draft_prompt_s += tokens.draft_prompt_s
         if not plan.rows:
@@ -324,7 +326,7 @@ class Engine:
         return StepResult(
             batch_size=len(plan.rows),
             speculation_length=plan.speculation_length,
-            latency_s=time.perf_counter() - started - reviewing_s,
+            latency_s=time.perf_counter() - started - aside_s,
             accepted_histogram=plan.histogram(drafted),
             mean_context_length=mean_context_length,
             flags=frozenset(tokens.flags | plan.flags),
@@ -340,3 +342,12 @@ class Engine:
         sequences = list(sequences)
         self._outbox.abort(sequences, error)
         self.scheduler.settle(sequences)
+
+
+def beyond_usual_s(sequences: Iterable[SequenceState], step_s: float) -> float:
+    """Seconds of a step that say nothing of the machine: what masks of grammars took beyond their usual share of it.
+
+    What they usually take is a reason for shorter drafts; a grammar that is made to take long must not teach everybody.
+    """
+    spent_s = sum(one.sampling.grammar.take_spent_s() for one in sequences if one.sampling.grammar is not None)
+    return max(0.0, spent_s - GRAMMAR_SHARE * (step_s - spent_s))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.chat import chat_prompt
-from speclen.worker.http.errors import ApiError, from_exception
+from speclen.worker.http.errors import ApiError, from_exception, from_invalid, no_json
 from speclen.worker.http.guard import CALLER
 from speclen.worker.http.openapi import DESCRIPTION, describe, errors
 from speclen.worker.http.responses import JobResponse, error_response, json_response
@@ -182,15 +182,13 @@ async def refusing(body: Body, answer: Any) -> Response:
 async def on_invalid(request: Request, error: Exception) -> Response:
     """A body that is no JSON, or not of the right shape: the first thing that is wrong."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return error_response(
-            ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
-        )
-    field = place[0] if place else None
-    text = f"{'.'.join(place) or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-    return error_response(ApiError(400, text, field, first["type"]))
+    complaints = error.errors()
+    if complaints[0]["type"] == "json_invalid":
+        reason = complaints[0]["ctx"]["error"]
+        return error_response(ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json"))
+    if isinstance(error.body, bytes):  # FastAPI reads a body only where its Content-Type is that of JSON
+        return error_response(no_json(request.headers.get("content-type")))
+    return error_response(from_invalid(complaints, error.body))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from speclen.worker.requests.request import (
     DrainingError,
@@ -36,6 +37,15 @@ ANSWERS: dict[type[Exception], tuple[int, str]] = {
     RequestFailedError: (500, "request_failed"),
     SlowReaderError: (408, "slow_reader"),
 }
+
+# What pydantic says of a value that is not of the kind that was expected. Where a field takes several kinds, each of those
+# that were not meant says this.
+WRONG_KIND = re.compile(r"\w+_type|literal_error")
+KIND = "Input should be "
+AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")  # kinds for which pydantic has Python's words
+MAX_PART = 40  # characters of a key of the body in an error
+
+Complaint: TypeAlias = Mapping[str, Any]  # one of pydantic's: loc, type, msg
 
 
 class ApiError(ValueError):
@@ -72,6 +82,80 @@ def from_exception(error: Exception, fields: Any = ()) -> ApiError:
         param = word.group() if word and word.group() in fields else None
         return ApiError(400, str(error), param)
     return ApiError(500, "an error inside the server; its log tells which", code=INTERNAL)
+
+
+def from_invalid(complaints: Sequence[Complaint], body: Any) -> ApiError:
+    """The first field of a body that is not of the right shape, and what is wrong with it.
+
+    Of a field that takes several kinds, the kind that fits best speaks, or all that fit as little. complaints: at least one,
+    in the order of the fields. body: what they are about.
+    """
+    found = best_fitting(complaints, body)
+    place, _ = place_of(found[0], body)
+    named = ".".join(str(part)[:MAX_PART] for part in place) or "the body"
+    field = str(place[0]) if place else None
+    return ApiError(400, f"{named}: {sentence(found)}", field, found[0]["type"])
+
+
+def best_fitting(complaints: Sequence[Complaint], body: Any) -> list[Complaint]:
+    """The first complaint; where a field of several kinds has it, those of its kinds that came as far as any."""
+    _, at = place_of(complaints[0], body)
+    if at is None:
+        return [complaints[0]]
+    before = complaints[0]["loc"][:at]
+    first: dict[str, Complaint] = {}  # of each kind
+    for one in complaints:
+        if one["loc"][:at] == before:
+            first.setdefault(str(one["loc"][at]), one)
+    fits = [fit(one, body) for one in first.values()]
+    return [one for one, how in zip(first.values(), fits, strict=True) if how == max(fits)]
+
+
+def fit(complaint: Complaint, body: Any) -> tuple[list[int], bool]:
+    """How far a kind fits, to be compared: to which item, and whether what is wrong there is more than the kind."""
+    place, _ = place_of(complaint, body)
+    if complaint["type"] == "too_long":  # comes instead of any that its items have
+        place = [*place, 0]
+    return [part if isinstance(part, int) else 0 for part in place], not WRONG_KIND.fullmatch(complaint["type"])
+
+
+def place_of(complaint: Complaint, body: Any) -> tuple[list[str | int], int | None]:
+    """Where in the body a value is that is wrong; and which part of `loc`, if any, is no key but the name of a kind."""
+    place: list[str | int] = []
+    kind_at, value = None, body
+    last = len(complaint["loc"]) - 1
+    for at, part in enumerate(complaint["loc"]):
+        if at == 0:
+            continue  # FastAPI's, and says that it is the body
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+        elif not (at == last and complaint["type"] == "missing"):
+            kind_at = at if kind_at is None else kind_at
+            continue
+        place.append(part)
+    return place, kind_at
+
+
+def sentence(complaints: Sequence[Complaint]) -> str:
+    """What complaints about one value come to: one of them, or every kind that it might have been of."""
+    told = list(dict.fromkeys(words(one) for one in complaints))
+    if all(one.startswith(KIND) for one in told):
+        told = [KIND + " or ".join(one.removeprefix(KIND) for one in told)]
+    return told[0][:1].lower() + told[0][1:]
+
+
+def words(complaint: Complaint) -> str:
+    if complaint["type"] in AN_OBJECT:
+        return f"{KIND}an object"
+    text: str = complaint["msg"]
+    return text.removeprefix("Value error, ").replace(" after validation", "")
+
+
+def no_json(content_type: str | None) -> ApiError:
+    """For a body that is not read since it does not say that it is JSON: any page may make a browser send such a one."""
+    kind = (content_type or "").partition(";")[0][:MAX_PART]
+    given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
+    return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
 
 
 def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:

@@ -73,7 +73,9 @@ class Sampling(Body):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = Field(
         None, description="Output ends before the first of these."
     )
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = Field(None, description="Same seed, same tokens.")
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = Field(
+        None, description="Same seed, same tokens, as far as the dtype allows."
+    )
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy. Default 1.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
     presence_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None

@@ -15,7 +15,12 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from speclen.worker.requests.request import GenerationRequest, SequenceOutput
+from speclen.worker.requests.request import (
+    GenerationRequest,
+    GrammarFailedError,
+    RequestFailedError,
+    SequenceOutput,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -129,8 +134,9 @@ def what_failed(request: RequestTrace, error: Exception | None) -> tuple[str, st
     """Type and words of what ended a request against its caller's will."""
     if error is not None:
         return type(error).__name__, str(error)
-    failed = [output.error for output in request.last.values() if output.error is not None]
-    return ("RequestFailedError", failed[0]) if failed else None
+    failed = [output for output in request.last.values() if output.error is not None]
+    kind = GrammarFailedError if failed and failed[0].is_callers else RequestFailedError
+    return (kind.__name__, str(failed[0].error)) if failed else None
 
 
 def attributes(request: RequestTrace, model: str) -> dict[str, Any]:

@@ -108,8 +108,8 @@ class SequenceOutput:
 
     text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
     num_*: totals so far. After a message with a finish_reason nothing follows for this index. error: set beside ABORT
-    when nobody asked for it: what failed, in a sentence. admitted_at, made_at: when the sequence got its row and when the
-    tokens came, by time.monotonic.
+    when nobody asked for it: what failed, in a sentence; is_callers: it was what the caller asked for, and would be again.
+    admitted_at, made_at: when the sequence got its row and when the tokens came, by time.monotonic.
     """
 
     request_id: str
@@ -120,6 +120,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     error: str | None = None
+    is_callers: bool = False
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
     num_steps: int = 0
@@ -131,6 +132,10 @@ class SequenceOutput:
 
 class TextTooLongError(ValueError):
     """A text that has more tokens than the model's context, however they are counted."""
+
+
+class GrammarFailedError(ValueError):
+    """The grammar that was asked for turned out to be more than can be followed."""
 
 
 class QueueFullError(Exception):

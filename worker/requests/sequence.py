@@ -128,7 +128,7 @@ class SequenceState:
             text += self._rest()
         self.finished = reason is not None
         shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
-        return self._output(tuple(ids), text, shown, reason, matched, error)
+        return self._output(tuple(ids), text, shown, reason, matched, error, is_callers=error is not None)
 
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
@@ -148,6 +148,7 @@ class SequenceState:
         reason: FinishReason | None,
         matched: int | str | None,
         error: str | None = None,
+        is_callers: bool = False,
     ) -> SequenceOutput:
         return SequenceOutput(
             request_id=self.request.request_id,
@@ -158,6 +159,7 @@ class SequenceState:
             finish_reason=reason,
             matched_stop=matched,
             error=error,
+            is_callers=is_callers,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self.num_output_tokens,
             num_steps=self.num_steps,

@@ -7,6 +7,7 @@ at each token to what the grammar allows there: the same, whatever was drafted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,6 +27,9 @@ class Matcher(Protocol):
     def rollback(self, num_tokens: int) -> bool: ...
 
     def deep_copy(self) -> Matcher: ...
+
+    def is_accepting(self) -> bool:
+        """Whether the output may end here."""
 
     def is_error(self) -> bool: ...
 
@@ -67,12 +71,14 @@ class GrammarState:
         go_on: bool,
     ) -> None:
         self.failure = ""
-        self._beginning = matcher
         self._matcher: Matcher | None = matcher.deep_copy()
+        self._kept, self._num_kept = matcher, 0  # one that has read so many tokens of the output, for when that fails
+        self._spent_s = 0.0
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
         self._early = np.array([*held_back], dtype=np.int64)  # not before min_tokens
-        self._ends = np.array([*end_ids] if go_on else [], dtype=np.int64)  # never
+        self._all_ends = np.array([*end_ids], dtype=np.int64)
+        self._ends = self._all_ends if go_on else self._all_ends[:0]  # never
         self._min_tokens = min_tokens
         self._output: list[int] = []
         self._ahead: list[int] = []  # tokens beyond the output that the matcher has read
@@ -80,6 +86,11 @@ class GrammarState:
         # Tokens beyond the output, the last of which the matcher cannot read, or after which it has no mask; and why.
         self._unreadable: dict[tuple[int, ...], str] = {}
         self._dead_ends: dict[tuple[int, ...], str] = {}
+
+    def take_spent_s(self) -> float:
+        """Seconds that its masks took since this was last asked."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
 
     def append(self, ids: Sequence[int]) -> int:
         """Move on by tokens that become output, an end token being the last; how many may. Fewer than all are a failure."""
@@ -118,6 +129,13 @@ class GrammarState:
 
         None where it does not matter, since a token before cannot come, and where it is not known.
         """
+        began = time.perf_counter()
+        try:
+            return self._masks_of(draft, first, columns)
+        finally:
+            self._spent_s += time.perf_counter() - began
+
+    def _masks_of(self, draft: Sequence[int], first: int, columns: int) -> list[np.ndarray | None]:
         found: list[np.ndarray | None] = []
         for depth in range(first + columns):
             if depth and not self._read(draft, depth - 1):
@@ -155,8 +173,11 @@ class GrammarState:
         mask = np.zeros(self._vocab_size, dtype=bool)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
         mask[: len(allowed)] = allowed
+        reason = matcher.get_error() if matcher.is_error() else "no token can follow"
+        if mask[self._all_ends].any() and not matcher.is_accepting():
+            mask[self._all_ends] = False  # meant as text, but it would end the output
+            reason = reason if mask.any() else "it wants the text of an end token, which would end the output"
         if matcher.is_error() or not mask.any():
-            reason = matcher.get_error() if matcher.is_error() else "no token can follow"
             self._matcher = None
             if depth:
                 self._dead_ends[path] = reason
@@ -169,8 +190,12 @@ class GrammarState:
     def _ready_matcher(self) -> Matcher:
         """A matcher that has read the output and what is looked at beyond it: another one if the last has failed."""
         if self._matcher is None:
-            self._matcher = self._beginning.deep_copy()
-            for token in (*self._output, *self._ahead):
+            kept = self._kept.deep_copy()
+            for token in self._output[self._num_kept :]:
+                kept.consume_token(token)
+            self._kept, self._num_kept = kept, len(self._output)
+            self._matcher = kept.deep_copy()
+            for token in self._ahead:
                 self._matcher.consume_token(token)
         return self._matcher
 

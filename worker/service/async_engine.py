@@ -13,6 +13,7 @@ import functools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
 from speclen.worker.observing.request_metrics import RequestMetrics, RequestTimeline
@@ -22,6 +23,7 @@ from speclen.worker.requests.request import (
     EngineFailedError,
     FinishReason,
     GenerationRequest,
+    GrammarFailedError,
     RequestFailedError,
     SequenceOutput,
     SlowReaderError,
@@ -208,10 +210,12 @@ class AsyncEngine:
             outputs = await stream.next()
             for output in outputs:
                 runs[output.request_id].saw(output)
-            errors = [output.error for output in outputs if output.error is not None]
-            yield [output for output in outputs if output.error is None]
-            if errors:
-                raise self.engine.failure or RequestFailedError(f"{errors[0]}: the request has ended, try it again")
+            failed = [output for output in outputs if output.error is not None]
+            yield [output for output in outputs if output.error is None] + [
+                replace(output, finish_reason=None, error=None) for output in failed if output.token_ids
+            ]
+            if failed:
+                raise self.engine.failure or error_of(failed[0])
 
     @contextlib.asynccontextmanager
     async def reading(self, stream: OutputStream) -> AsyncIterator[None]:
@@ -235,3 +239,10 @@ class AsyncEngine:
             ) from None
         finally:
             stream.on_overflow = None
+
+
+def error_of(output: SequenceOutput) -> Exception:
+    """What the caller is told of a sequence that failed."""
+    if output.is_callers:
+        return GrammarFailedError(str(output.error))
+    return RequestFailedError(f"{output.error}: the request has ended, try it again")

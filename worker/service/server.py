@@ -18,18 +18,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from speclen.transport.address import check_exposure, check_free
+from speclen.transport.address import check_exposure
 from speclen.transport.aio import prepare_aio
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.probes import probed
 from speclen.transport.stopping import stop_event
 from speclen.transport.supervision import PartFailedError, Supervisor
 from speclen.v1 import generation_pb2, generation_pb2_grpc
+from speclen.worker.backends import openvino
 from speclen.worker.backends.threads import ThreadChoice, watch_cores
 from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
-from speclen.worker.models.loading import ModelPair
+from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
 from speclen.worker.observing.labelled import page_of
 from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.observing.request_metrics import RequestMetrics
@@ -195,15 +196,27 @@ async def ending(
 def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
     """The worker's own security, and credentials and metadata for the controller; all that is wrong is told at once.
 
-    Raises ValueError, or OSError when the port is taken.
+    Raises ValueError, or OSError when a port is taken.
     """
     security, controller_security = config.server_security(), config.controller_security()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
     if config.metrics_listen:
         check_pages(config.metrics_listen, security, config.insecure)
     credentials, metadata = controller_security.credentials(), controller_security.metadata()
-    check_free("--listen", config.listen)
+    config.check_addresses()
+    check_device(config)
     return security, credentials, metadata
+
+
+def check_device(config: WorkerConfig) -> None:
+    """Raises ValueError for a device that this machine lacks, and when OpenVINO is to run models here and cannot."""
+    device = resolve_device(config.device)
+    if config.backend != "openvino" and config.weights != "int8":
+        return
+    reason = openvino.why_not(device, resolve_dtype(config.dtype, device, num_parameters=0))
+    if reason is not None:
+        asked = "--backend openvino" if config.backend == "openvino" else "--weights int8 needs OpenVINO"
+        raise ValueError(f"{asked}: {reason}")
 
 
 def start_engine(thread: EngineThread, engine: Engine, supervisor: Supervisor) -> asyncio.Future[None]:

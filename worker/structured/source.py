@@ -13,9 +13,14 @@ MAX_SHOWN = 80  # characters of a value in an error
 
 
 def source(wanted: StructuredOutput) -> str:
-    """The grammar as llguidance takes it. Raises ValueError for what is too long, or when llguidance is not installed."""
+    """The grammar as llguidance takes it.
+
+    Raises ValueError for what is too long or no text, or when llguidance is not installed.
+    """
     if len(wanted.text) > MAX_TEXT:
         raise ValueError(f"{wanted.field} has {len(wanted.text)} characters, at most {MAX_TEXT} are allowed")
+    check_whole(wanted.field, wanted.text)
+    check_whole(f"{wanted.field.partition('.')[0]}.whitespace_pattern", wanted.whitespace or "")
     try:
         from llguidance import LLMatcher
     except ImportError as error:
@@ -36,7 +41,9 @@ def choice_grammar(wanted: StructuredOutput) -> str:
     choices = json.loads(wanted.text)
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise ValueError(f"{wanted.field} has {len(choices)} choices, allowed are 1 to {MAX_CHOICES}")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    check_whole(wanted.field, "".join(choices))
+    # In ASCII, since Lark's strings hold no control characters, and to JSON the last of ASCII is none.
+    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
 def json_grammar(wanted: StructuredOutput) -> str:
@@ -44,18 +51,31 @@ def json_grammar(wanted: StructuredOutput) -> str:
 
     try:
         schema = json.loads(wanted.text)
+        spelled = json.dumps(schema, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} is not valid JSON: {error}") from None
+    check_whole(wanted.field, spelled)
     if not isinstance(schema, dict) and schema is not True:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} is no JSON schema that anything fits")
-    options: dict[str, Any] = {} if wanted.whitespace is None else {"whitespace_pattern": wanted.whitespace}
+    # It knows no oneOf, unless it sees that the branches exclude one another, which it does not of tags with a default.
+    options: dict[str, Any] = {"coerce_one_of": True}
     if wanted.whitespace == "":
-        options = {"whitespace_flexible": False}
+        options["whitespace_flexible"] = False
+    elif wanted.whitespace is not None:
+        options["whitespace_pattern"] = wanted.whitespace
     text = "{}" if schema is True else wanted.text
     try:
         return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
     except ValueError as error:
         raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: {reason(str(error))}") from None
+
+
+def check_whole(field: str, text: str) -> None:
+    """Raises ValueError for a text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{field} holds half a character (a lone surrogate): send whole ones") from None
 
 
 def shown(text: str) -> str:

@@ -15,6 +15,9 @@ from typing import Any
 
 MAX_GRAMMAR_SIZE = 50_000  # symbols: what a mask over all tokens may have to look at, some 30 ms
 MAX_LEXER_STATES = 50_000  # of some 2 kB each
+# Of the parser for one mask, some 8 ms at worst; the time grows with their square, and all rows of a step wait. Schemas
+# with 150 optional properties need less than half of them.
+MAX_ITEMS = 2000
 STACK_BYTES = 4 * 2**20  # less than the worker's threads have
 MEMORY_BYTES = 2 * 2**30  # of address space
 
@@ -30,7 +33,12 @@ def make_matcher(tokenizer: Any, grammar: str) -> Any:
     """A matcher at the grammar's beginning; it may be in error."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        max_lexer_states=MAX_LEXER_STATES,
+        step_max_items=MAX_ITEMS,
+        verbose_errors=False,
+    )
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()

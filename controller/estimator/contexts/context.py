@@ -151,11 +151,11 @@ class Context:
     def tokens(self, group: Group) -> FloatArray:
         """Expected tokens per row and step of the usual mix of classes, [buckets, lengths]."""
         known = group.acceptance.tokens[:, : len(self.mix), : self.limits.max_speculation_length + 1]
-        mixed: FloatArray = np.maximum(np.einsum("bk,kbl->bl", self.mix, known), 1.0)  # shares sum to 1 only about
+        mixed: FloatArray = np.einsum("bk,kbl->bl", self.mix, known)
         if seen := group.acceptance.reviews.num_outputs:
             steps = np.einsum("bk,kbl->bl", self.classes(), 1.0 / known)
             mixed = (seen + TAUGHT_PRIOR) / (seen * steps + TAUGHT_PRIOR / mixed)
-        of_buckets: FloatArray = mixed[self.bands]
+        of_buckets: FloatArray = np.maximum(mixed[self.bands], 1.0)  # shares sum to 1 only about
         return of_buckets
 
     def classes(self) -> FloatArray:

@@ -200,15 +200,6 @@ class Copying:
         self.walk = (1.0 - grows)[:, None] * self.begins + _after(np.diag(grows))
         self.version += 1
 
-    def right_behind(self, least: int, most: int) -> FloatArray:
-        """Chance that token 1, 2, ..., most of a copy is right if those before it were, behind matches from `least` on."""
-        reached, chances = self.shares[least:], np.zeros(most)
-        for place in range(most):
-            right = self._at(self.right, place)[least:]
-            chances[place] = float(reached @ right) / max(float(reached.sum()), 1e-12)
-            reached = reached * right
-        return chances
-
     def strides(self, most: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Of a row that copies up to `most` tokens, by its match: tokens accepted, chance of proposing 1, 2, ... of them,
         the match that it stands behind afterwards, [match lengths, ...].

@@ -161,7 +161,7 @@ class PlanPrediction:
         if not self.usual.any():
             self._follow_usual(drafted)
         rows = self.times.rows[buckets][:, None]
-        per_row, share, copied, proposes = self._of_rows(buckets, drafted[:, self.length_at])
+        per_row, share, copied, proposes = self.of_rows(buckets, drafted[:, self.length_at])
         drafts = self.lengths[self.length_at]
         some = 1.0 - share**rows
         if self.times.rectangular:
@@ -189,7 +189,7 @@ class PlanPrediction:
             *(of_tokens, of_time),
         )
 
-    def _of_rows(self, buckets: np.ndarray, alone: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def of_rows(self, buckets: np.ndarray, alone: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """By bucket and plan: tokens per row, the share of rows that copy, what those put out per row of all, and the share
         that proposes at least 1, 2, ... copies. alone: tokens of rows that do not copy, by what steps taught.
         """
@@ -226,14 +226,6 @@ class PlanPrediction:
         if self._places is None or self._places[0] != reviews.num_lengths:
             self._places = reviews.num_lengths, np.array([reviews.place.get(plan, -1) for plan in self.grid])
         return self._places[1]
-
-    def share_of(self, plan: Plan) -> float:
-        """Of rows that copy under a plan of the grid."""
-        return float(self.now().share[self.place[plan]]) if self.usual.any() else 0.0
-
-    def right_behind(self, plan: Plan) -> tuple[float, ...]:
-        """Chance that copied token 1, 2, ... is right if those before were, behind matches that the plan copies from."""
-        return tuple(self.copying.right_behind(plan.copy_min_match, plan.copy_max_tokens).tolist())
 
 
 def _stationary(kernels: FloatArray) -> FloatArray:
