@@ -14,7 +14,7 @@ import numpy as np
 from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
-from speclen.controller.estimator.plans.plan import MAX_MATCH, MOSTS, Plan, drafted_lengths, grid_of
+from speclen.controller.estimator.plans.plan import MAX_MATCH, MOSTS, drafted_lengths, grid_of
 from speclen.controller.estimator.plans.reviews import IN_COPYING, PROPOSES, STEPS, TAUGHT_PRIOR, Reviews
 from speclen.controller.estimator.plans.times import CopyTimes
 from speclen.controller.estimator.times.step_time import StepTimes
