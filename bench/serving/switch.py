@@ -124,7 +124,7 @@ class Desk:
 
         ranges: plans that are played instead of the controller's, or none.
         """
-        from speclen.worker.service.assembly import make_control  # here: it imports torch
+        from speclen.worker.service.assembly import card_of, make_control  # here: it imports torch
 
         name, profile = command["name"], command["profile"]
         config = replace(
@@ -137,7 +137,7 @@ class Desk:
         )
         engine = self.front.engine
         client = make_control(config, engine.pair, engine.backend)
-        client.card = replace(client.card, max_batch_size=engine.max_batch_size)
+        client.card = card_of(client.card, engine)
         self.clients[name] = asyncio.create_task(client.run(command["controller"]))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {command['controller']}")
         ranges = command["ranges"]

@@ -22,7 +22,7 @@ from speclen.controller.estimator.times.change import Change
 # relative to the one before.
 COLD_ACCEPTANCE, COLD_RATIO = 0.7, 0.98
 # Rows that the level above counts for: profile or previous position in the shared counts, those in a class, that in a band.
-PRIOR_ROWS, CLASS_PRIOR_ROWS, BAND_PRIOR_ROWS = 40.0, 40.0, 40.0
+PRIOR_ROWS, CLASS_PRIOR_ROWS, BAND_PRIOR_ROWS = 40.0, 40.0, 10.0
 # Reports of a class at a load, with draft tokens, after which their counts have faded to 1/e: one that is idle forgets
 # nothing. Jumps are the detector's business.
 MEMORY_REPORTS = 100.0

@@ -9,6 +9,8 @@ bucket. Length 0 shows nothing of acceptance, hence its larger share and an acco
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
@@ -31,6 +33,13 @@ OPTIMISM, LEAST_CHARGE = 1.5, 0.02
 # A probe at length 0 takes a second step unless the step time is known this well, relative to length 0 (log-sd), from this
 # many reports of its own.
 KNOWN_SD, KNOWN_REPORTS = 0.06, 3.0
+# Reports after which it is not known any more if no bucket has played it: a draft that was slow may be fast again.
+KNOWN_FOR = 500.0
+# Log-sd by which plain decoding may be quicker than what drafting steps say of it, and reports over which it is forgotten
+# that it was tried: that anything is drafted can cost a jump, such as other kernels, which no sum of weights can tell.
+UNTRIED_SD, TRIED_REPORTS = 0.5, 2000.0
+# Reports of all buckets over which that doubt begins.
+UNTRIED_AFTER = 1000.0
 # Length before anything is known.
 COLD_LENGTH = 2
 
@@ -128,10 +137,14 @@ class LengthChoice:
         if credit < least_cost(num_steps):
             return None
         goodput = self.goodput[bucket]
-        hope = np.log(goodput / goodput[chosen]) + OPTIMISM * np.sqrt(times.relative_variance(bucket, chosen))
+        variance = times.relative_variance(bucket, chosen)
+        variance[0] += untried_sd(times) ** 2
+        hope = np.log(goodput / goodput[chosen]) + OPTIMISM * np.sqrt(variance)
         hope[chosen] = hope[longest + 1 :] = -np.inf
+        costs = num_steps * np.maximum(self.loss(bucket), LEAST_CHARGE) + CHANGE * (num_steps > 1)
+        hope[costs > CAP_STEPS] = -np.inf  # it would wait for ever, and all others with it
         candidate = int(hope.argmax())
-        cost = least_cost(num_steps, float(self.loss(bucket)[candidate]))
+        cost = float(costs[candidate])
         if hope[candidate] <= 0.0 or cost > credit:
             return None
         self._charge(bucket, cost)
@@ -155,7 +168,8 @@ class LengthChoice:
         if cost > self.credit[bucket] and self.credit[bucket] < CAP_STEPS_AT_ZERO:
             return None
         seen = times.grid(times.evidence)[bucket, second] >= KNOWN_REPORTS
-        if not seen or times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
+        fresh = times.clock - times.grid(times.seen_at)[:, second].max() < KNOWN_FOR
+        if not seen or not fresh or times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
             # Both are charged now. What that overdraws is earned back before the next.
             self.to_follow[bucket] = True
             cost += num_steps * max(float(loss[second]), LEAST_CHARGE)
@@ -173,6 +187,15 @@ class LengthChoice:
     def _charge(self, bucket: int, cost: float) -> None:
         self.credit[bucket] -= cost
         self.probe_s += cost * float(self.seconds[bucket, self.lengths[bucket]])
+
+
+def untried_sd(times: StepTimes) -> float:
+    """Doubt about plain decoding, in log time: less with every report of it, of any bucket, and none in the first minutes,
+    which have enough to find out.
+    """
+    age = times.clock - times.grid(times.seen_at)[:, 0]
+    num_plain = float(times.grid(times.evidence)[:, 0] @ np.exp(-age / TRIED_REPORTS))
+    return UNTRIED_SD * -math.expm1(-times.clock / UNTRIED_AFTER) / (1.0 + num_plain)
 
 
 def least_cost(num_steps: int, loss: float = 0.0) -> float:

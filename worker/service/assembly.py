@@ -118,6 +118,11 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     progress(f"{prepared.backend} runs the models")
     control = make_control(config, pair, prepared.backend)
     engine = Engine(pair, engine_config, control, prepared)
-    probe_steps = 2 if engine.target.slow_changes else 1
-    control.card = replace(control.card, max_batch_size=engine.max_batch_size, probe_steps=probe_steps)  # fewer may fit
+    control.card = card_of(control.card, engine)
     return pair, engine, control
+
+
+def card_of(card: WorkerCard, engine: Engine) -> WorkerCard:
+    """What the worker says of itself, with what is known of its engine: fewer rows may fit than were asked for."""
+    probe_steps = 2 if engine.target.slow_changes else 1
+    return replace(card, max_batch_size=engine.max_batch_size, probe_steps=probe_steps)
