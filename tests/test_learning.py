@@ -304,7 +304,7 @@ def test_plain_decoding_is_tried_where_drafting_as_such_costs_a_jump():
 
 
 def test_a_draft_that_was_slow_for_a_while_is_tried_again_at_a_steady_load():
-    """Story: what its times were once was known for ever. The first drafting step after length 0 catches up, and teaches none."""
+    """Story: what its times once were was known for ever. A drafting step after length 0 catches up, and teaches no time."""
     steps, last = Steps(6), [0]
     estimator, fast, take = estimator_for(profile_of(steps)), steps.time, steps.step
 
