@@ -7,6 +7,7 @@ from typing import Any
 
 from speclen.bench.comparison import paper_table, peers_table
 from speclen.bench.comparison.document import comparison_of, read_document
+from speclen.bench.comparison.outputs import MAX_EXAMINED
 from speclen.bench.comparison.rounds import Comparison
 from speclen.bench.comparison.stats import Interval
 from speclen.bench.serving.recipes import SCENARIOS
@@ -99,9 +100,10 @@ def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
         f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1. Rounds: "
         f"{', '.join(rounds)}. {made_where(results)}",
         "",
-        f"Of {compared} outputs {same} were the same under both policies in every token. Where two parted, the target "
-        f"alone was asked in {sum(one['num_examined'] for one in outputs)} cases: all are ties, at most {worst:.2f} logits "
-        f"apart, where {' and '.join(ties)}.",
+        f"Of {compared:,} outputs {same:,} were the same under both policies in every token. Where the other "
+        f"{compared - same:,} parted, the target alone was asked in {sum(one['num_examined'] for one in outputs):,} cases, "
+        f"chosen at random where a run had more than {MAX_EXAMINED}: all are ties, at most {worst:.2f} logits apart, where "
+        f"{' and '.join(ties)}.",
     ]
     for track, r in results.items():
         remarks = [note for note in r["notes"] if "dropped" not in note]
