@@ -44,7 +44,7 @@ def start(pair: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
     def start_one(part: str, *options: str) -> Child:
         address = free_address()
         models = ["--target", pair[0], "--draft", pair[1], "--device", "cpu"]
-        child = Child("worker", [], address, tmp_path / "log")
+        child = Child("worker", ["worker"], address, tmp_path / "log")
         with child.log_file.open("wb") as log:
             child.process = subprocess.Popen(
                 [sys.executable, str(SCRIPT), part, "worker", "--listen", address, *models, *options],
