@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -24,24 +25,31 @@ def run(test: Any) -> None:
     asyncio.run(asyncio.wait_for(test(), 10.0))
 
 
+async def kept_through(*ends: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+    """Keep a part that comes to these ends, one after another, and then runs on; the task that kept it, after `stop`."""
+    supervisor, again, left = Supervisor(), asyncio.Event(), list(ends)
+
+    async def part() -> None:
+        if left:
+            await left.pop(0)()
+            return
+        again.set()
+        await asyncio.sleep(60)
+
+    supervisor.keep("reporting", part)
+    await again.wait()
+    assert supervisor.num_failures == {"reporting": len(ends)}
+    (task,) = supervisor._tasks
+    await supervisor.stop()
+    return task
+
+
 def test_a_part_that_ends_is_started_again_and_counted() -> None:
+    async def returns() -> None:
+        pass
+
     async def test() -> None:
-        supervisor, again = Supervisor(), asyncio.Event()
-        starts = []
-
-        async def part() -> None:
-            starts.append(len(starts))
-            if len(starts) == 1:
-                raise ValueError("broken")
-            if len(starts) == 2:
-                return
-            again.set()
-            await asyncio.sleep(60)
-
-        supervisor.keep("reporting", part)
-        await again.wait()
-        assert supervisor.num_failures == {"reporting": 2}
-        await supervisor.stop()
+        await kept_through(failing, returns)
 
     run(test)
 
@@ -49,25 +57,13 @@ def test_a_part_that_ends_is_started_again_and_counted() -> None:
 def test_a_part_that_waits_for_what_was_cancelled_is_started_again() -> None:
     """Story: gRPC cancels a call in which it met an error, and reporting had ended for good with it, without a word."""
 
+    async def waits() -> None:
+        call = asyncio.ensure_future(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(call.cancel)
+        await call
+
     async def test() -> None:
-        supervisor, again = Supervisor(), asyncio.Event()
-        starts = []
-
-        async def part() -> None:
-            starts.append(len(starts))
-            if len(starts) == 1:
-                call = asyncio.ensure_future(asyncio.sleep(60))
-                asyncio.get_running_loop().call_soon(call.cancel)
-                await call
-            again.set()
-            await asyncio.sleep(60)
-
-        supervisor.keep("reporting", part)
-        await again.wait()
-        assert supervisor.num_failures == {"reporting": 1}
-        tasks = list(supervisor._tasks)
-        await supervisor.stop()
-        assert all(task.cancelled() for task in tasks)
+        assert (await kept_through(waits)).cancelled()
 
     run(test)
 

@@ -141,7 +141,7 @@ class LengthChoice:
         variance[0] += untried_sd(times) ** 2
         hope = np.log(goodput / goodput[chosen]) + OPTIMISM * np.sqrt(variance)
         hope[chosen] = hope[longest + 1 :] = -np.inf
-        costs = num_steps * np.maximum(self.loss(bucket), LEAST_CHARGE) + CHANGE * (num_steps > 1)
+        costs = least_costs(num_steps, self.loss(bucket))
         hope[costs > CAP_STEPS] = -np.inf  # it would wait for ever, and all others with it
         candidate = int(hope.argmax())
         cost = float(costs[candidate])
@@ -200,4 +200,10 @@ def untried_sd(times: StepTimes) -> float:
 
 def least_cost(num_steps: int, loss: float = 0.0) -> float:
     """Of a probe of so many steps, each of which is expected to lose so much, in steps."""
-    return num_steps * max(loss, LEAST_CHARGE) + CHANGE * (num_steps > 1)
+    return float(least_costs(num_steps, np.array(loss)))
+
+
+def least_costs(num_steps: int, losses: FloatArray) -> FloatArray:
+    """The same of several."""
+    costs: FloatArray = num_steps * np.maximum(losses, LEAST_CHARGE) + CHANGE * (num_steps > 1)
+    return costs
