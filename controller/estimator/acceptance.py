@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.heard import Heard
 from speclen.controller.estimator.plans.reviews import STEPS, TAUGHT_PRIOR, Reviews
 from speclen.controller.estimator.times.change import Change
 
@@ -76,13 +77,14 @@ class Acceptance:
     reviewed: what those say per token, as `Reviews.per_token`; None before the first.
     """
 
-    STATE = ("rows", "ratios", "first", "detectors", "reviews")
+    STATE = ("rows", "ratios", "first", "detectors", "heard", "reviews")
 
     def __init__(self, num_positions: int, num_bands: int, num_classes: int = 1) -> None:
         self.first = COLD_ACCEPTANCE
         self.ratios = np.full(num_positions, COLD_RATIO)
         self.rows = np.zeros((num_classes, num_bands, 2, num_positions))
         self.detectors = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
+        self.heard = Heard()
         self.reviews = Reviews(num_positions, num_classes)
         self.reviewed: FloatArray | None = None
         self.version = 0  # grows with every change
@@ -140,6 +142,9 @@ class Acceptance:
 
         Its sign: rose or fell. weights: what each part counts for.
         """
+        gone = self.heard.note(parts.workers)
+        for detector in self.detectors if gone else ():
+            detector.drop(gone)
         drafted = judged.variance > 0.0
         fired = self._detect(parts, judged, drafted.nonzero()[0])
         classes, bands, _, _ = self.rows.shape

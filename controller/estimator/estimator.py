@@ -195,8 +195,7 @@ class Estimator:
 
     def models_of(self, key: ContextKey, worker_id: str) -> tuple[int, int]:
         """Which step times and which acceptance a worker shares with others; (0, 0) unless it is unlike them."""
-        peer = self._contexts[key].workers.peers.get(worker_id)
-        return (0, 0) if peer is None else (peer.models[0], peer.models[1])
+        return self._contexts[key].workers.models_of(worker_id)
 
     def table(self, key: ContextKey, worker_id: str = "") -> Table:
         """The best length known for every bucket for a worker. No exploration in it."""

@@ -27,8 +27,9 @@ def _set_times_apart(context: Context, worker: str) -> DriftEvent:
     """A worker whose times are unlike gets its own."""
     workers, like = context.workers, context.group_of(worker)
     peer = workers.peers[worker]
-    old, new = peer.models[TIMES], len(context.times)
-    context.times.append(context.new_times())
+    old, new = peer.models[TIMES], workers.unused(TIMES, len(context.times))
+    context.times[new : new + 1] = [context.new_times()]
+    context.drop_groups(TIMES, new)
     begin_like(context.times[new], like.times)
     peer.models[TIMES] = new
     for model in (old, new):
@@ -45,8 +46,9 @@ def _set_times_apart(context: Context, worker: str) -> DriftEvent:
 def _set_acceptance_apart(context: Context, worker: str) -> DriftEvent:
     """A worker whose accepted tokens are unlike gets its own; the others' forget what was learned from it."""
     peer, like = context.workers.peers[worker], context.group_of(worker)
-    peer.models[ACCEPTANCE] = len(context.acceptances)
-    context.acceptances.append(context.new_acceptance())
+    new = peer.models[ACCEPTANCE] = context.workers.unused(ACCEPTANCE, len(context.acceptances))
+    context.acceptances[new : new + 1] = [context.new_acceptance()]
+    context.drop_groups(ACCEPTANCE, new)
     like.acceptance.forget_all()
     for each in context.workers.peers.values():
         each.tokens[:] = each.reviewed[:] = 0.0

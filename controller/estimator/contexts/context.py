@@ -115,8 +115,7 @@ class Context:
 
     def group_of(self, worker: str) -> Group:
         """The group that a worker belongs to."""
-        peer = self.workers.peers.get(worker)
-        return self.main if peer is None else self.group((peer.models[TIMES], peer.models[ACCEPTANCE]))
+        return self.group(self.workers.models_of(worker))
 
     def group(self, models: tuple[int, int], like: Group | None = None) -> Group:
         """The group with these models, a new one if need be; `like` gives its first lengths."""
@@ -132,6 +131,11 @@ class Context:
                 if group.plans is not None and like.plans is not None:
                     group.plans.chosen = list(like.plans.chosen)
         return group
+
+    def drop_groups(self, place: int, model: int) -> None:
+        """Groups of workers that have gone, whose model others are to have. place: `TIMES` or `ACCEPTANCE`."""
+        for models in [each for each in self.groups if each[place] == model]:
+            del self.groups[models]
 
     def new_plans(self, times: StepTimes, acceptance: Acceptance) -> PlanChoice | None:
         """Plans of workers with these models; None where none can copy, or another policy chooses."""

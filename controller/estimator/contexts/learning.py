@@ -28,6 +28,7 @@ def learn(context: Context, observations: Sequence[StepObservation], senders: Se
     steps, workers = _told_apart(context, observations, senders, sent_by)
     spans = sent_by if steps is observations else spans_of(workers)
     events: list[DriftEvent] = []
+    context.workers.note(spans)
     touched = list(dict.fromkeys(map(context.group_of, dict.fromkeys(workers))))
     for group in touched:
         mine = steps, workers, spans

@@ -14,6 +14,7 @@ import numpy as np
 
 from speclen.controller.estimator.acceptance import DISPERSION, NUM_CLASSES, Judged, Parts
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.heard import Heard
 from speclen.controller.estimator.state import restored
 from speclen.controller.estimator.times.steps import ByStep, Spans, by_step, summed
 
@@ -33,6 +34,8 @@ UNLIKE_ACCEPTANCE, SIGNIFICANT = 0.2, 4.0
 MOST_SLOWER = 0.25
 # Comparisons are made for so many workers of a context; in a larger fleet one worker's share is below 1%.
 MOST_WORKERS = 128
+# Workers that were set apart and have gone, of whom that is remembered, should they come back.
+MOST_APART = 16
 # Weight of a worker's reports while it was not yet compared and sends more than the others: at least this.
 LEAST_WEIGHT = 0.05
 UNKNOWN = -1.0
@@ -72,14 +75,17 @@ class Workers:
     """The peers of one context, and how they compare.
 
     cells: mean_log, as_seen and count of all peers, [3, peers, cells], with room for more. place: of each peer in it.
+    heard: who reports; of those that have gone nothing is kept but, in apart, which models the last few had for themselves.
     """
 
-    STATE = ("peers", "since_compared")
+    STATE = ("peers", "since_compared", "heard", "apart")
 
     def __init__(self, num_cells: int, num_bands: int) -> None:
         self.num_bands, self.num_loads = num_bands, NUM_CLASSES * num_bands
         self.peers: dict[str, Peer] = {}
         self.since_compared = 0
+        self.heard = Heard()
+        self.apart: dict[str, list[int]] = {}
         self.cells = np.zeros((3, 2, num_cells))
         self.place: dict[str, int] = {}
 
@@ -91,7 +97,30 @@ class Workers:
             if place == self.cells.shape[1]:
                 self._move(np.concatenate([self.cells, np.zeros_like(self.cells)], axis=1))
             peer = self.peers[worker] = Peer(self.cells[:, place], self.num_loads)
+            peer.models = self.apart.pop(worker, peer.models)
         return peer
+
+    def note(self, spans: Spans) -> None:
+        """Workers have sent reports; those that have not for long have gone, and nobody is compared with them."""
+        if gone := self.heard.note(worker for worker, _ in spans):
+            for worker in gone:
+                peer = self.peers.pop(worker, None)
+                if peer is not None and any(peer.models):
+                    self.apart[worker] = peer.models
+            for worker in list(self.apart)[:-MOST_APART]:
+                del self.apart[worker]
+            self._renumber()
+
+    def models_of(self, worker: str) -> tuple[int, int]:
+        """Which step times and which acceptance a worker shares with others; (0, 0) unless it is unlike them."""
+        peer = self.peers.get(worker)
+        times, acceptance = self.apart.get(worker, (0, 0)) if peer is None else peer.models
+        return times, acceptance
+
+    def unused(self, place: int, num_models: int) -> int:
+        """A model that no worker has, of so many, or the next."""
+        used = {peer.models[place] for peer in self.peers.values()} | {models[place] for models in self.apart.values()}
+        return next(model for model in range(1, num_models + 1) if model not in used)
 
     def _move(self, cells: FloatArray) -> None:
         """Keep the peers' cells elsewhere."""
@@ -249,6 +278,11 @@ class Workers:
         self.peers = {
             worker: restored(Peer(np.zeros((3, width)), self.num_loads), state) for worker, state in self.peers.items()
         }
+        self._renumber()
+
+    def _renumber(self) -> None:
+        """Lay out the peers' cells anew."""
+        width = self.cells.shape[2]
         self.place = {worker: at for at, worker in enumerate(self.peers)}
         cells = np.zeros((3, len(self.peers) + 1, width))
         for at, peer in enumerate(self.peers.values()):

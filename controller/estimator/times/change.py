@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.heard import Heard
 from speclen.controller.estimator.state import restored
 from speclen.controller.estimator.times.speed import LEAST_AWAY, Speed
 from speclen.controller.estimator.times.steps import ByStep, Spans, by_step, summed
@@ -62,6 +63,13 @@ class Change:
         required = max(2, min(MOST_REQUIRED, -(-len(self.sums) // 4)))
         return sum(sums[side] > threshold for sums in self.sums.values()) >= required
 
+    def drop(self, gone: Iterable[str]) -> None:
+        """Witnesses that have gone have no vote, for or against. Those that shared one may then have their own."""
+        for witness in gone:
+            self.sums.pop(witness, None)
+        if len(self.sums) < MOST_WITNESSES:
+            self.sums.pop("", None)
+
     def forget(self) -> None:
         """Start counting anew; the witnesses stay known."""
         for sums in self.sums.values():
@@ -76,9 +84,10 @@ TILT_SLACK, TILT_THRESHOLD, LENGTH_REPORTS = 0.5, 10.0, 50.0
 class Watch:
     """Over the step times of a group of workers: their speeds, and whether something has changed for all of them."""
 
-    STATE = ("speeds", "tilt")
+    STATE = ("speeds", "tilt", "heard")
 
     def __init__(self) -> None:
+        self.heard = Heard()
         self.speeds: dict[str, Speed] = {}  # by worker, since machines are shared and throttle each for itself
         self.tilt = Change(TILT_SLACK, TILT_THRESHOLD)
 
@@ -110,6 +119,8 @@ class Watch:
         Returns speeds and what each report counts for: what a speed may have wrong all reports of its worker have wrong
         together.
         """
+        if gone := self.heard.note(worker for worker, _ in spans):
+            self._drop(gone)
         doubt = noise + unsure
         precision = count / doubt
         sums = summed(spans, [precision * surprise, precision, count / (doubt + unseen), count])
@@ -120,6 +131,13 @@ class Watch:
             speeds.append(speed.mean)
             shares.append(noise / (noise + size * speed.variance))
         return by_step(spans, speeds), by_step(spans, shares)
+
+    def _drop(self, gone: list[str]) -> None:
+        self.tilt.drop(gone)
+        for worker in gone:
+            self.speeds.pop(worker, None)
+        if len(self.speeds) < MOST_WITNESSES:
+            self.speeds.pop("", None)
 
     def changed(self, spans: Spans, lengths: np.ndarray, z: FloatArray, weight: FloatArray) -> float:
         """Statistic of a change, or 0: speeds that stay away, or longer lengths against the usual one.
