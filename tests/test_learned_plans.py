@@ -36,6 +36,7 @@ class Played:
         self.estimator.add_context(KEY, limits)
         self.rng = np.random.default_rng(seed)
         self.rows = Rows(text, limits.max_batch_size, self.rng)
+        self.slower = 1.0
         self.num_steps, self.spent_s, self.tokens, self.plans = 0, 0.0, 0.0, list[Plan]()
 
     def plan(self, batch: int) -> Plan:
@@ -48,17 +49,17 @@ class Played:
 
     def step(self, batch: int, plan: Plan) -> StepObservation:
         done = self.rows.step(plan, batch)
-        seconds = time_of(MACHINE, done)[0]
+        seconds = self.slower * time_of(MACHINE, done)[0]
         self.plans.append(plan)
         self.spent_s += seconds
         self.tokens += float(done.tokens.sum())
         return report_of(plan, done, seconds * float(np.exp(0.05 * self.rng.standard_normal())), MACHINE)
 
-    def serve(self, num_groups: int) -> None:
+    def serve(self, num_groups: int, batches: tuple[int, ...] = (4, 8)) -> None:
         """Groups of eight steps; a probe is taken after each, and done first thing in the next."""
         probe = None
         for number in range(num_groups):
-            batch = (4, 8)[number // 10 % 2]
+            batch = batches[number // 10 % len(batches)]
             group = []
             for _ in range(8):
                 plan = self.plan(batch)
@@ -147,7 +148,7 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
     plans.chosen[7] = Plan(0, 8, 4)
     resume_s = 3.0 * float(plans.assess(np.array([7]), tokens).seconds[0, plans.place[Plan(0, 8, 4)]])
     for credit, may_draft in ((0.9 * CAP_STEPS, False), (CAP_STEPS, True)):
-        choice.credit[7] = credit
+        choice.credit[7], plans.aside[7] = credit, 0.0
         plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
         assert plan is not None
         assert bool(plan.draft_length) == may_draft, str(plan)
@@ -160,7 +161,52 @@ def test_a_probe_that_resumes_drafts_pays_for_the_catching_up():
     plan = plans.probe(7, tokens, choice, (4, 16), resume_s)
     assert plan is not None
     assert plan.draft_length
-    assert choice.credit[7] == pytest.approx(0.9 * CAP_STEPS - LEAST_CHARGE)
+    assert choice.credit[7] + plans.aside[7] == pytest.approx(0.9 * CAP_STEPS - LEAST_CHARGE)
+
+
+def test_half_of_what_is_earned_is_kept_for_plans_that_draft_another_length():
+    """Plans that differ only in how they copy cost next to nothing: they spent it all, and no other length was tried."""
+    plans, choice, tokens = served_at_8_rows(drafting(0.6))
+    known = plans.assess(np.array([7]), tokens)
+    goodput = np.where(plans.lengths[plans.length_at] > 0, known.tokens[0] / known.seconds[0], 0.0)
+    played = plans.chosen[7] = plans.grid[int(goodput.argmax())]
+    plans.aside[7] = 0.0
+    near, far = [], []
+    for _ in range(400):
+        choice.earn(np.array([7]), np.array([20.0]))
+        before = choice.credit[7] + plans.aside[7]
+        plan = plans.probe(7, tokens, choice, (4, 16), 0.0)
+        if plan is not None:
+            charged = before - choice.credit[7] - plans.aside[7]
+            assert charged >= LEAST_CHARGE - 1e-9
+            (near if plan.draft_length == played.draft_length else far).append(charged)
+    assert near
+    assert far
+    assert sum(far) > 0.3 * sum(near + far)
+
+
+def drafting(rate: float) -> Text:
+    return replace(ORDINARY, draft_right=(rate, rate + 0.05))
+
+
+def test_where_copies_alone_are_played_drafts_are_tried_that_pay_again():
+    played = Played(drafting(0.02))
+    played.serve(200, (8,))
+    assert played.plan(8).draft_length == 0
+    played.rows.text = drafting(0.9)
+    played.serve(200, (8,))
+    assert played.plan(8).draft_length
+
+
+def test_a_change_of_times_is_counted_once_for_plans_and_lengths():
+    """What steps of a plan took beyond the surface was not moved with it, so all lengths were moved once more, and again."""
+    played = Played(REPEATING)
+    played.serve(60)
+    main = played.estimator.context(KEY).main
+    before = main.choice.seconds[7].copy()
+    played.slower = 2.5
+    played.serve(100)
+    assert main.choice.seconds[7] / before == pytest.approx(np.full(5, 2.5), rel=0.2)
 
 
 def test_the_plan_before_a_step_is_that_of_its_own_worker():

@@ -315,6 +315,6 @@ def test_a_draft_that_was_slow_for_a_while_is_tried_again_at_a_steady_load():
     steps.step = step
     serve(estimator, steps, 4, 1000)
     steps.time = lambda batch, length: fast(batch, length) + 0.8 * length * fast(batch, 0)
-    assert serve(estimator, steps, 4, 3000)[-100:].count(0) > 90
+    assert serve(estimator, steps, 4, 3000)[-600:].count(0) > 500  # probes come several at a time
     steps.time = fast
     assert serve(estimator, steps, 4, 6000)[-100:].count(0) < 10

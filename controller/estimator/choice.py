@@ -40,6 +40,8 @@ KNOWN_FOR = 500.0
 UNTRIED_SD, TRIED_REPORTS = 0.5, 2000.0
 # Reports of all buckets over which that doubt begins.
 UNTRIED_AFTER = 1000.0
+# Log time by which a probe must be quicker than believed for some of its charge to be given back.
+REFUNDED = 0.25
 # Length before anything is known.
 COLD_LENGTH = 2
 
@@ -47,7 +49,7 @@ COLD_LENGTH = 2
 class LengthChoice:
     """Lengths by bucket and their accounts. Arrays are [buckets]; credit is expected loss, in steps of the bucket."""
 
-    STATE = ("lengths", "credit", "to_follow", "zero_filled", "decided", "probe_s")
+    STATE = ("lengths", "credit", "to_follow", "surprising", "zero_filled", "decided", "probe_s")
 
     def __init__(self, num_buckets: int, max_length: int) -> None:
         self.buckets = np.arange(num_buckets)
@@ -55,6 +57,7 @@ class LengthChoice:
         self.credit = np.zeros(num_buckets)
         self.to_follow = np.zeros(num_buckets, dtype=bool)
         self.zero_filled = np.zeros(num_buckets, dtype=bool)
+        self.surprising = np.zeros(num_buckets, dtype=bool)  # the last probe was quicker than is believed of it
         self.decided = False
         self.probe_s = 0.0  # expected loss of all probes so far
         self._seconds: FloatArray | None = None
@@ -123,6 +126,22 @@ class LengthChoice:
         self.credit += np.bincount(buckets, count, len(off)) * share
         np.minimum(self.credit, cap, out=self.credit)
 
+    def refund(self, cell: np.ndarray, surprise: FloatArray) -> None:
+        """Probes that were much quicker than was believed lost less than they were charged: the next may follow at once.
+
+        cell: of each report; surprise: its log time over what was believed, at the speed of the moment. Else a draft that
+        was slow for a while would be tried once in a thousand steps, by what is wrongly believed of it, and a few times are
+        needed to believe it.
+        """
+        bucket, length = np.divmod(cell, self.tokens.shape[1])
+        quick = (surprise < -REFUNDED) & (length != self.lengths[bucket])
+        if quick.any():
+            self.surprising[bucket[quick]] = True
+            bucket, length = bucket[quick], length[quick]
+            share = self.seconds[bucket, length] / self.seconds[bucket, self.lengths[bucket]]
+            np.add.at(self.credit, bucket, share * -np.expm1(surprise[quick]))
+            np.minimum(self.credit, np.where(self.lengths == 0, CAP_STEPS_AT_ZERO, CAP_STEPS), out=self.credit)
+
     def probe(self, bucket: int, times: StepTimes, resume_s: float, longest: int, num_steps: int = 1) -> int | None:
         """An exploratory length, at most longest, of which the bucket can pay so many steps, charged to it; mostly None."""
         if not self.decided or longest < 1:
@@ -143,11 +162,12 @@ class LengthChoice:
         hope[chosen] = hope[longest + 1 :] = -np.inf
         costs = least_costs(num_steps, self.loss(bucket))
         hope[costs > CAP_STEPS] = -np.inf  # it would wait for ever, and all others with it
-        candidate = int(hope.argmax())
-        cost = float(costs[candidate])
-        if hope[candidate] <= 0.0 or cost > credit:
+        candidate: int | None = int(hope.argmax())
+        if hope[candidate] <= 0.0:
+            candidate = oldest_of(bucket, times, costs, credit, chosen, longest) if credit >= CAP_STEPS else None
+        if candidate is None or costs[candidate] > credit:
             return None
-        self._charge(bucket, cost)
+        self._charge(bucket, float(costs[candidate]))
         return candidate
 
     def _probe_at_zero(
@@ -169,7 +189,8 @@ class LengthChoice:
             return None
         seen = times.grid(times.evidence)[bucket, second] >= KNOWN_REPORTS
         fresh = times.clock - times.grid(times.seen_at)[:, second].max() < KNOWN_FOR
-        if not seen or not fresh or times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
+        surprising, self.surprising[bucket] = self.surprising[bucket], False
+        if not seen or not fresh or surprising or times.relative_variance(bucket, 0)[second] > KNOWN_SD**2:
             # Both are charged now. What that overdraws is earned back before the next.
             self.to_follow[bucket] = True
             cost += num_steps * max(float(loss[second]), LEAST_CHARGE)
@@ -196,6 +217,17 @@ def untried_sd(times: StepTimes) -> float:
     age = times.clock - times.grid(times.seen_at)[:, 0]
     num_plain = float(times.grid(times.evidence)[:, 0] @ np.exp(-age / TRIED_REPORTS))
     return UNTRIED_SD * -math.expm1(-times.clock / UNTRIED_AFTER) / (1.0 + num_plain)
+
+
+def oldest_of(bucket: int, times: StepTimes, costs: FloatArray, credit: float, played: int, longest: int) -> int | None:
+    """The length of which what is known is oldest, of those that can be paid, or None.
+
+    What is sure may not be true any more: a change of all lengths is found by what is played, one of the others is not.
+    """
+    last = np.where(times.grid(times.evidence)[bucket] > 0.0, times.grid(times.seen_at)[bucket], -1.0)
+    last[costs > credit] = last[played] = last[longest + 1 :] = np.inf
+    oldest = np.lexsort((costs, last))[0]
+    return int(oldest) if np.isfinite(last[oldest]) else None
 
 
 def least_cost(num_steps: int, loss: float = 0.0) -> float:

@@ -179,19 +179,36 @@ class Context:
     def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | None:
         """An exploratory length or plan for so many steps, charged to the bucket; mostly None. limits: as in `PlanChoice`.
 
-        Where lengths are played, both are asked in turn; where a plan is, lengths are among what it is compared with.
+        Where lengths are played, both are asked in turn; where a plan is, lengths are among what it is compared with. Where
+        nothing is drafted, every second probe drafts, and is saved up for: only that shows whether it would pay again.
         """
         longest, max_copied = limits
-        plans = group.plans if max_copied else None
-        if plans is None or (
-            plans.chosen[bucket] is None and (self.next_probe_id % 2 or group.choice.to_follow[bucket])
-        ):
-            length = group.choice.probe(bucket, group.times, self.resume_s, longest, num_steps)
-            if length is not None or plans is None:
-                return None if length is None else Plan(length)
+        plans, choice = group.plans if max_copied else None, group.choice
+        if plans is None or choice.to_follow[bucket]:
+            return self._probe_length(group, bucket, longest, num_steps)
+        plan = plans.chosen[bucket]
+        drafts = plan.draft_length if plan is not None else choice.lengths[bucket]
+        if not drafts and group.drafts_next[bucket] and longest and choice.decided:
+            if choice.lengths[bucket] == 0:
+                found = self._probe_length(group, bucket, longest, num_steps)
+            else:
+                tokens = self.tokens(group)[[bucket]]
+                found = plans.probe_draft(bucket, tokens, choice, longest, self.resume_s, num_steps)
+            group.drafts_next[bucket] = found is None
+            return found
+        if plan is None and self.next_probe_id % 2:
+            length = self._probe_length(group, bucket, longest, num_steps)
+            if length is not None:
+                return length
         tokens = self.tokens(group)[[bucket]]
         self.tell_plans(group)
-        return plans.probe(bucket, tokens, group.choice, limits, self.resume_s, num_steps)
+        found = plans.probe(bucket, tokens, choice, limits, self.resume_s, num_steps)
+        group.drafts_next[bucket] |= found is not None
+        return found
+
+    def _probe_length(self, group: Group, bucket: int, longest: int, num_steps: int) -> Plan | None:
+        length = group.choice.probe(bucket, group.times, self.resume_s, longest, num_steps)
+        return None if length is None else Plan(length)
 
     def learn_mix(self, parts: Parts, tokens: FloatArray) -> None:
         """Follow which classes of requests are usual at each load. tokens: that a row of each part puts out in a step, [p].

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.choice import LengthChoice
 from speclen.controller.estimator.core import Decision
@@ -15,13 +17,14 @@ from speclen.controller.estimator.times.step_time import StepTimes
 class Group:
     """Workers that are alike: what is believed about them, and what they play."""
 
-    STATE = ("choice", "version", "lengths")
+    STATE = ("choice", "version", "lengths", "drafts_next")
 
     def __init__(
         self, times: StepTimes, acceptance: Acceptance, choice: LengthChoice, plans: PlanChoice | None = None
     ) -> None:
         self.times, self.acceptance, self.choice, self.plans = times, acceptance, choice, plans
         self.version = 0
+        self.drafts_next = np.zeros(len(choice.lengths), dtype=bool)  # whether the next probe there is to draft
         self.seen = -1, -1, -1  # versions of times, acceptance and plans that the choice rests on
         self.lengths: list[int] = []
         self.last_decision: dict[int, Decision] = {}

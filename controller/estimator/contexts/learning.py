@@ -138,7 +138,12 @@ def _learn_times(context: Context, group: Group, reports: Reports, weight: Float
     if not use.all():
         spans = spans_of(list(compress(reports.workers, use.tolist())))
         steps = Steps(spans, *(each[use] for each in values))
+    known = group.times.known and group.choice.decided
     found = group.times.update(steps)
+    if known:
+        cell, _, surprise = group.times.newest
+        speeds, _ = group.times.watch.now(steps.spans)
+        group.choice.refund(cell, surprise - speeds)
     if len(context.workers.peers) > 1:
         context.record(group, steps)
     return found

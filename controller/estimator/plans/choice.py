@@ -20,6 +20,8 @@ from speclen.controller.estimator.choice import (
     RISK,
     LengthChoice,
     least_cost,
+    oldest_of,
+    untried_sd,
 )
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.plans.plan import Plan, plan_from
@@ -60,11 +62,12 @@ class Try(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What a probe may cost. credit: what was earned, in usual steps; num_steps: that it takes; resume: what its first one
-    takes longer if it drafts, in usual steps.
+    """What a probe may cost, in usual steps. credit: what was earned; near: of that, for what drafts as many tokens as is
+    played; num_steps: that it takes; resume: what its first one takes longer if it drafts.
     """
 
     credit: float
+    near: float
     num_steps: int
     resume: float
 
@@ -73,24 +76,31 @@ class Account(NamedTuple):
         loss: FloatArray = np.maximum(seconds / usual.seconds * (1.0 - goodput / usual.goodput), LEAST_CHARGE)
         return self.num_steps * loss + CHANGE * (self.num_steps > 1)
 
-    def pays(self, cost: FloatArray, drafts: np.ndarray | bool) -> np.ndarray:
-        """Whether for both. A full one pays for resuming drafts however dear, or it could never be tried."""
-        pays: np.ndarray = (cost <= self.credit) & (
-            (cost + self.resume * drafts <= self.credit) | (self.credit >= CAP_STEPS)
-        )
+    def pays(self, cost: FloatArray, lengths: np.ndarray, usual: Try) -> np.ndarray:
+        """Whether for both. A full one pays for resuming drafts however dear, or it could never be tried.
+
+        lengths: of the draft.
+        """
+        credit = np.where(lengths == usual.plan.draft_length, self.near, self.credit)
+        pays: np.ndarray = (cost <= credit) & ((cost + self.resume * (lengths > 0) <= credit) | (credit >= CAP_STEPS))
         return pays
 
 
 class PlanChoice(PlanPrediction):
-    """Plans of the workers of a group. chosen: by bucket, None where the length without copies is played."""
+    """Plans of the workers of a group.
 
-    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked")
+    chosen: by bucket, None where the length without copies is played. aside: kept by bucket for probes of other draft
+    lengths, in steps: those that differ only in how they copy cost next to nothing, and would spend all that is earned.
+    """
+
+    STATE = ("times", "drafts", "usual", "started", "turn", "since_walked", "aside")
 
     def __init__(
         self, step_times: StepTimes, copying: Copying, max_copied: int, seen: Acceptance | None = None
     ) -> None:
         self.chosen: list[Plan | None] = [None] * len(step_times.buckets)
         self.started = np.zeros(len(self.chosen), dtype=bool)  # buckets whose account was filled for the first probes
+        self.aside = np.zeros(len(self.chosen))
         self.last: dict[str, Plan] = {}  # of each worker's newest step
         self.readers: set[str] = set()  # those of them that tell what they read, which they do once in many steps
         self.turn, self.decided_with = 0, -1
@@ -154,17 +164,49 @@ class PlanChoice(PlanPrediction):
         known = self.assess(np.array([bucket]), tokens)
         usual = self._usual(bucket, known, choice)
         resume = 0.0 if usual.plan.draft_length else resume_s / usual.seconds
-        account = Account(float(choice.credit[bucket]), num_steps, resume)
+        credit, aside = float(choice.credit[bucket]), float(self.aside[bucket])
+        near = credit
+        if usual.plan.draft_length:  # as much again is set aside, until that is enough for any
+            near = 0.5 * credit if aside < CAP_STEPS else 0.0
+        account = Account(credit + aside, near, num_steps, resume)
         tries = [self._best_plan(known, usual, limits, account)]
         if self.chosen[bucket] is not None:
             tries.append(self._best_length(bucket, choice, usual, limits[0], account))
         best = max(tries, key=lambda each: each.hope)
         if best.hope <= 0.0:
-            return None
+            oldest = self._oldest_length(bucket, choice, usual, limits[0], account)
+            if oldest is None:
+                return None
+            best = oldest
         charge = float(account.cost(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
-        choice.credit[bucket] -= charge
-        choice.probe_s += charge * usual.seconds
+        if best.plan.draft_length != usual.plan.draft_length:
+            paid = min(aside, charge)
+            self.aside[bucket] -= paid
+            charge -= paid
+        elif usual.plan.draft_length:
+            self.aside[bucket] += charge
+            choice.credit[bucket] -= charge
+        self._charge(bucket, choice, charge, usual)
         return best.plan
+
+    def probe_draft(
+        self, bucket: int, tokens: FloatArray, choice: LengthChoice, longest: int, resume_s: float, num_steps: int
+    ) -> Plan | None:
+        """The best length, whatever is believed of it, beside a plan that does not draft; see `probe`."""
+        usual = self._usual(bucket, self.assess(np.array([bucket]), tokens), choice)
+        credit = float(choice.credit[bucket])
+        account = Account(credit, credit, num_steps, resume_s / usual.seconds)
+        best = of_length(bucket, choice, min(int(choice.lengths[bucket]), longest), 0.0)
+        cost = float(account.cost(best.seconds, best.goodput, usual)) + account.resume
+        # A full account pays for one however dear, and is in debt for it: what is believed of drafting may be wrong.
+        if cost > credit and credit < CAP_STEPS:
+            return None
+        self._charge(bucket, choice, cost, usual)
+        return best.plan
+
+    def _charge(self, bucket: int, choice: LengthChoice, cost: float, usual: Try) -> None:
+        choice.credit[bucket] -= cost
+        choice.probe_s += cost * usual.seconds
 
     def _usual(self, bucket: int, known: Assessed, choice: LengthChoice) -> Try:
         """What is played. known: of this bucket. hope: the part of its variance that is no other plan's."""
@@ -184,20 +226,31 @@ class PlanChoice(PlanPrediction):
         unsure = self.times.surface.variance(shares) + known.own[0] + known.of_tokens[0] + usual.hope
         hope = np.log(goodput / usual.goodput) + OPTIMISM * np.sqrt(unsure)
         hope[[plan == usual.plan or plan.within(*limits) != plan for plan in self.grid]] = -np.inf
-        drafts = self.lengths[self.length_at] > 0
-        hope[~account.pays(account.cost(known.seconds[0], goodput, usual), drafts)] = -np.inf
+        cost = account.cost(known.seconds[0], goodput, usual)
+        hope[~account.pays(cost, self.lengths[self.length_at], usual)] = -np.inf
         place = int(hope.argmax())
         return Try(self.grid[place], float(hope[place]), float(known.seconds[0, place]), float(goodput[place]))
 
     def _best_length(self, bucket: int, choice: LengthChoice, usual: Try, longest: int, account: Account) -> Try:
         """The length without copies that may most plausibly be better, likewise."""
         unsure = choice.doubt[bucket] / RISK + usual.hope
+        unsure[0] += untried_sd(self.step_times) ** 2
         hope = np.log(choice.goodput[bucket] / usual.goodput) + OPTIMISM * np.sqrt(unsure)
         cost = account.cost(choice.seconds[bucket], choice.goodput[bucket], usual)
-        hope[~account.pays(cost, np.arange(len(hope)) > 0)] = -np.inf
+        hope[~account.pays(cost, np.arange(len(hope)), usual)] = -np.inf
         hope[longest + 1 :] = -np.inf
         length = int(hope.argmax())
         return of_length(bucket, choice, length, float(hope[length]))
+
+    def _oldest_length(
+        self, bucket: int, choice: LengthChoice, usual: Try, longest: int, account: Account
+    ) -> Try | None:
+        """Where nothing is hoped of any and the account is full: another length, of which what is known is oldest."""
+        if account.credit < CAP_STEPS:
+            return None
+        cost = account.cost(choice.seconds[bucket], choice.goodput[bucket], usual)
+        length = oldest_of(bucket, self.step_times, cost, account.credit, usual.plan.draft_length, longest)
+        return None if length is None else of_length(bucket, choice, length, 0.0)
 
     @property
     def visited(self) -> np.ndarray:

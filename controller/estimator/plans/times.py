@@ -109,6 +109,7 @@ class CopyTimes:
         if self.fitted_with < 0:
             self.follow_surface()
         times, bucket = self.times, self.times.bucket_of[steps.batch]
+        times.clock += len(steps.batch)  # what is known of plain steps grows old in these, too
         rows = self.surface.features(steps.batch, steps.passes, steps.drafted, steps.verified, steps.context)
         kind = (steps.passes > 0).astype(int)
         width = np.searchsorted(WIDTHS, steps.verified / steps.batch)
@@ -130,6 +131,7 @@ class CopyTimes:
         self.evidence[bucket, kind, width] = touched * np.minimum(
             1.0, MOST_REPORTS / np.maximum(touched[:, :1], MOST_REPORTS)
         )
+        times.watch.follow_lengths(steps.spans, steps.passes)  # beside which lengths that are tried are long or short
         self._fit_if_due(len(steps.batch))
         if times.known:
             self._combine()
@@ -298,6 +300,9 @@ class CopyTimes:
     def forget(self) -> None:
         """Times have changed: what was seen before counts for little, and is moved as plain times were."""
         self.evidence[..., LOG_S] += self.times.moved * self.evidence[..., COUNT]
+        self.played[1] += (
+            self.times.moved * self.played[0]
+        )  # beyond the surface as it was; it is renewed before it is used
         self.evidence *= KEPT_SHARE
         self.played *= KEPT_SHARE
         self.fitted_with = -1

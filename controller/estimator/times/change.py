@@ -167,6 +167,10 @@ class Watch:
 
     def _sides(self, spans: Spans, lengths: np.ndarray) -> np.ndarray:
         """Of each step: 1 where it is longer than its worker's usual one, which is followed, -1 where shorter, else 0."""
+        return np.sign(lengths - by_step(spans, self.follow_lengths(spans, lengths)))
+
+    def follow_lengths(self, spans: Spans, lengths: np.ndarray) -> list[int]:
+        """Follow what each worker usually plays, which is returned, as it was before these steps."""
         usual = []
         for (worker, span), total in zip(spans, summed(spans, [lengths])[0], strict=True):
             speed, size = self.speed_of(worker), span.stop - span.start
@@ -174,7 +178,7 @@ class Watch:
             speed.usual_length = mean if speed.usual_length < 0.0 else speed.usual_length
             usual.append(round(speed.usual_length))
             speed.usual_length += (mean - speed.usual_length) * min(1.0, size / LENGTH_REPORTS)
-        return np.sign(lengths - by_step(spans, usual))
+        return usual
 
     def settle(self) -> float:
         """After a change: the present speed, which is returned, becomes the usual one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-# Log-sd of the speed: start, and range. Small at the start: what is not known to wander does not excuse errors.
-START_SD, LEAST_SD, MOST_SD = 0.03, 0.01, 0.4
+# Log-sd of the speed: start, and range. Small at the start: what is not known to wander does not excuse errors. Not large in
+# the end: a speed that could be anything would hide that the draft alone became slow or quick. A jump may go further.
+START_SD, LEAST_SD, MOST_SD, MOST_JUMP = 0.03, 0.01, 0.25, 0.4
 # Relative change of the sd per group and unit of agreement between neighbouring groups' surprises.
 RATE = 0.15
 # A surprise of so many standard deviations is a jump of the speed: followed at once, and this part of its square is added
@@ -40,9 +41,9 @@ class Speed:
         """
         kept = math.exp(-num_reports / SPEED_REPORTS)
         self.mean *= kept
-        self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_SD**2)
+        self.variance = min(self.variance * kept * kept + (1.0 - kept * kept) * self.sd**2, MOST_JUMP**2)
         if surprise * surprise > JUMP * JUMP * (self.variance + max(uncertainty, doubt)):
-            self.variance = min(surprise * surprise, MOST_SD**2)
+            self.variance = min(surprise * surprise, MOST_JUMP**2)
             self.sd = min(math.sqrt(self.sd**2 + JUMP_SHARE * surprise * surprise), MOST_SD)
         total = self.variance + uncertainty
         z = surprise / math.sqrt(total)
