@@ -36,7 +36,7 @@ class Played:
         self.estimator.add_context(KEY, limits)
         self.rng = np.random.default_rng(seed)
         self.rows = Rows(text, limits.max_batch_size, self.rng)
-        self.slower = 1.0
+        self.machine = MACHINE
         self.num_steps, self.spent_s, self.tokens, self.plans = 0, 0.0, 0.0, list[Plan]()
 
     def plan(self, batch: int) -> Plan:
@@ -49,11 +49,11 @@ class Played:
 
     def step(self, batch: int, plan: Plan) -> StepObservation:
         done = self.rows.step(plan, batch)
-        seconds = self.slower * time_of(MACHINE, done)[0]
+        seconds = time_of(self.machine, done)[0]
         self.plans.append(plan)
         self.spent_s += seconds
         self.tokens += float(done.tokens.sum())
-        return report_of(plan, done, seconds * float(np.exp(0.05 * self.rng.standard_normal())), MACHINE)
+        return report_of(plan, done, seconds * float(np.exp(0.05 * self.rng.standard_normal())), self.machine)
 
     def serve(self, num_groups: int, batches: tuple[int, ...] = (4, 8)) -> None:
         """Groups of eight steps; a probe is taken after each, and done first thing in the next."""
@@ -198,13 +198,25 @@ def test_where_copies_alone_are_played_drafts_are_tried_that_pay_again():
     assert played.plan(8).draft_length
 
 
+def test_a_plan_that_drafts_is_left_when_the_draft_becomes_slow_and_comes_back_with_it():
+    played = Played(drafting(0.8))
+    played.serve(150, (8,))
+    assert played.plan(8).draft_length
+    played.machine = replace(MACHINE, draft_s=8.0 * MACHINE.draft_s, draft_row_s=8.0 * MACHINE.draft_row_s)
+    played.serve(400, (8,))
+    assert played.plan(8).draft_length == 0
+    played.machine = MACHINE
+    played.serve(600, (8,))
+    assert played.plan(8).draft_length
+
+
 def test_a_change_of_times_is_counted_once_for_plans_and_lengths():
     """What steps of a plan took beyond the surface was not moved with it, so all lengths were moved once more, and again."""
     played = Played(REPEATING)
     played.serve(60)
     main = played.estimator.context(KEY).main
     before = main.choice.seconds[7].copy()
-    played.slower = 2.5
+    played.machine = replace(MACHINE, bumps=2.5 * MACHINE.bumps)
     played.serve(100)
     assert main.choice.seconds[7] / before == pytest.approx(np.full(5, 2.5), rel=0.2)
 

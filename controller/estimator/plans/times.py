@@ -300,9 +300,8 @@ class CopyTimes:
     def forget(self) -> None:
         """Times have changed: what was seen before counts for little, and is moved as plain times were."""
         self.evidence[..., LOG_S] += self.times.moved * self.evidence[..., COUNT]
-        self.played[1] += (
-            self.times.moved * self.played[0]
-        )  # beyond the surface as it was; it is renewed before it is used
+        # Beyond the surface as it was: that is renewed before this is used.
+        self.played[1] += self.times.moved * self.played[0]
         self.evidence *= KEPT_SHARE
         self.played *= KEPT_SHARE
         self.fitted_with = -1
