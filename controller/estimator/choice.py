@@ -167,7 +167,7 @@ class LengthChoice:
             candidate = oldest_of(bucket, times, costs, credit, chosen, longest) if credit >= CAP_STEPS else None
         if candidate is None or costs[candidate] > credit:
             return None
-        self._charge(bucket, float(costs[candidate]))
+        self.charge(bucket, float(costs[candidate]))
         return candidate
 
     def _probe_at_zero(
@@ -194,7 +194,7 @@ class LengthChoice:
             # Both are charged now. What that overdraws is earned back before the next.
             self.to_follow[bucket] = True
             cost += num_steps * max(float(loss[second]), LEAST_CHARGE)
-        self._charge(bucket, cost)
+        self.charge(bucket, cost)
         return 1
 
     def _reckon_again(self, bucket: int) -> None:
@@ -205,9 +205,10 @@ class LengthChoice:
         dear = np.maximum(self.loss(bucket)[1:], LEAST_CHARGE)
         self.credit[bucket] = max(float(self.credit[bucket]), CAP_STEPS_AT_ZERO - float(dear[0] + dear.min()))
 
-    def _charge(self, bucket: int, cost: float) -> None:
+    def charge(self, bucket: int, cost: float, usual_s: float | None = None) -> None:
+        """A probe is expected to lose so many usual steps. usual_s: of one of them; None: at the length that is played."""
         self.credit[bucket] -= cost
-        self.probe_s += cost * float(self.seconds[bucket, self.lengths[bucket]])
+        self.probe_s += cost * (float(self.seconds[bucket, self.lengths[bucket]]) if usual_s is None else usual_s)
 
 
 def untried_sd(times: StepTimes) -> float:

@@ -179,14 +179,14 @@ class PlanChoice(PlanPrediction):
                 return None
             best = oldest
         charge = float(account.cost(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
+        moved = 0.0  # from the account to what is set aside
         if best.plan.draft_length != usual.plan.draft_length:
-            paid = min(aside, charge)
-            self.aside[bucket] -= paid
-            charge -= paid
+            moved = -min(aside, charge)
         elif usual.plan.draft_length:
-            self.aside[bucket] += charge
-            choice.credit[bucket] -= charge
-        self._charge(bucket, choice, charge, usual)
+            moved = charge
+        self.aside[bucket] += moved
+        choice.credit[bucket] -= moved
+        choice.charge(bucket, charge, usual.seconds)
         return best.plan
 
     def probe_draft(
@@ -201,12 +201,8 @@ class PlanChoice(PlanPrediction):
         # A full account pays for one however dear, and is in debt for it: what is believed of drafting may be wrong.
         if cost > credit and credit < CAP_STEPS:
             return None
-        self._charge(bucket, choice, cost, usual)
+        choice.charge(bucket, cost, usual.seconds)
         return best.plan
-
-    def _charge(self, bucket: int, choice: LengthChoice, cost: float, usual: Try) -> None:
-        choice.credit[bucket] -= cost
-        choice.probe_s += cost * usual.seconds
 
     def _usual(self, bucket: int, known: Assessed, choice: LengthChoice) -> Try:
         """What is played. known: of this bucket. hope: the part of its variance that is no other plan's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -64,16 +65,21 @@ class Change:
         return sum(sums[side] > threshold for sums in self.sums.values()) >= required
 
     def drop(self, gone: Iterable[str]) -> None:
-        """Witnesses that have gone have no vote, for or against. Those that shared one may then have their own."""
-        for witness in gone:
-            self.sums.pop(witness, None)
-        if len(self.sums) < MOST_WITNESSES:
-            self.sums.pop("", None)
+        """Witnesses that have gone have no vote, for or against."""
+        _drop(self.sums, gone)
 
     def forget(self) -> None:
         """Start counting anew; the witnesses stay known."""
         for sums in self.sums.values():
             sums[:] = 0.0, 0.0
+
+
+def _drop(known: dict[str, Any], gone: Iterable[str]) -> None:
+    """Take workers out. Those that shared a place, for want of another, may then have their own."""
+    for worker in gone:
+        known.pop(worker, None)
+    if len(known) < MOST_WITNESSES:
+        known.pop("", None)
 
 
 # A change of longer lengths against shorter ones: slack and sum of surprises, in standard deviations. Reports over which
@@ -120,7 +126,8 @@ class Watch:
         together.
         """
         if gone := self.heard.note(worker for worker, _ in spans):
-            self._drop(gone)
+            self.tilt.drop(gone)
+            _drop(self.speeds, gone)
         doubt = noise + unsure
         precision = count / doubt
         sums = summed(spans, [precision * surprise, precision, count / (doubt + unseen), count])
@@ -131,13 +138,6 @@ class Watch:
             speeds.append(speed.mean)
             shares.append(noise / (noise + size * speed.variance))
         return by_step(spans, speeds), by_step(spans, shares)
-
-    def _drop(self, gone: list[str]) -> None:
-        self.tilt.drop(gone)
-        for worker in gone:
-            self.speeds.pop(worker, None)
-        if len(self.speeds) < MOST_WITNESSES:
-            self.speeds.pop("", None)
 
     def changed(self, spans: Spans, lengths: np.ndarray, z: FloatArray, weight: FloatArray) -> float:
         """Statistic of a change, or 0: speeds that stay away, or longer lengths against the usual one.
