@@ -13,7 +13,8 @@ from speclen.console.database import DB_OPTION, reading
 from speclen.console.engine_tables.chosen import ChosenTable, chosen_table
 from speclen.console.engine_tables.formats import WRITERS
 from speclen.console.errors import UserError, wrapped
-from speclen.console.learned_state import exported
+from speclen.console.files import write_whole
+from speclen.console.learned.state import exported
 
 FORMATS = ("json", *WRITERS)
 
@@ -43,7 +44,7 @@ def export_state(
     if file is None:
         print(text)
         return
-    write(file, text)
+    write_whole(file, text)
     print(f"{file}: {len(document['contexts'])} contexts, {len(document['pairs'])} pairs", file=sys.stderr)
 
 
@@ -57,7 +58,7 @@ def export_table(file: Path | None, db: Path, context: str, table_format: str) -
     if file is None:
         print(written.text)
     else:
-        write(file, written.text)
+        write_whole(file, written.text)
     for note in (*notes_of(chosen), *written.notes):
         print(wrapped(f"{table_format}: {note}"), file=sys.stderr)
 
@@ -71,16 +72,3 @@ def notes_of(chosen: ChosenTable) -> list[str]:
         f"the best lengths in {chosen.context}",
         f"plans that copy are in use at batch sizes {sizes} and are left out: the lengths there are the best without copies",
     ]
-
-
-def write(file: Path, text: str) -> None:
-    """Whole, or not at all: a reader never finds a part. Raises UserError naming the file."""
-    try:
-        if file.exists() and not file.is_file():  # a pipe or a device takes it as it comes
-            file.write_text(text + "\n")
-            return
-        temporary = file.with_name(file.name + ".tmp")
-        temporary.write_text(text + "\n")
-        temporary.replace(file)
-    except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}): choose another place") from error

@@ -9,7 +9,7 @@ import typer
 
 from speclen.console.database import DB_OPTION
 from speclen.console.errors import UserError
-from speclen.console.learned_state import check_usable, commit_of, damaged, read_document, store_now
+from speclen.console.learned.state import check_usable, commit_of, damaged, read_document, store_now
 from speclen.store.connection import StoreError
 from speclen.store.database import Store
 

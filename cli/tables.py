@@ -15,7 +15,7 @@ from rich.live import Live
 
 from speclen.console.database import DB_OPTION
 from speclen.console.errors import UserError
-from speclen.console.learned_table import Row, learned_rows, matrices, plan_lines
+from speclen.console.learned.table import Row, learned_rows, matrices, plan_lines
 
 
 def tables(

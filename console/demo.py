@@ -69,7 +69,7 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
         for channel in channels:
             channel.close()
     time.sleep(1.0)  # the last reports are written in groups of 250 ms
-    from speclen.console.learned_table import learned_rows, matrices, plan_lines
+    from speclen.console.learned.table import learned_rows, matrices, plan_lines
 
     Console().print(matrices(learned_rows(database, context="")), *plan_lines(database, context=""), sep="\n")
     explain_choices(database)

@@ -132,7 +132,7 @@ def test_a_file_that_no_controller_could_use_is_refused_and_changes_nothing(tmp_
 def test_an_export_that_cannot_be_written_leaves_the_last_one(tmp_path, exported, monkeypatch):
     before = exported.read_text()
 
-    def full(file, text):
+    def full(file, text, encoding):
         file.write_bytes(text[:100].encode())
         raise OSError(28, "No space left on device")
 
@@ -141,3 +141,4 @@ def test_an_export_that_cannot_be_written_leaves_the_last_one(tmp_path, exported
         with pytest.raises(UserError, match=r"learned.json cannot be written \(No space left on device\)"):
             export_state(exported, tmp_path / "old.db", context="")
     assert exported.read_text() == before
+    assert not list(tmp_path.glob("*.tmp"))

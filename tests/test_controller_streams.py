@@ -7,6 +7,7 @@ import pytest
 from control_fakes import group, identity, registration, report, run, served, status_of, until_durable
 from grpc import aio
 
+from speclen.controller.service.news import News
 from speclen.controller.service.streams import StreamSettings
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
@@ -220,6 +221,29 @@ def test_durable_reaches_a_busy_worker_and_a_quiet_one(tmp_path, pause_s):
                 await call.write(group(last, last))
                 await asyncio.sleep(0.005)
             assert last > 11
+
+    run(story)
+
+
+def test_nobody_looks_for_news_while_there_is_none(tmp_path, monkeypatch):
+    """Each look takes a core from the worker that computes on it."""
+    looks = []
+    take = News.take
+    monkeypatch.setattr(News, "take", lambda self: looks.append(time.monotonic()) or take(self))
+
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            await at.stub.RegisterWorker(registration())
+            call, _ = await opened(at)
+            await call.write(group(1, 10))
+            await until_durable(call, 10)
+            await asyncio.sleep(0.2)
+            looks.clear()
+            await asyncio.sleep(0.5)
+            assert looks == []
+            await call.write(group(11, 20))
+            await until_durable(call, 20)
+            assert looks
 
     run(story)
 

@@ -8,7 +8,7 @@ from test_learned_plans import KEY, ORDINARY, REPEATING, Played
 from test_store_views import store, view  # noqa: F401
 
 from speclen.cli.top import table_cells
-from speclen.console.learned_table import plan_lines
+from speclen.console.learned.table import plan_lines
 from speclen.controller.analysis.explain import explain, in_words
 from speclen.controller.estimator.plans.reviews import OutputReview
 from speclen.store.records import Commit, PlanEstimateRow

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speclen.bench.comparison.rounds import Comparison, Ratio, from_rows, to_rows
+from speclen.console.files import write_whole
 
 FORMAT = "speclen-serve-2"
 # What must be alike in two runs whose rounds are put together.
@@ -46,11 +47,10 @@ def as_json(ratio: Ratio) -> dict[str, Any]:
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
-    """Indented but for the rounds, of which each is a line."""
+    """Indented but for the rounds, of which each is a line. Raises UserError naming the file."""
     rounds = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in document["rounds"])
     head = json.dumps({key: value for key, value in document.items() if key != "rounds"}, indent=1)[:-2]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head},\n "rounds": [\n  {rounds}\n ]\n}}\n', "utf-8")
+    write_whole(path, f'{head},\n "rounds": [\n  {rounds}\n ]\n}}')
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from speclen.console.database import reading
 from speclen.console.errors import UserError
+from speclen.console.files import write_whole
 from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.store.profiles import StoredProfile, stored_profiles
@@ -135,14 +136,8 @@ def describe(error: Exception) -> str:
 
 
 def write_document(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON so that a crash leaves the old file or the new one. Raises UserError naming the file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    """Raises UserError naming the file."""
+    write_whole(path, json.dumps(content, indent=1))
 
 
 def find_profile(profile: str, db: Path) -> ProfileDocument:

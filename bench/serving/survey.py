@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from speclen.bench.serving.load import Yield
+from speclen.console.files import write_whole
 from speclen.worker.drafting.plan import PLAIN, Plan, parse_plan
 
 FORMAT = "speclen-survey-2"
@@ -112,11 +113,11 @@ class Survey:
         return bool(self.tokens) and all(cell in self.tokens for cell in cells)
 
     def save(self, path: Path, facts: dict[str, object]) -> None:
+        """Raises UserError naming the file."""
         measured = [[*key, self.tokens[key], self.seconds[key], self.steps_yield[key]] for key in sorted(self.tokens)]
         lines = ",\n  ".join(json.dumps(row) for row in measured)
         head = json.dumps({"format": FORMAT, "track": self.track, **facts}, indent=1)[:-2]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{head},\n "measured": [\n  {lines}\n ]\n}}\n', "utf-8")
+        write_whole(path, f'{head},\n "measured": [\n  {lines}\n ]\n}}')
 
 
 def load_survey(path: Path) -> Survey:

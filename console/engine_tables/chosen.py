@@ -21,7 +21,7 @@ from speclen.console.engine_tables.formats import (
     stretches,
 )
 from speclen.console.errors import UserError
-from speclen.console.learned_table import Row, learned_rows, plan_rows
+from speclen.console.learned.table import Row, learned_rows, plan_rows
 from speclen.store.queries import view_rows
 
 

@@ -28,7 +28,7 @@ from speclen.v1 import control_pb2 as pb
 # A stream that spoke within this time will speak again, and its next answer carries what is new: a message saved. With
 # many busy workers those messages would be a good part of the work, and all be sent while everybody's answers wait.
 BUSY_S = 0.7
-# How often it is looked who has news and has fallen silent.
+# Between two looks at who has news.
 NEWS_INTERVAL_S = 0.05
 # A worker that adds its steps up is answered at least so often; it gives a stream up after five seconds without a word.
 ANSWER_WITHIN_S = 0.7
@@ -185,12 +185,14 @@ class Stream:
         return self.service.thinning.window_s(self.service.learns_from(self.worker))
 
     @property
-    def is_busy(self) -> bool:
-        """Whether its news waits: an answer will soon carry it, or all workers of the context have just been told some."""
+    def news_waits_s(self) -> float:
+        """Seconds for which its news waits, none or less if it does not: an answer will soon carry it, or all workers of the
+        context have just been told some.
+        """
         now = time.monotonic()
         if not self._sent_window_s or self.worker is None:
-            return now - self.heard_at < BUSY_S
-        return now < self.worker.context.urgent_at
+            return self.heard_at + BUSY_S - now
+        return self.worker.context.urgent_at - now
 
     @property
     def is_patient(self) -> bool:
@@ -354,15 +356,22 @@ class Streams:
     async def deliver(self) -> None:
         """For ever: have news sent that no answer has carried."""
         while True:
-            await asyncio.sleep(NEWS_INTERVAL_S)
+            await self._until_news()
             self._with_news |= {self.by_worker[worker_id] for worker_id in self.news.take() & self.by_worker.keys()}
             for stream in list(self._with_news):
                 if not stream.has_news():
                     self._with_news.discard(stream)
-                elif not stream.is_busy:
+                elif stream.news_waits_s <= 0.0:
                     self._with_news.discard(stream)
                     if not stream.is_patient:
                         stream.news.set()
+
+    async def _until_news(self) -> None:
+        """Until there is some, or what there was waits no longer. Every look may take a core from a worker."""
+        await asyncio.sleep(NEWS_INTERVAL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min((stream.news_waits_s for stream in self._with_news), default=None)):
+                await self.news.wait()
 
     async def sweep(self, interval_s: float = 1.0) -> None:
         """For ever: end silent streams and keep expected times fresh.

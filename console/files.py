@@ -1,0 +1,27 @@
+"""Files that a command writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from speclen.console.errors import UserError
+
+
+def write_whole(file: Path, text: str) -> None:
+    """The text and a line's end, whole or not at all: a reader never finds a part, nor is an old file lost to a full disk.
+
+    Folders that lead there are made. Raises UserError naming the file.
+    """
+    try:
+        if file.exists() and not file.is_file():  # a pipe or a device takes it as it comes
+            file.write_text(text + "\n", "utf-8")
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(file.name + ".tmp")
+        try:
+            temporary.write_text(text + "\n", "utf-8")
+            temporary.replace(file)
+        finally:
+            temporary.unlink(missing_ok=True)  # a part, where the disk was full
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}): choose another place") from error
