@@ -98,11 +98,19 @@ def put_in_place(backup: Path, database: Path) -> None:
         try:
             with contextlib.closing(connect_reader(backup, ANOTHER_COPY)) as source:
                 fill(copied, source)
+            move_wal_in(database)
             for beside in files_of(database)[1:]:  # of the old content: SQLite would play them into the new one
                 beside.unlink(missing_ok=True)
             move_into_place(copied, database)
         finally:
             lock.release()
+
+
+def move_wal_in(database: Path) -> None:
+    """Let the file itself hold all that was committed, so that whatever fails after its WAL has gone leaves it whole."""
+    with contextlib.suppress(*FileErrors), contextlib.ExitStack() as closing:  # a damaged one stays as it is
+        old = sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=5.0)
+        closing.enter_context(contextlib.closing(old)).execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 @contextlib.contextmanager

@@ -65,20 +65,37 @@ def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("onto", ["another", "itself"])
-def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
-    """As the files of a controller lie that was killed."""
-    db = tmp_path / "killed.db"
+def killed(db: Path) -> Path:
+    """As the files of a controller lie that was killed: all that was committed stands in the WAL alone."""
     lines = ["import os, sys, pathlib", "sys.path.insert(0, sys.argv[2])", "from store_rows import moment, store_now"]
     lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
     lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
     subprocess.run([sys.executable, "-c", "\n".join(lines), db, Path(__file__).parent], check=True)
-    assert db.with_name("killed.db-wal").stat().st_size > 0
+    assert db.with_name(db.name + "-wal").stat().st_size > 0
+    return db
+
+
+@pytest.mark.parametrize("onto", ["another", "itself"])
+def test_what_stands_in_a_wal_alone_is_brought_back(tmp_path, onto):
+    db = killed(tmp_path / "killed.db")
     target = db if onto == "itself" else tmp_path / "new.db"
     bring_back(db, target, overwrite=onto == "itself")
     assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
     Store.open(target).close()
     assert rows(target, "SELECT seq FROM step_reports") == [(1,), (2,)]
+
+
+def test_a_restore_that_fails_at_its_last_step_leaves_all_of_the_old_database(tmp_path, monkeypatch):
+    db, copy = killed(tmp_path / "killed.db"), tmp_path / "copy.db"
+    backup(copy, write_database(tmp_path / "s.db"), "", every=0.0, keep=1, overwrite=False, as_json=False)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("speclen.store.backup.move_into_place", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        bring_back(copy, db, overwrite=True)
+    assert rows(db, "SELECT seq FROM step_reports") == [(1,), (2,)]
 
 
 def test_a_link_to_the_database_stays_one(tmp_path):

@@ -137,6 +137,16 @@ def test_what_time_was_too_short_for_is_measured_by_going_on(
     assert len([place for place in places if place[0] == 1]) == 8  # four contestants, one or two threads
 
 
+def test_rounds_are_told_by_their_spread(peers: Any) -> None:
+    table = peers("table")
+    lines = [*row("speclen", "none", 2, {1: 200.0}), *row("speclen", "none", 2, {1: 240.0})]
+    lines += [*row("vLLM", "no draft", 2, {1: 100.0}), *row("vLLM", "no draft", 2, {1: 100.0})]
+    rows = table.best_threads(lines)
+    page = table.markdown(rows, table.over_best(rows), {"cores": 2})
+    assert "| speclen, none | 220 (200 to 240), " in page
+    assert "| any of them | 2.20 (2.00 to 2.40), vLLM, no draft |" in page
+
+
 def test_the_ratio_is_to_the_best_mode_of_the_best_peer(peers: Any) -> None:
     table = peers("table")
     lines = [
@@ -153,4 +163,5 @@ def test_the_ratio_is_to_the_best_mode_of_the_best_peer(peers: Any) -> None:
     assert found["none", table.ANYONE] == (1.25, "llama.cpp server, no draft")
     assert found["none", "vLLM"] == (2.0, "vLLM, no draft")
     page = table.markdown(table.best_threads(lines), ratios, {"cores": 2})
-    assert "| any of them | 1.25 (1.25 to 1.25), vLLM, draft model, 5 tokens |" in page
+    assert "| speclen, none | 200, " in page  # one round has no spread
+    assert "| any of them | 1.25, vLLM, draft model, 5 tokens |" in page

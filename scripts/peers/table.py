@@ -64,7 +64,7 @@ def markdown(rows: Rows, ratios: Rows, facts: dict[str, Any]) -> str:
         texts = [
             "–"
             if row is None
-            else f"{row['tokens_per_s']:.0f} ({row['tokens_per_s_low']:.0f} to {row['tokens_per_s_high']:.0f}), "
+            else f"{row['tokens_per_s']:.0f}{spread(row['tokens_per_s_low'], row['tokens_per_s_high'], 0)}, "
             f"{row['latency_mean_s']:.2f} s"
             for row in found
         ]
@@ -75,9 +75,10 @@ def markdown(rows: Rows, ratios: Rows, facts: dict[str, Any]) -> str:
     about = ", ".join(f"{key} {value}" for key, value in facts.items())
     return (
         "# Peers on the same machine, weights and requests\n\n"
-        "Tokens per second (lowest to highest round) and mean request latency in closed loop; every mode with the "
-        "number of threads that is best for it. Prompts of 64 tokens, 64 new tokens each, greedy. The target is a "
-        "small model widened without changing its function, so that it costs what 59 million parameters cost.\n\n"
+        "Tokens per second (lowest to highest round, where there were several) and mean request latency in closed loop; "
+        "every mode with the number of threads that is best for it. Prompts of 64 tokens, 64 new tokens each, greedy. "
+        "The target is a small model widened without changing its function, so that it costs what 59 million parameters "
+        "cost.\n\n"
         + "\n".join(lines)
         + f"\n\nMeasured on: {about}. Made by `scripts/peers/run`.\n"
     )
@@ -89,13 +90,18 @@ def ratio_lines(ratios: Rows, concurrencies: list[int]) -> list[str]:
     for peer in dict.fromkeys(ratio["peer"] for ratio in ratios):
         found = {ratio["concurrency"]: ratio for ratio in ratios if ratio["peer"] == peer}
         texts = [
-            "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}), {best_mode}".format(**found[number])
-            if number in found
-            else "–"
+            "–"
+            if (one := found.get(number)) is None
+            else f"{one['ratio']:.2f}{spread(one['ratio_low'], one['ratio_high'], 2)}, {one['best_mode']}"
             for number in concurrencies
         ]
         lines.append(f"| {peer} | {' | '.join(texts)} |")
     return lines
+
+
+def spread(low: float, high: float, digits: int) -> str:
+    """From the lowest round to the highest, in brackets; nothing where there was only one."""
+    return "" if low == high else f" ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def over_best(rows: Rows) -> Rows:
