@@ -78,9 +78,7 @@ def markdown(rows: Rows, ratios: Rows, facts: dict[str, Any]) -> str:
         "Tokens per second (lowest to highest round, where there were several) and mean request latency in closed loop; "
         "every mode with the number of threads that is best for it. Prompts of 64 tokens, 64 new tokens each, greedy. "
         "The target is a small model widened without changing its function, so that it costs what 59 million parameters "
-        "cost.\n\n"
-        + "\n".join(lines)
-        + f"\n\nMeasured on: {about}. Made by `scripts/peers/run`.\n"
+        "cost.\n\n" + "\n".join(lines) + f"\n\nMeasured on: {about}. Made by `scripts/peers/run`.\n"
     )
 
 
