@@ -14,7 +14,7 @@ from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.length_chooser import LengthChoice, StepResult
+from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.reporting.window import to_sum
 
@@ -67,6 +67,48 @@ def test_a_pair_whose_draft_fails_on_a_prompt_still_tells_what_it_told() -> None
     engine.runner.target.forward = once  # type: ignore[method-assign]
     generate(engine, *(request(str(at), PROMPT, max_tokens=8, ignore_eos=True) for at in range(2)))
     assert sum(result.draft_prompt_s for result in chooser.results) > 0.0
+
+
+def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
+    """First tokens are told before the draft gets their prompts, and requests that end with them cost it nothing."""
+    engine, told = make_engine(chooser=Lengths(2), max_batch_size=2), list[str]()
+    real = engine.draft.forward
+
+    def forward(parts):  # type: ignore[no-untyped-def]
+        told.append("draft")
+        return real(parts)
+
+    engine.draft.forward = forward  # type: ignore[method-assign]
+    for name, num_tokens in (("long", 3), ("short", 1)):
+        engine.submit(
+            request(name, PROMPT, max_tokens=num_tokens, ignore_eos=True), lambda out: told.append(out.request_id)
+        )
+    engine.step()
+    assert told == ["long", "short", "draft"]
+    told.clear()
+    engine.submit(request("alone", PROMPT, max_tokens=1, ignore_eos=True), lambda out: told.append(out.request_id))
+    while not engine.scheduler.is_idle or "alone" not in told:
+        engine.step()
+    assert told.count("draft") <= 3  # drafts of `long`, and none for `alone`
+
+
+def test_a_draft_that_fails_on_prompts_costs_nobody_a_token() -> None:
+    chooser = Lengths(2)
+    engine = make_engine(chooser=chooser, max_batch_size=2)
+    real, calls = engine.draft.forward, []
+
+    def once(parts):  # type: ignore[no-untyped-def]
+        calls.append(len(parts))
+        if len(calls) == 1:
+            raise RuntimeError("once")
+        return real(parts)
+
+    engine.draft.forward = once  # type: ignore[method-assign]
+    wanted = generate(make_engine(max_batch_size=2), request("a", PROMPT, max_tokens=8, ignore_eos=True))
+    found = generate(engine, request("a", PROMPT, max_tokens=8, ignore_eos=True))
+    assert found.ids("a") == wanted.ids("a")
+    assert calls[0] == 1
+    assert StepFlag.CATCH_UP in chooser.results[0].flags  # the draft is fed the prompt when it is asked
 
 
 def test_reports_and_sums_of_them_tell_it() -> None:

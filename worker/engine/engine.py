@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -33,7 +33,7 @@ from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, St
 from speclen.worker.engine.outbox import Outbox, Totals, describe
 from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
-from speclen.worker.engine.step_plan import StepPlan, plan_lengths, rows_by_class
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan, plan_lengths, rows_by_class
 from speclen.worker.engine.step_runner import StepRunner, StepTokens
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode
@@ -307,6 +307,7 @@ class Engine:
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_copied)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
         kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
+        self._feed_draft(plan.chunks)
         read_ends(plan.rows, self._reading, self._past)
         ended = time.perf_counter()
         reviews = (
@@ -314,7 +315,6 @@ class Engine:
         )
         aside_s = time.perf_counter() - ended + beyond_usual_s(plan.sequences, ended - started)
         self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
-        self._draft_prompt_s += tokens.draft_prompt_s
         if not plan.rows:
             return None
         prompt_s, self._draft_prompt_s = self._draft_prompt_s, 0.0
@@ -336,6 +336,13 @@ class Engine:
             draft_prompt_s=prompt_s,
             reviews=reviews,
         )
+
+    def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
+        """Feed the draft the step's prompts. What fails here costs nobody a token: the draft is behind until it is asked."""
+        try:
+            self._draft_prompt_s += self.runner.feed_draft_prompts(chunks)
+        except Exception:
+            log.exception("the draft was not fed %d prompts; it catches up when it is to draft", len(chunks))
 
     def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
         """Abort sequences that have rows. error: None when somebody asked for it."""

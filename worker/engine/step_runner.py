@@ -37,13 +37,11 @@ class StepTokens:
     """New tokens of each of the plan's sequences, in its order; none where a prompt goes on.
 
     logprobs: likewise, None where nobody asked for them. flags: what the runner knows of why the step must not teach.
-    draft_prompt_s: that the draft was fed prompts for.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     flags: set[StepFlag] = field(default_factory=set)
-    draft_prompt_s: float = 0.0
 
 
 class StepRunner:
@@ -73,14 +71,20 @@ class StepRunner:
         tokens = StepTokens()
         prompts = self._prompt_parts(plan.chunks)
         prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.forward(prompts)
-        if fed := [chunk for chunk in plan.chunks if self._draft_goes_along(chunk)]:
-            tokens.draft_prompt_s = self._timed(lambda: self._feed_draft(fed))
         for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
             ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else ([], None)
             tokens.ids.append(ids)
             tokens.logprobs.append(logprobs)
         self._note_held(plan, tokens)
         return tokens
+
+    def feed_draft_prompts(self, chunks: Sequence[PromptChunk]) -> float:
+        """Feed the draft the prompts that the target was fed in this step; seconds that took.
+
+        Apart from `run`, since nobody's tokens have to wait for it. Where it fails, the draft catches up when it is asked.
+        """
+        fed = [chunk for chunk in chunks if self._draft_goes_along(chunk)]
+        return self._timed(lambda: self._feed_draft(fed)) if fed else 0.0
 
     def copy_prompt(
         self, sequence: SequenceState, source: SequenceState
@@ -257,7 +261,7 @@ class StepRunner:
     def _draft_goes_along(self, chunk: PromptChunk) -> bool:
         """Whether the draft is fed the prompt as well: where it will be asked for tokens next."""
         sequence = chunk.sequence
-        wanted = self._speculating or bool(sequence.fixed_length)
+        wanted = (self._speculating or bool(sequence.fixed_length)) and not sequence.finished
         return wanted and sequence.may_draft and sequence.draft_length == chunk.start
 
     def _after_prompt(
