@@ -70,7 +70,8 @@ class ReportRow(NamedTuple):
     mean_context_length are means, latency_sd_s is the standard deviation, histograms are sums over the steps, and
     num_accepted_tokens is per step, rounded down.
     copying: JSON text of what copying did, and under "read" and "reviews" of what was read and reviewed, whatever the plan.
-    draft_prompt_s: of the draft model since the report before.
+    draft_prompt_s: of the draft model since the report before. num_new_rows: rows that sequences got as the step
+    began, summed over the steps.
     """
 
     group_id: int
@@ -93,6 +94,7 @@ class ReportRow(NamedTuple):
     latency_sd_s: float | None = None
     copying: str | None = None
     draft_prompt_s: float = 0.0
+    num_new_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ CREATE TABLE step_reports (
   probe_id INTEGER NOT NULL CHECK (probe_id >= 0),  -- 0: the table's own choice
   flags TEXT NOT NULL,  -- why the step must not teach ('prefill catch_up'), empty for an ordinary one
   received_at REAL NOT NULL CHECK (received_at >= 0)
-, class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms)), num_steps INTEGER NOT NULL DEFAULT 1 CHECK (num_steps BETWEEN 1 AND 65536), latency_sd_s REAL CHECK (latency_sd_s IS NULL OR latency_sd_s >= 0), copying TEXT CHECK (copying IS NULL OR json_valid(copying)), draft_prompt_s REAL NOT NULL DEFAULT 0 CHECK (draft_prompt_s >= 0)) STRICT;
+, class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms)), num_steps INTEGER NOT NULL DEFAULT 1 CHECK (num_steps BETWEEN 1 AND 65536), latency_sd_s REAL CHECK (latency_sd_s IS NULL OR latency_sd_s >= 0), copying TEXT CHECK (copying IS NULL OR json_valid(copying)), draft_prompt_s REAL NOT NULL DEFAULT 0 CHECK (draft_prompt_s >= 0), num_new_rows INTEGER NOT NULL DEFAULT 0 CHECK (num_new_rows >= 0)) STRICT;
 
 CREATE VIEW decision_history AS
 -- Every change of a choice, newest first, with both estimates of that moment.

@@ -29,11 +29,11 @@ def test_a_report_becomes_an_observation_and_a_row():
     group, refusals = read(report(9, decision_version=13, probe_id=17))
     assert refusals == []
     assert group.observations == [StepObservation(4, 2, 0.02, (1, 2, 1), 100.0)]
-    *head, text, num_accepted, context, version, probe, flags, at, by_class = group.rows[0][:-4]
+    *head, text, num_accepted, context, version, probe, flags, at, by_class = group.rows[0][:-5]
     assert head == [3, 5, 7, 9, 4, 2, 0.02]
     assert json.loads(text) == [1, 2, 1]
     assert (num_accepted, context, version, probe, flags, at, by_class) == (4, 100.0, 13, 17, "", 11.0, None)
-    assert group.rows[0][-4:] == (1, None, None, 0.0)
+    assert group.rows[0][-5:] == (1, None, None, 0.0, 0)
 
 
 def test_a_step_at_length_zero_is_ordinary():
@@ -52,6 +52,7 @@ def test_a_step_at_length_zero_is_ordinary():
         ("accepted_histogram", [[], [4], [1, 2], [1, 2, 2], [1, 2, 1, 0], [0] * 1000, [2**32 - 1, 5, 0]]),
         ("mean_context_length", [math.nan, math.inf, -1.0, 1e9]),
         ("draft_prompt_s", [math.nan, math.inf, -1e-9, 3600.1]),
+        ("num_new_rows", [33, 2**32 - 1]),
         ("decision_version", [MAX_INTEGER + 1]),
         ("probe_id", [2**64 - 1]),
     ],
@@ -98,6 +99,7 @@ seconds = st.one_of(st.floats(), st.floats(0.001, 1.0))
         decision_version=st.integers(0, 2**64 - 1),
         probe_id=st.integers(0, 2**64 - 1),
         draft_prompt_s=st.one_of(st.just(0.0), st.floats()),
+        num_new_rows=st.one_of(st.just(0), st.integers(0, 2**32 - 1)),
         flags=st.lists(st.integers(0, 10), max_size=3),
     )
 )

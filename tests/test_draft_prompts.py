@@ -8,7 +8,8 @@ import tiny_models
 from engines import generate, make_engine, make_pair, request
 from steps_of import KEY, Steps, controller_for
 
-from speclen.controller.estimator.contexts.prompts import LARGEST_SHARE, PRIOR_TOKENS, DraftPrompts
+from speclen.controller.estimator.choice import PromptShare
+from speclen.controller.estimator.contexts.prompts import LARGEST_SHARE, PRIOR_TOKENS, Prompts
 from speclen.controller.estimator.core import Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
@@ -140,11 +141,11 @@ def test_what_is_believed_of_lengths_is_their_time_and_their_share_of_prompts() 
     bucket, choice = controller.bucket_index(KEY, 4), context.main.choice
     before, tokens = choice.seconds[bucket].copy(), choice.tokens[bucket].copy()
     controller.observe(KEY, [fed(steps, 4, 3, 0.01) for _ in range(400)], "w")
-    choice.assess(choice.tokens, context.main.times, 0.0)
+    choice.assess(choice.tokens, context.main.times)
     without = choice.seconds[bucket].copy()
-    each = context.prompts.s_per_token
+    each = context.prompts.share.draft_s
     assert each == pytest.approx(0.01 / (4.0 * tokens[3]), rel=0.2)
-    choice.assess(choice.tokens, context.main.times, each)
+    choice.assess(choice.tokens, context.main.times, PromptShare(each))
     drafts = np.arange(len(tokens)) > 0
     assert choice.seconds[bucket] - without == pytest.approx(each * 4 * choice.tokens[bucket] * drafts)
     assert without == pytest.approx(before, rel=0.2)
@@ -160,27 +161,27 @@ def test_plans_that_draft_bear_it_and_those_that_copy_alone_do_not() -> None:
     bucket = np.array([estimator.bucket_index(KEY, 4)])
     tokens = context.tokens(context.main)[bucket]
     known = plans.assess(bucket, tokens)
-    plans.prompt_s = 0.001
+    plans.prompts = PromptShare(0.001)
     more = plans.assess(bucket, tokens).seconds[0] - known.seconds[0]
     drafts = np.array([plan.draft_length > 0 for plan in plans.grid])
     assert more == pytest.approx(0.001 * 4 * known.tokens[0] * drafts)
 
 
 def test_only_steps_that_were_to_draft_tell_of_it() -> None:
-    prompts = DraftPrompts()
+    prompts = Prompts()
     copying = Copies(Plan(0, 3, 8), 4, 0, 12, (CopiedRun(3, 4, 2, 2),))
     step = StepObservation(4, 0, 0.01, (4,), draft_prompt_s=0.5)
     prompts.learn([step, step._replace(copying=copying)])
-    assert prompts.s_per_token == 0.0
+    assert prompts.share.draft_s == 0.0
     drafting = copying._replace(plan=Plan(2, 3, 8))
     prompts.learn([StepObservation(4, 2, 0.01, (2, 1, 1), copying=drafting, draft_prompt_s=0.02)])
     # Four pending tokens, three drafted ones, and two copied ones of two rows.
-    assert prompts.tokens == 4 + 3 + 4
-    assert prompts.s_per_token == pytest.approx(0.02 / (11 + PRIOR_TOKENS))
+    assert prompts.drafting_tokens == 4 + 3 + 4
+    assert prompts.share.draft_s == pytest.approx(0.02 / (11 + PRIOR_TOKENS))
 
 
 def test_one_report_cannot_say_that_prompts_take_for_ever() -> None:
-    prompts = DraftPrompts()
+    prompts = Prompts()
     prompts.learn([StepObservation(4, 2, 0.01, (2, 1, 1), draft_prompt_s=3600.0)])
     assert prompts.seconds == pytest.approx(LARGEST_SHARE * 0.01)
 
@@ -190,7 +191,8 @@ def test_it_is_kept() -> None:
     first.observe(KEY, [fed(steps, 4, 2, 0.01) for _ in range(100)], "w")
     second = Estimator()
     second.restore(KEY, first.limits(KEY), first.export_state(KEY), first.export_pair_state(KEY.pair))
-    assert second.context(KEY).prompts.s_per_token == first.context(KEY).prompts.s_per_token > 0.0
+    assert second.context(KEY).prompts.share == first.context(KEY).prompts.share
+    assert first.context(KEY).prompts.share.draft_s > 0.0
     more = [fed(steps, 4, 2, 0.01) for _ in range(20)]
     for estimator in (first, second):
         estimator.observe(KEY, more, "w")

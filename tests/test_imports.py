@@ -86,7 +86,7 @@ ALLOWED = {
         "worker.engine",
         "worker.reporting",
     },
-    "bench.simulation": {"bench.marked", "console", "controller.estimator"},
+    "bench.simulation": {"bench.marked", "bench.profile.document", "console", "controller.estimator"},
     "bench.engine": {"bench.machine", "bench.spread", "console", "worker"},
     "bench.gpu": {"bench.machine", "bench.engine", "worker", "controller"},
     "bench.profile": {"bench.machine", "console", "v1", "worker", "controller", "store"},

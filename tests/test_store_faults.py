@@ -174,17 +174,18 @@ def copied_with_half_a_wal(path: Path, folder: Path) -> Path:
 
 def test_a_wal_cut_short_is_noticed_at_start(tmp_path):
     path = tmp_path / "s.db"
+    num_commits = 60  # so that half of the WAL is more than the schema
     store = Store.open(path)
-    for seq in range(1, 21):
+    for seq in range(1, num_commits + 1):
         assert store_now(store, moment([seq])) is None
     cut = copied_with_half_a_wal(path, tmp_path / "copy")
     store.close()
     assert Store.open(path).num_commits_missing == 0
     after = Store.open(cut)
     left = rows(cut, "SELECT count(*) FROM step_reports")[0][0]
-    assert 0 < left < 20
-    assert after.num_commits_missing == 20 - left
-    assert rows(cut, "SELECT kind, num_rows FROM store_events") == [("commits_missing", 20 - left)]
+    assert 0 < left < num_commits
+    assert after.num_commits_missing == num_commits - left
+    assert rows(cut, "SELECT kind, num_rows FROM store_events") == [("commits_missing", num_commits - left)]
     after.close()
     again = Store.open(cut)
     assert again.num_commits_missing == 0, "told once"

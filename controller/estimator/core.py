@@ -77,6 +77,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     stood behind a match of so many tokens, and how many of those a copy would have been right about.
     draft_prompt_s: that the draft model was fed prompts for since the worker told it last.
     reviews: of outputs that ended in it, some of them.
+    num_new_rows: that sequences got as it began, and waited for it with their first tokens; summed over its steps.
     """
 
     batch_size: int
@@ -92,6 +93,7 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     read: tuple[tuple[int, int, int], ...] = ()
     draft_prompt_s: float = 0.0
     reviews: tuple[OutputReview, ...] = ()
+    num_new_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

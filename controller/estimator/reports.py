@@ -33,8 +33,8 @@ class Reports:
     def __init__(self, steps: Sequence[StepObservation], workers: Sequence[str], spans: Spans, limits: Limits) -> None:
         """Raises ValueError for steps beyond the limits."""
         self.workers, self.spans = workers, spans
-        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying, read, _, _ = (
-            zip(*steps, strict=True)
+        batch, length, seconds, self.histograms, context, times, accepts, self.by_class, count, copying, read, *_ = zip(
+            *steps, strict=True
         )
         for name, values, most in (
             ("batch_size", batch, limits.max_batch_size),
@@ -112,6 +112,7 @@ def _sum(members: Sequence[StepObservation]) -> StepObservation:
         num_steps=num_steps,
         read=read_by(members),
         draft_prompt_s=sum(each.draft_prompt_s for each in members),
+        num_new_rows=sum(each.num_new_rows for each in members),
         reviews=tuple(chain.from_iterable(each.reviews for each in members)),
     )
 

@@ -75,7 +75,8 @@ def read_reports(
     for report in reports:
         seq, batch_size, length = report.seq, report.batch_size, report.speculation_length
         latency_s, context_length = report.latency_s, report.mean_context_length
-        version, probe_id, prompt_s = report.decision_version, report.probe_id, report.draft_prompt_s
+        version, probe_id = report.decision_version, report.probe_id
+        prompt_s, num_new_rows = report.draft_prompt_s, report.num_new_rows
         histogram = tuple(report.accepted_histogram[:])  # the slice makes it twice as fast
         facts = known.get(histogram) or remember(histogram)
         if not (
@@ -88,6 +89,7 @@ def read_reports(
             and version <= MAX_INTEGER
             and probe_id <= MAX_INTEGER
             and 0.0 <= prompt_s <= MAX_LATENCY_S
+            and num_new_rows <= max_batch_size
         ):
             error = explain_report(report, limits)
             assert error is not None, "the two checks of a report disagree"
@@ -116,10 +118,11 @@ def read_reports(
                 read=read,
                 draft_prompt_s=prompt_s,
                 reviews=reviews,
+                num_new_rows=num_new_rows,
             )
         )
         step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
-        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, text, prompt_s))
+        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, text, prompt_s, num_new_rows))
     return refusals
 
 

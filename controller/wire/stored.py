@@ -37,6 +37,8 @@ class StoredReport(Protocol):
     def copying(self) -> str | None: ...
     @property
     def draft_prompt_s(self) -> float: ...
+    @property
+    def num_new_rows(self) -> int: ...
 
 
 def observation_of(report: StoredReport) -> StepObservation:
@@ -58,6 +60,7 @@ def observation_of(report: StoredReport) -> StepObservation:
         told.read,
         report.draft_prompt_s,
         told.reviews,
+        report.num_new_rows,
     )
 
 

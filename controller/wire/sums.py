@@ -74,14 +74,14 @@ def _read_sum(each: pb.StepSum, limits: Limits, origin: Origin, group: Group) ->
             *(*shape, geometric_mean(mean_s, sd_s), histogram, context),
             *(flags.teaches_latency, flags.teaches_acceptance, by_class, num_steps),
             draft_prompt_s=each.draft_prompt_s,
+            num_new_rows=each.num_new_rows,
         )
     )
     accepted = sum(map(mul, histogram, range(len(histogram)))) // num_steps
     whose = origin.context_id, origin.worker_key, origin.epoch
     step = (*whose, seq, *shape, mean_s, str(list(histogram)), accepted, context, each.decision_version, 0)
-    group.rows.append(
-        (*step, flags.names, origin.received_at, classes_text, num_steps, sd_s, None, each.draft_prompt_s)
-    )
+    told = classes_text, num_steps, sd_s, None, each.draft_prompt_s, each.num_new_rows
+    group.rows.append((*step, flags.names, origin.received_at, *told))
 
 
 def _checked(each: pb.StepSum, limits: Limits, histogram: tuple[int, ...]) -> tuple[float, float]:
@@ -106,6 +106,7 @@ def check_sum(each: pb.StepSum, limits: Limits, histogram: tuple[int, ...]) -> N
     check_range("latency_square_sum_s2", each.latency_square_sum_s2, least, most)
     check_range("mean_context_length", each.mean_context_length, 0, MAX_CONTEXT_LENGTH)
     check_range("draft_prompt_s", each.draft_prompt_s, 0, MAX_LATENCY_S)
+    check_range("num_new_rows", each.num_new_rows, 0, num_steps * limits.max_batch_size)
     check_range("decision_version", each.decision_version, 0, MAX_INTEGER)
     if len(histogram) != length + 1 or sum(histogram) != each.batch_size * num_steps:
         sentence = f"accepted_histogram is {list(histogram)}; it must have {length + 1} entries that sum to "

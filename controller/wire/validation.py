@@ -121,6 +121,7 @@ def check_report(report: pb.StepReport, limits: Limits) -> None:
     check_duration("latency_s", report.latency_s)
     check_range("mean_context_length", report.mean_context_length, 0, MAX_CONTEXT_LENGTH)
     check_range("draft_prompt_s", report.draft_prompt_s, 0, MAX_LATENCY_S)
+    check_range("num_new_rows", report.num_new_rows, 0, limits.max_batch_size)
     if len(histogram) != report.speculation_length + 1:
         raise InvalidMessageError(
             "accepted_histogram",

@@ -156,7 +156,10 @@ class StepTracker:
         choice = step.choice
         if choice.probe_id and StepFlag.CHANGED_LENGTH in flags:  # the probe is the step with its length alone
             choice = LengthChoice(choice.speculation_length, choice.decision_version)
-        result = StepResult(step.num_decoding, length, ended - began, histogram, step.mean_context_length, flags)
+        result = StepResult(
+            *(step.num_decoding, length, ended - began, histogram, step.mean_context_length, flags),
+            num_new_rows=len(output.scheduled_new_reqs),
+        )
         return choice, result
 
     def _take(self, output: Scheduled) -> PendingStep | None:

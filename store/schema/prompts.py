@@ -1,9 +1,14 @@
-"""What the draft model's prompts took: a column of the step m011."""
+"""What prompts cost beside the steps that decode: columns of the steps m011 and m012."""
 
 from __future__ import annotations
 
-CHANGES = (
+DRAFT_PROMPTS = (
     # Seconds that the draft model was fed prompts for since the report before; a part of what the steps took, or of the
     # time between them.
     "ALTER TABLE step_reports ADD COLUMN draft_prompt_s REAL NOT NULL DEFAULT 0 CHECK (draft_prompt_s >= 0)",
+)
+
+NEW_ROWS = (
+    # Rows that sequences got as the step began, summed over the steps: they waited for it with their first tokens.
+    "ALTER TABLE step_reports ADD COLUMN num_new_rows INTEGER NOT NULL DEFAULT 0 CHECK (num_new_rows >= 0)",
 )

@@ -25,7 +25,7 @@ from speclen.store.schema.first_views import (
     WORKER_HEALTH,
 )
 from speclen.store.schema.plans import CHANGES as PLANS
-from speclen.store.schema.prompts import CHANGES as DRAFT_PROMPTS
+from speclen.store.schema.prompts import DRAFT_PROMPTS, NEW_ROWS
 from speclen.store.schema.seen import CHANGES as SEEN
 from speclen.store.schema.sums import CHANGES as SUMS
 
@@ -144,4 +144,5 @@ STEPS: dict[str, tuple[str, ...]] = {
     "m009_sums": SUMS,
     "m010_plans": PLANS,
     "m011_draft_prompts": DRAFT_PROMPTS,
+    "m012_new_rows": NEW_ROWS,
 }

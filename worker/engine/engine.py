@@ -242,9 +242,11 @@ class Engine:
 
     def _schedule(self) -> tuple[StepPlan, LengthChoice]:
         """Give rows, and decide what the next step runs; with the choice that its lengths follow."""
+        num_before = len(self.scheduler.rows)
         for sequence, error in self.scheduler.admit():
             log.error("request %s cannot start; it ends", sequence.request.request_id, exc_info=error)
             self._outbox.abort([sequence], error)
+        num_new_rows = len(self.scheduler.rows) - num_before
         copied = self._start_copies()
         rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
         prefilled = copied or bool(chunks)
@@ -262,7 +264,8 @@ class Engine:
         if wanted.copies:
             copies = find_copies(rows, wanted, context)
         lengths = plan_lengths(rows, wanted.draft_length, context, copies)
-        return StepPlan(rows, self.scheduler.num_drafting, lengths, chunks, prefilled, copies, read), choice
+        fed = chunks, prefilled, copies, read, num_new_rows
+        return StepPlan(rows, self.scheduler.num_drafting, lengths, *fed), choice
 
     def _start_copies(self) -> bool:
         """Start the sequences that share their prompt with one that has fed it; whether there were any."""
@@ -335,6 +338,7 @@ class Engine:
             read=plan.read,
             draft_prompt_s=prompt_s,
             reviews=reviews,
+            num_new_rows=plan.num_new_rows,
         )
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:

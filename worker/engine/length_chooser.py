@@ -79,6 +79,7 @@ class StepResult:
     and nothing copies.
     draft_prompt_s: that the draft model was fed prompts for since the step before was told. reviews: of outputs that ended
     in the step, some of them, where the chooser asks for it; what reviewing took is no part of latency_s.
+    num_new_rows: that sequences got as it began, which wait for it with their first tokens.
     """
 
     batch_size: int
@@ -92,6 +93,7 @@ class StepResult:
     read: tuple[tuple[int, int, int], ...] = ()
     draft_prompt_s: float = 0.0
     reviews: tuple[OutputReview, ...] = ()
+    num_new_rows: int = 0
 
 
 class LengthChooser(Protocol):

@@ -39,8 +39,8 @@ class StepPlan:
 
     draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. chunks: of
     prompts. prefilled: whether time goes into prompts as well, the ones that were copied included. copies: None where
-    the choice does not copy; read: as in StepResult. sequences: everyone who takes part, the rows and then those whose
-    prompts are fed.
+    the choice does not copy; read, num_new_rows: as in StepResult. sequences: all that take part, the rows and then those
+    whose prompts are fed.
     """
 
     rows: list[SequenceState]
@@ -50,6 +50,7 @@ class StepPlan:
     prefilled: bool
     copies: RowCopies | None = None
     read: tuple[tuple[int, int, int], ...] = ()
+    num_new_rows: int = 0
     speculation_length: int = field(init=False)
     sequences: list[SequenceState] = field(init=False)
 

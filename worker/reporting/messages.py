@@ -32,6 +32,7 @@ def to_report(seq: int, choice: LengthChoice, result: StepResult) -> pb.StepRepo
         flags=[FLAGS[flag] for flag in result.flags],
         probe_id=choice.probe_id,
         draft_prompt_s=result.draft_prompt_s,
+        num_new_rows=result.num_new_rows,
         copying=None if result.copying is None else to_copy_report(result.copying),
         class_histograms=[
             pb.ClassHistogram(request_class=CLASSES[kind], accepted_histogram=runs)

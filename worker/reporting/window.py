@@ -80,6 +80,7 @@ def to_sum(members: Sequence[Record]) -> pb.StepSum:
         decision_version=choice.decision_version,
         flags=[FLAGS[flag] for flag in one.flags],
         draft_prompt_s=sum(result.draft_prompt_s for result in results),
+        num_new_rows=sum(result.num_new_rows for result in results),
         class_histograms=[
             pb.ClassHistogram(
                 request_class=CLASSES[kind],

@@ -10,7 +10,7 @@ from speclen.controller.estimator.acceptance import Acceptance, Parts, band_of
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.choice import LengthChoice
 from speclen.controller.estimator.contexts.group import Group
-from speclen.controller.estimator.contexts.prompts import DraftPrompts
+from speclen.controller.estimator.contexts.prompts import Prompts
 from speclen.controller.estimator.contexts.workers import ACCEPTANCE, TIMES, Workers
 from speclen.controller.estimator.core import Bucket, ContextKey, DriftEvent, Limits, StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
@@ -75,7 +75,7 @@ class Context:
         self.by_class = np.zeros_like(self.mix)  # tokens per row of reports, by class, summed, fading
         self.last_length: dict[str, int] = {}
         self.resume_s, self.num_resumes = 0.0, 0
-        self.prompts = DraftPrompts()
+        self.prompts = Prompts()
         self.last_drift: DriftEvent | None = None
         self.reports_since_drift, self.next_probe_id = 0, 1
         self.recent: list[int] = []  # buckets of the newest reports
@@ -172,9 +172,9 @@ class Context:
         return shares
 
     def tell_plans(self, group: Group) -> None:
-        """What the plans of a group are judged by, beside their own: what prompts take, and who asks for tokens."""
+        """What the plans of a group are judged by, beside their own: what prompts cost, and who asks for tokens."""
         if group.plans is not None:
-            group.plans.prompt_s, group.plans.classes = self.prompts.s_per_token, self.classes()[self.bands]
+            group.plans.prompts, group.plans.classes = self.prompts.share, self.classes()[self.bands]
 
     def probe(self, group: Group, bucket: int, limits: tuple[int, int], num_steps: int) -> Plan | None:
         """An exploratory length or plan for so many steps, charged to the bucket; mostly None. limits: as in `PlanChoice`.

@@ -21,7 +21,7 @@ def redecide(context: Context, group: Group, cause: str = "") -> list[Decision]:
     """Choose anew by the newest estimates; returns what changed, and why."""
     group.seen = group.newest
     tokens = context.tokens(group)
-    group.choice.decide(tokens, group.times, context.resume_s, context.prompts.s_per_token)
+    group.choice.decide(tokens, group.times, context.resume_s, context.prompts.share)
     chosen: list[int] = group.choice.lengths.tolist() if context.policy is None else context.policy.pull_all()
     before = group.played
     group.lengths = chosen

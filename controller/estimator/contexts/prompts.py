@@ -1,47 +1,65 @@
-"""What the draft model's prompts take: lengths and plans that draft must bear it, and no step's time tells it."""
+"""What prompts cost that no step without them shows: every token that is put out bears a share of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
+from speclen.controller.estimator.choice import PromptShare
 from speclen.controller.estimator.core import StepObservation
 
-# Tokens put out over which the cost is averaged, and tokens without any that it starts from.
+# Tokens put out over which costs are averaged, and tokens without any that they start from.
 MEMORY_TOKENS, PRIOR_TOKENS = 20_000.0, 500.0
 # One report cannot count more, in times of its step: prompts of all rows may have come before the first step.
 LARGEST_SHARE = 20.0
+# Steps that a new row waits through before its first token: the one that feeds its prompt, and a part of the one it came in.
+# Long prompts wait longer, but so they do for their turn: where queues decide, tokens per second count again.
+WAITED_STEPS = 1.25
 
 
-class DraftPrompts:
-    """Seconds of the draft model's prompts, and tokens that requests put out meanwhile."""
+class Prompts:
+    """Seconds of the draft model's prompts, and tokens that requests put out meanwhile; rows that were new in a step in
+    which others decoded, and tokens that were put out in all.
+    """
 
-    STATE = ("seconds", "tokens")
+    STATE = ("seconds", "drafting_tokens", "new_rows", "tokens")
 
     def __init__(self) -> None:
-        self.seconds, self.tokens = 0.0, 0.0
+        self.seconds = self.drafting_tokens = self.new_rows = self.tokens = 0.0
 
     @property
-    def s_per_token(self) -> float:
-        """Seconds per token that a request puts out while lengths and plans that draft are played."""
-        return self.seconds / (self.tokens + PRIOR_TOKENS)
+    def share(self) -> PromptShare:
+        """What a token bears."""
+        return PromptShare(
+            self.seconds / (self.drafting_tokens + PRIOR_TOKENS),
+            WAITED_STEPS * self.new_rows / (self.tokens + PRIOR_TOKENS),
+        )
 
     @property
     def sound(self) -> bool:
         """Whether the numbers are some."""
-        return math.isfinite(self.seconds + self.tokens)
+        return math.isfinite(self.seconds + self.drafting_tokens + self.new_rows + self.tokens)
 
     def learn(self, steps: Iterable[StepObservation]) -> None:
-        """Learn from steps that were to draft: prompts of others go through the target alone."""
-        seconds = tokens = 0.0
+        """Learn from steps. Those that were to draft tell of the draft model: else prompts go through the target alone."""
+        seconds = drafting = new_rows = tokens = 0.0
         for step in steps:
-            told = step.copying
-            if not (step.speculation_length if told is None else told.plan.draft_length):
-                continue
-            tokens += sum((run + 1) * rows for run, rows in enumerate(step.accepted_histogram))
-            if told is not None:
-                tokens += sum(run.num_accepted * run.num_rows for run in told.runs)
-            seconds += min(step.draft_prompt_s, LARGEST_SHARE * step.latency_s * step.num_steps)
+            told, new = step.copying, put_out(step)
+            tokens += new
+            new_rows += step.num_new_rows
+            if step.speculation_length if told is None else told.plan.draft_length:
+                drafting += new
+                seconds += min(step.draft_prompt_s, LARGEST_SHARE * step.latency_s * step.num_steps)
         if tokens:
             kept = math.exp(-tokens / MEMORY_TOKENS)
-            self.seconds, self.tokens = kept * self.seconds + seconds, kept * self.tokens + tokens
+            self.new_rows, self.tokens = kept * self.new_rows + new_rows, kept * self.tokens + tokens
+        if drafting:
+            kept = math.exp(-drafting / MEMORY_TOKENS)
+            self.seconds = kept * self.seconds + seconds
+            self.drafting_tokens = kept * self.drafting_tokens + drafting
+
+
+def put_out(step: StepObservation) -> int:
+    """Tokens of all rows."""
+    tokens = sum((run + 1) * rows for run, rows in enumerate(step.accepted_histogram))
+    return tokens + (0 if step.copying is None else sum(run.num_accepted * run.num_rows for run in step.copying.runs))

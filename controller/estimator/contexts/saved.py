@@ -14,7 +14,7 @@ from speclen.controller.estimator.plans.saved import exported_plans, restore_pla
 from speclen.controller.estimator.state import exported, restored
 
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 13
+FORMAT = 14
 
 
 def exported_context(context: Context, policy_name: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def restore_context(context: Context, state: dict[str, Any], policy_name: str) -
     restored(context, state)
     context.workers.renew()
     if not context.prompts.sound:
-        raise ValueError("it has prompts that take no time that is a number")
+        raise ValueError("it has prompts whose costs are no numbers")
     context.times = [restored(context.new_times(), each) for each in state["times"]]
     context.acceptances[1:] = [restored_acceptance(each) for each in state["acceptances"]]
     for times in context.times:
@@ -84,7 +84,7 @@ def restore_context(context: Context, state: dict[str, Any], policy_name: str) -
         group.seen = group.newest
     for group in context.groups.values():
         if group.choice.decided:
-            group.choice.assess(context.tokens(group), group.times, context.prompts.s_per_token)
+            group.choice.assess(context.tokens(group), group.times, context.prompts.share)
     context.main = context.group((0, 0))
     drift = state["last_drift"]
     context.last_drift = None if drift is None else DriftEvent(context.key, *drift)

@@ -13,6 +13,7 @@ import numpy as np
 
 from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.choice import PromptShare
 from speclen.controller.estimator.plans.copying import MEMORY_REPORTS, Copying
 from speclen.controller.estimator.plans.plan import MAX_MATCH, MOSTS, drafted_lengths, grid_of
 from speclen.controller.estimator.plans.reviews import IN_COPYING, PROPOSES, STEPS, TAUGHT_PRIOR, Reviews
@@ -67,7 +68,7 @@ class PlanPrediction:
         self.times = CopyTimes(step_times)
         self.drafts = np.zeros((3, step_times.num_lengths - 1))
         self.since_walked = 0
-        self.prompt_s = 0.0  # that the draft model's prompts take, per token that a request puts out
+        self.prompts = PromptShare()
         self.classes: FloatArray | None = None
         self.extend(max_copied)
 
@@ -183,7 +184,7 @@ class PlanPrediction:
         of_tokens = self.copying.log_tokens_variance(self.bounds, share, gain) * self._taught
         of_time = (self.times.surface.variance(gradients) + own).reshape(per_row.shape)
         shape = per_row.shape
-        seconds = seconds.reshape(shape) + self.prompt_s * rows * per_row * (drafts > 0)
+        seconds = self.prompts.borne(seconds.reshape(shape), per_row, rows, drafts > 0)
         return Assessed(
             *(per_row, seconds, gradients.reshape(*shape, -1), own.reshape(shape)),
             *(of_tokens, of_time),

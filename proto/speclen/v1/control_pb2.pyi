@@ -497,6 +497,7 @@ class StepReport(google.protobuf.message.Message):
     COPYING_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     DRAFT_PROMPT_S_FIELD_NUMBER: builtins.int
+    NUM_NEW_ROWS_FIELD_NUMBER: builtins.int
     REVIEWS_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
@@ -515,6 +516,10 @@ class StepReport(google.protobuf.message.Message):
     draft_prompt_s: builtins.float
     """Seconds that the draft model was fed prompts for since the report before, in this step or between the two. A part of what
     drafting costs that the time of no step without prompts shows.
+    """
+    num_new_rows: builtins.int
+    """Rows that sequences got as the step began, beside those that decode; at most max_batch_size. Each waits at least for
+    this step until its first token, the longer the longer steps are, which their tokens do not show.
     """
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -560,10 +565,11 @@ class StepReport(google.protobuf.message.Message):
         copying: Global___CopyReport | None = ...,
         read: collections.abc.Iterable[Global___ReadTokens] | None = ...,
         draft_prompt_s: builtins.float = ...,
+        num_new_rows: builtins.int = ...,
         reviews: collections.abc.Iterable[Global___OutputReview] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "probe_id", b"probe_id", "read", b"read", "reviews", b"reviews", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "num_new_rows", b"num_new_rows", "probe_id", b"probe_id", "read", b"read", "reviews", b"reviews", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
@@ -649,6 +655,7 @@ class StepSum(google.protobuf.message.Message):
     FLAGS_FIELD_NUMBER: builtins.int
     CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
     DRAFT_PROMPT_S_FIELD_NUMBER: builtins.int
+    NUM_NEW_ROWS_FIELD_NUMBER: builtins.int
     first_seq: builtins.int
     """Of the first of them; no two sums of a window have the same."""
     num_steps: builtins.int
@@ -662,7 +669,8 @@ class StepSum(google.protobuf.message.Message):
     """Mean over the steps."""
     decision_version: builtins.int
     draft_prompt_s: builtins.float
-    """Their sum, as in StepReport."""
+    """Their sums, as in StepReport."""
+    num_new_rows: builtins.int
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sum of the steps' histograms: adds up to batch_size x num_steps."""
@@ -688,8 +696,9 @@ class StepSum(google.protobuf.message.Message):
         flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
         class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
         draft_prompt_s: builtins.float = ...,
+        num_new_rows: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "first_seq", b"first_seq", "flags", b"flags", "latency_square_sum_s2", b"latency_square_sum_s2", "latency_sum_s", b"latency_sum_s", "mean_context_length", b"mean_context_length", "num_steps", b"num_steps", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "first_seq", b"first_seq", "flags", b"flags", "latency_square_sum_s2", b"latency_square_sum_s2", "latency_sum_s", b"latency_sum_s", "mean_context_length", b"mean_context_length", "num_new_rows", b"num_new_rows", "num_steps", b"num_steps", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___StepSum: typing_extensions.TypeAlias = StepSum
 
