@@ -95,6 +95,20 @@ def test_what_is_chosen_is_the_least_time_per_token_with_its_share_of_the_wait()
     assert chosen[0] > chosen[1] > chosen[2]
 
 
+def test_what_is_shown_holds_it_within_its_bounds() -> None:
+    controller, steps = controller_for(Steps(1)), Steps(1)
+    for _ in range(300):
+        controller.observe(KEY, [beside(steps, 4, 2, 2) for _ in range(8)], "w")
+    context = controller.context(KEY)
+    assert context.prompts.share.steps > 0.2
+    for row in controller.learned_rows(KEY):
+        shown = row.estimate
+        assert shown.ms_per_token_low <= shown.ms_per_token <= shown.ms_per_token_high
+        assert shown.ms_per_token == pytest.approx(1e3 * shown.step_s / shown.expected_tokens)
+    bucket = controller.bucket_index(KEY, 4)
+    assert context.main.choice.step_s[bucket] == pytest.approx(context.main.times.seconds()[bucket])
+
+
 def test_plans_bear_it_alike() -> None:
     estimator = Estimator()
     estimator.add_context(KEY, Limits(8, 4, 16))

@@ -176,7 +176,7 @@ class _Shadow:
         self.cost.reported_s += sum(each.latency_s * each.num_steps for each in observations)
         if not main.times.known:
             return
-        rate: FloatArray = 1.0 / main.choice.goodput
+        rate: FloatArray = main.choice.step_s / main.choice.tokens
         buckets, seen = [], []
         for whole in observations:
             real = typical(whole)
@@ -206,7 +206,7 @@ class _Shadow:
             passed = int(self.rng.binomial(histogram[-1], float(chances[position])))
             histogram[-1] -= passed
             histogram.append(passed)
-        seconds = main.choice.seconds[bucket]
+        seconds = main.choice.step_s[bucket]
         taken = real.latency_s * float(seconds[length] / seconds[real.speculation_length])
         return real._replace(
             speculation_length=length, latency_s=taken, accepted_histogram=tuple(histogram), by_class=()

@@ -83,22 +83,30 @@ class LengthChoice:
         self.surprising = np.zeros(num_buckets, dtype=bool)  # the last probe was quicker than is believed of it
         self.decided = False
         self.probe_s = 0.0  # expected loss of all probes so far
+        self._step_s: FloatArray | None = None
         self._seconds: FloatArray | None = None
 
     def assess(self, tokens: FloatArray, times: StepTimes, prompts: PromptShare = NO_PROMPTS) -> None:
         """Take the newest estimates. tokens: expected, per row and step, [buckets, lengths]."""
         self.tokens, self.doubt = tokens, RISK * times.grid(times.variance)
-        self._believed, self._seconds = (times.log_seconds, times.noise), None
+        self._believed, self._step_s, self._seconds = (times.log_seconds, times.noise), None, None
         self._rows, self._prompts = times.grid(times.rows), prompts
 
     @property
+    def step_s(self) -> FloatArray:
+        """Mean step times by the estimates that the choice rests on, [buckets, lengths]."""
+        if self._step_s is None:
+            self._step_s = mean_seconds(*self._believed).reshape(self.tokens.shape)
+        return self._step_s
+
+    @property
     def seconds(self) -> FloatArray:
-        """Mean step times by the estimates that the choice rests on, [buckets, lengths], with their share of prompts."""
+        """The same with their share of prompts: what lengths are judged by."""
         if self._seconds is None:
-            mean = mean_seconds(*self._believed).reshape(self.tokens.shape)
-            drafts = np.arange(self.tokens.shape[1]) > 0
-            some = any(self._prompts)
-            self._seconds = self._prompts.borne(mean, self.tokens, self._rows, drafts) if some else mean
+            self._seconds = self.step_s
+            if any(self._prompts):
+                drafts = np.arange(self.tokens.shape[1]) > 0
+                self._seconds = self._prompts.borne(self.step_s, self.tokens, self._rows, drafts)
         return self._seconds
 
     @property

@@ -236,7 +236,7 @@ class Context:
             drafts = step.speculation_length if copying is None else copying.plan.draft_length
             flagged = not (step.teaches_latency if copying is None else copying.teaches_latency)
             if flagged and previous == 0 < step.speculation_length and step.num_steps == 1 and group.choice.decided:
-                usual = float(group.choice.seconds[group.times.bucket_of[step.batch_size], step.speculation_length])
+                usual = float(group.choice.step_s[group.times.bucket_of[step.batch_size], step.speculation_length])
                 extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
                 self.num_resumes += 1
                 self.resume_s += (extra - self.resume_s) / min(self.num_resumes, RESUMES_REMEMBERED)

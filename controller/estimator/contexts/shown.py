@@ -27,7 +27,8 @@ def learned_rows(context: Context, group: Group) -> list[LearnedRow]:
     unsure = np.array([group.acceptance.log_tokens_variance(kind[band], band) for band in range(len(kind))])
     # The pair's acceptance may have longer lengths than this context.
     spread = np.exp(1.96 * np.sqrt(unsure))[context.bands, :num_lengths].reshape(-1)
-    low, high = bounds[0] * 1e3 / tokens / spread, bounds[1] * 1e3 / tokens * spread
+    borne = 1e3 / tokens * (seconds / group.choice.step_s.reshape(-1))
+    low, high = bounds[0] * borne / spread, bounds[1] * borne * spread
     rows = []
     for cell in range(times.num_cells):
         at, length = divmod(cell, num_lengths)
