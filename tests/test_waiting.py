@@ -12,7 +12,7 @@ from steps_of import KEY, Steps, controller_for
 
 from speclen.bench.simulation import waiting
 from speclen.controller.estimator.choice import PromptShare
-from speclen.controller.estimator.contexts.prompts import PRIOR_TOKENS, WAITED_STEPS, Prompts
+from speclen.controller.estimator.contexts.prompts import LEAST_TOKENS, PRIOR_TOKENS, WAITED_STEPS, Prompts
 from speclen.controller.estimator.core import Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
@@ -78,7 +78,7 @@ def beside(steps: Steps, batch: int, length: int, num_new_rows: int) -> StepObse
 def test_what_is_chosen_is_the_least_time_per_token_with_its_share_of_the_wait() -> None:
     """Against the choice by hand, and where nobody waits the one that makes the most tokens."""
     chosen = []
-    for num_new in (0, 4, 16):
+    for num_new in (0, 1, 2):
         controller, steps = controller_for(Steps(1)), Steps(1)
         for _ in range(400):
             length = controller.length_for(KEY, 4)
@@ -90,9 +90,10 @@ def test_what_is_chosen_is_the_least_time_per_token_with_its_share_of_the_wait()
         assert choice.seconds[bucket] == pytest.approx(step_s * (1.0 + waits * tokens))
         cost = step_s * (1.0 / tokens + waits)
         length = controller.length_for(KEY, 4)
-        assert cost[length] < 1.02 * cost.min()
+        assert cost[length] < 1.02 * cost.min(), num_new
         chosen.append(length)
-    assert chosen[0] > chosen[1] > chosen[2]
+    assert chosen[0] > chosen[2]
+    assert chosen[0] >= chosen[1] >= chosen[2]
 
 
 def test_what_is_shown_holds_it_within_its_bounds() -> None:
@@ -100,7 +101,7 @@ def test_what_is_shown_holds_it_within_its_bounds() -> None:
     for _ in range(300):
         controller.observe(KEY, [beside(steps, 4, 2, 2) for _ in range(8)], "w")
     context = controller.context(KEY)
-    assert context.prompts.share.steps > 0.2
+    assert context.prompts.share.steps > 0.1
     for row in controller.learned_rows(KEY):
         shown = row.estimate
         assert shown.ms_per_token_low <= shown.ms_per_token <= shown.ms_per_token_high
@@ -130,6 +131,21 @@ def test_it_is_counted_over_all_tokens_whatever_was_drafted_or_copied() -> None:
     prompts.learn([step, step._replace(copying=copying), StepObservation(4, 2, 0.01, (2, 1, 1), num_new_rows=1)])
     assert prompts.tokens == 4 + (4 + 4) + (4 + 3)
     assert prompts.share.steps == pytest.approx(WAITED_STEPS * 5 / (prompts.tokens + PRIOR_TOKENS))
+
+
+def test_a_worker_cannot_make_rows_up_without_end() -> None:
+    """One of four claims 32 new rows in every step; the others have one in 20 steps of 12 tokens."""
+    prompts = Prompts()
+    step = StepObservation(4, 2, 0.01, (1, 2, 1))
+    for at in range(2000):
+        prompts.learn([step._replace(num_new_rows=32)], "liar")
+        for worker in "abc":
+            prompts.learn([step._replace(num_new_rows=at % 20 == 0)], worker)
+    honest = 1 / 20 / 8
+    assert WAITED_STEPS * 0.75 * honest < prompts.share.steps < WAITED_STEPS * (0.25 / LEAST_TOKENS + honest)
+    crowd = Prompts()
+    crowd.learn([StepObservation(1, 0, 0.01, (1,), num_new_rows=31)], "w")  # a burst is believed
+    assert crowd.new_rows == 31
 
 
 def test_it_is_kept() -> None:

@@ -39,7 +39,7 @@ def learn(context: Context, observations: Sequence[StepObservation], senders: Se
         events += _learn_soundly(context, group, Reports(*mine, context.limits))
     for worker, span in sent_by:
         context.learn_resuming(observations[span], worker)
-    context.prompts.learn(observations)
+        context.prompts.learn(observations[span], worker)
     return events + compare(context, len(steps))
 
 

@@ -15,16 +15,20 @@ LARGEST_SHARE = 20.0
 # Steps that a new row waits through before its first token: the one that feeds its prompt, and a part of the one it came in.
 # Long prompts wait longer, but so they do for their turn: where queues decide, tokens per second count again.
 WAITED_STEPS = 1.25
+# Tokens of a worker's own that a new row of it must come with, on average, to be counted, and new rows that are counted at
+# once: a worker that makes rows up would shorten everybody's steps. Workers of which that is remembered.
+LEAST_TOKENS, AT_ONCE, REMEMBERED = 8.0, 64.0, 256
 
 
 class Prompts:
     """Seconds of the draft model's prompts, and tokens that requests put out meanwhile; rows that were new in a step in
-    which others decoded, and tokens that were put out in all.
+    which others decoded, and tokens that were put out in all. allowed: new rows that would be counted now, by worker.
     """
 
-    STATE = ("seconds", "drafting_tokens", "new_rows", "tokens")
+    STATE = ("seconds", "drafting_tokens", "new_rows", "tokens", "allowed")
 
     def __init__(self) -> None:
+        self.allowed: dict[str, float] = {}
         self.seconds = self.drafting_tokens = self.new_rows = self.tokens = 0.0
 
     @property
@@ -38,10 +42,11 @@ class Prompts:
     @property
     def sound(self) -> bool:
         """Whether the numbers are some."""
-        return math.isfinite(self.seconds + self.drafting_tokens + self.new_rows + self.tokens)
+        numbers = self.seconds, self.drafting_tokens, self.new_rows, self.tokens, *self.allowed.values()
+        return all(map(math.isfinite, numbers))
 
-    def learn(self, steps: Iterable[StepObservation]) -> None:
-        """Learn from steps. Those that were to draft tell of the draft model: else prompts go through the target alone."""
+    def learn(self, steps: Iterable[StepObservation], worker: str = "") -> None:
+        """Learn from steps of a worker. Of the draft model those tell that were to draft: else it is fed no prompts."""
         seconds = drafting = new_rows = tokens = 0.0
         for step in steps:
             told, new = step.copying, put_out(step)
@@ -50,6 +55,11 @@ class Prompts:
             if step.speculation_length if told is None else told.plan.draft_length:
                 drafting += new
                 seconds += min(step.draft_prompt_s, LARGEST_SHARE * step.latency_s * step.num_steps)
+        allowed = min(self.allowed.pop(worker, AT_ONCE) + tokens / LEAST_TOKENS, AT_ONCE)
+        new_rows = min(new_rows, allowed)
+        self.allowed[worker] = allowed - new_rows
+        if len(self.allowed) > REMEMBERED:
+            del self.allowed[next(iter(self.allowed))]
         if tokens:
             kept = math.exp(-tokens / MEMORY_TOKENS)
             self.new_rows, self.tokens = kept * self.new_rows + new_rows, kept * self.tokens + tokens
