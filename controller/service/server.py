@@ -74,7 +74,7 @@ async def end(controller: Running, timeout_s: float) -> None:
     else:
         streams.draining = "the controller is stopping"
         await streams.drain(lambda: save(controller, timeout_s))
-    await controller.server.stop(grace=0.2 if failed else 1.0)
+    await controller.server.stop(grace=1.0)  # no longer than calls take to end: each is to hear why
 
 
 async def save(controller: Running, timeout_s: float) -> None:
