@@ -8,6 +8,7 @@ import numpy as np
 
 from speclen.controller.estimator.core import ContextKey, Limits, Profile, ProfileCell, StepObservation
 from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.choice import PlanChoice
 
 KEY = ContextKey("target", "draft", "device", "float32")
 LIMITS = Limits(32, 8)
@@ -77,3 +78,22 @@ def serve(
             group.append(steps.step(batch, length))
         controller.observe(KEY, group, worker)
     return played
+
+
+def plans_at_four_rows() -> tuple[PlanChoice, np.ndarray, np.ndarray]:
+    """Plans that know 50 steps, the bucket of four rows, and what is expected there without copies."""
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(8, 4, 16))
+    estimator.observe(KEY, [Steps(3).step(4, 2) for _ in range(50)], "w")
+    context = estimator.context(KEY)
+    plans = context.main.plans
+    assert plans is not None
+    bucket = np.array([estimator.bucket_index(KEY, 4)])
+    return plans, bucket, context.tokens(context.main)[bucket]
+
+
+def restarted(first: Estimator) -> Estimator:
+    """Another one that goes on from what this one would have saved."""
+    second = Estimator()
+    second.restore(KEY, first.limits(KEY), first.export_state(KEY), first.export_pair_state(KEY.pair))
+    return second

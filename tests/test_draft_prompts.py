@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import tiny_models
 from engines import generate, make_engine, make_pair, request
-from steps_of import KEY, Steps, controller_for
+from steps_of import KEY, Steps, controller_for, plans_at_four_rows, restarted
 
 from speclen.controller.estimator.choice import PromptShare
 from speclen.controller.estimator.contexts.prompts import LARGEST_SHARE, PRIOR_TOKENS, Prompts
-from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.engine.engine import Engine
@@ -152,14 +151,7 @@ def test_what_is_believed_of_lengths_is_their_time_and_their_share_of_prompts() 
 
 
 def test_plans_that_draft_bear_it_and_those_that_copy_alone_do_not() -> None:
-    estimator = Estimator()
-    estimator.add_context(KEY, Limits(8, 4, 16))
-    estimator.observe(KEY, [Steps(3).step(4, 2) for _ in range(50)], "w")
-    context = estimator.context(KEY)
-    plans = context.main.plans
-    assert plans is not None
-    bucket = np.array([estimator.bucket_index(KEY, 4)])
-    tokens = context.tokens(context.main)[bucket]
+    plans, bucket, tokens = plans_at_four_rows()
     known = plans.assess(bucket, tokens)
     plans.prompts = PromptShare(0.001)
     more = plans.assess(bucket, tokens).seconds[0] - known.seconds[0]
@@ -189,8 +181,7 @@ def test_one_report_cannot_say_that_prompts_take_for_ever() -> None:
 def test_it_is_kept() -> None:
     first, steps = controller_for(Steps(4)), Steps(4)
     first.observe(KEY, [fed(steps, 4, 2, 0.01) for _ in range(100)], "w")
-    second = Estimator()
-    second.restore(KEY, first.limits(KEY), first.export_state(KEY), first.export_pair_state(KEY.pair))
+    second = restarted(first)
     assert second.context(KEY).prompts.share == first.context(KEY).prompts.share
     assert first.context(KEY).prompts.share.draft_s > 0.0
     more = [fed(steps, 4, 2, 0.01) for _ in range(20)]

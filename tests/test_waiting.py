@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny_models
 from engines import generate, make_engine, request
-from steps_of import KEY, Steps, controller_for
+from steps_of import KEY, Steps, controller_for, plans_at_four_rows, restarted
 
 from speclen.bench.simulation import waiting
 from speclen.controller.estimator.choice import PromptShare
 from speclen.controller.estimator.contexts.prompts import LEAST_TOKENS, PRIOR_TOKENS, WAITED_STEPS, Prompts
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.controller.wire.ingest import Group, Origin, read_reports
 from speclen.controller.wire.stored import observation_of
@@ -111,16 +109,10 @@ def test_what_is_shown_holds_it_within_its_bounds() -> None:
 
 
 def test_plans_bear_it_alike() -> None:
-    estimator = Estimator()
-    estimator.add_context(KEY, Limits(8, 4, 16))
-    estimator.observe(KEY, [Steps(3).step(4, 2) for _ in range(50)], "w")
-    context = estimator.context(KEY)
-    plans = context.main.plans
-    assert plans is not None
-    bucket = np.array([estimator.bucket_index(KEY, 4)])
-    known = plans.assess(bucket, context.tokens(context.main)[bucket])
+    plans, bucket, tokens = plans_at_four_rows()
+    known = plans.assess(bucket, tokens)
     plans.prompts = PromptShare(steps=0.05)
-    more = plans.assess(bucket, context.tokens(context.main)[bucket])
+    more = plans.assess(bucket, tokens)
     assert more.seconds == pytest.approx(known.seconds * (1.0 + 0.05 * known.tokens))
 
 
@@ -151,8 +143,7 @@ def test_a_worker_cannot_make_rows_up_without_end() -> None:
 def test_it_is_kept() -> None:
     first, steps = controller_for(Steps(4)), Steps(4)
     first.observe(KEY, [beside(steps, 4, 2, 1) for _ in range(100)], "w")
-    second = Estimator()
-    second.restore(KEY, first.limits(KEY), first.export_state(KEY), first.export_pair_state(KEY.pair))
+    second = restarted(first)
     assert second.context(KEY).prompts.share == first.context(KEY).prompts.share
     assert first.context(KEY).prompts.share.steps > 0.0
     bucket = first.bucket_index(KEY, 4)
