@@ -106,6 +106,7 @@ def test_the_same_seed_gives_the_same_tokens_as_over_grpc(worker, client):
     assert [c.index for c in got.choices] == [0, 1, 2]
     by_index = {c.index: list(c.output_ids) for c in expected}
     assert {c.index: c.token_ids for c in got.choices} == by_index
+    assert len({tuple(c.prompt_token_ids) for c in got.choices}) == 1
     assert len({tuple(ids) for ids in by_index.values()}) > 1
 
 
@@ -123,6 +124,10 @@ def test_a_stream_has_the_same_text_and_its_usage_at_the_end(client):
     assert [t for chunk in pieces for t in chunk.choices[0].token_ids] == whole.choices[0].token_ids
     assert [c.choices[0].finish_reason for c in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert {chunk.id for chunk in chunks} == {last.id}
+    prompt_ids = tiny_models.tokenizer()(PROMPT)["input_ids"]
+    told = [c.choices[0].model_extra.get("prompt_token_ids") for c in pieces]
+    assert told == [prompt_ids] + [None] * (len(pieces) - 1)
+    assert whole.choices[0].prompt_token_ids == prompt_ids
 
 
 def test_a_stream_is_events_that_end_with_done(worker):
@@ -190,11 +195,14 @@ def test_chat(worker, client):
     assert choice.token_ids == list(expected.output_ids)
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert chat.object == "chat.completion"
+    assert chat.prompt_token_ids == tiny_models.tokenizer()("<system>Be brief.<user>Hi<assistant>")["input_ids"]
     first = choice.logprobs.content[0]
     assert bytes(first.bytes).decode() == first.token
     assert first.top_logprobs[0].logprob == pytest.approx(first.logprob)
     chunks = list(client.chat.completions.create(messages=messages, stream=True, **GREEDY))
     assert chunks[0].choices[0].delta.role == "assistant"
+    told = [chunk.model_extra.get("prompt_token_ids") for chunk in chunks]
+    assert told == [chat.prompt_token_ids] + [None] * (len(chunks) - 1)
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == choice.message.content
     assert chunks[-1].choices[0].finish_reason == "length"
 

@@ -6,6 +6,7 @@ import socket
 import ssl
 import statistics
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,13 +16,16 @@ import openai
 import pytest
 import tiny_models
 from http_worker import KEY, MODEL, http_worker
+from pydantic import ValidationError
 from test_http import until_idle
 
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http import connection, guard
+from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from speclen.worker.http.server import allow_many_files
 from speclen.worker.http.settings import check_http
+from speclen.worker.service.text_encoder import SHORT_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +139,11 @@ LONG = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url"
         ("messages", [7], "messages.0: input should be an object"),
         ("logit_bias", {"x": 1}, "logit_bias: key 'x' is no token id"),
         (
+            "logit_bias",
+            dict.fromkeys(map(str, range(1025)), 0),
+            "logit_bias: it has 1025 entries; at most 1024 are allowed",
+        ),
+        (
             "structured_outputs",
             {"json": 5},
             "structured_outputs.json: input should be an object or a valid string or a valid boolean",
@@ -146,6 +155,26 @@ def test_of_fields_that_take_several_kinds_the_one_that_was_meant_speaks(worker,
     path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
     error = post(worker, {"prompt": "a", field: value}, path).json()["error"]
     assert (error["message"], error["param"]) == (words, field)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (DetokenizeRequest, {"tokens": [""] * 1000}),
+        (CompletionRequest, {"prompt": [-1] * 1000}),
+        (CompletionRequest, {"prompt": [["a"] * 1000] * 9}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 1000}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(token): "x" for token in range(1025)}}),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [5] * 1000}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [5] * 1000}] * 1000}),
+        (ChatRequest, {"messages": [5] * 1000}),
+    ],
+)
+def test_of_a_thousand_wrong_items_one_is_complained_of(kind, body):
+    """Four MiB hold over a million: a complaint about each took gigabytes. One for each kind that a field may be of."""
+    with pytest.raises(ValidationError) as told:
+        kind.model_validate(body)
+    assert told.value.error_count() <= 4
 
 
 @pytest.mark.parametrize(
@@ -192,6 +221,20 @@ def test_long_texts_and_token_lists_do_not_hold_up_others(worker):
             waits.append(time.monotonic() - started)
     assert all(one.result().status_code == 200 for one in slow)
     assert statistics.median(waits) < alone / 2
+
+
+def test_strings_of_many_tokens_are_looked_up_aside(worker, monkeypatch):
+    tokenizer, threads = worker.async_engine.entrance.encoder.tokenizer, []
+
+    def look_up(tokens):
+        threads.append(threading.current_thread().name)
+        return [str(token) for token in tokens]
+
+    monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", look_up)
+    got = post(worker, {"prompt": "a " * 2 * SHORT_BYTES, "return_token_strs": True}, "/tokenize").json()
+    assert got["token_strs"] == [str(token) for token in got["tokens"]]
+    assert len(got["tokens"]) > SHORT_BYTES
+    assert [name.partition("_")[0] for name in threads] == ["encoder"]
 
 
 def test_unknown_fields_are_ignored(worker):

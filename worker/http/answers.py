@@ -15,13 +15,14 @@ from speclen.worker.requests.request import SequenceOutput, TokenLogprobs
 
 @dataclass(slots=True)
 class Choice:
-    """One output so far. offset: characters of its tokens, each by itself."""
+    """One output so far. offset: characters of its tokens, each by itself. told_prompt: whether its prompt's ids were."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offset: int = 0
+    told_prompt: bool = False
     last: SequenceOutput | None = None
 
 
@@ -54,11 +55,15 @@ class Answer:
         """The answer, once everything was added."""
         kind = "chat.completion" if self.job.chat else "text_completion"
         choices = [self._whole_choice(choice) for choice in self._choices]
-        return self._head | {"object": kind, "choices": choices, "usage": self.usage()} | self._metrics()
+        prompt = self._prompt_once(self._choices[0]) if self.job.chat else {}
+        return self._head | {"object": kind, "choices": choices, "usage": self.usage()} | prompt | self._metrics()
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
-        content = {"message": {"role": "assistant", "content": text}} if self.job.chat else {"text": text}
+        if self.job.chat:
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
+        else:
+            content = {"text": text} | self._prompt_once(choice)
         return self._common(choice, choice.token_ids, choice.logprobs, choice.last) | content
 
     # Chunks.
@@ -67,9 +72,8 @@ class Answer:
         """What is told before the first token: in a chat, who speaks."""
         if self.job.chat:
             for choice in self._choices:
-                yield self._chunk(
-                    [self._common(choice, (), (), None) | {"delta": {"role": "assistant", "content": ""}}]
-                )
+                begun = self._common(choice, (), (), None) | {"delta": {"role": "assistant", "content": ""}}
+                yield self._chunk([begun]) | self._prompt_once(self._choices[0])
 
     def chunks(self, outputs: Sequence[SequenceOutput]) -> Iterator[dict[str, Any]]:
         """One chunk for each choice that has something new."""
@@ -83,8 +87,9 @@ class Answer:
             if not (text or ended or (ids and (self._wants_logprobs or self.job.body.return_token_ids))):
                 continue  # a character that is not whole yet
             logprobs = [one for output in group for one in output.logprobs]
-            content = {"delta": {"content": text}} if self.job.chat else {"text": text}
-            yield self._chunk([self._common(self._choices[index], ids, logprobs, ended) | content])
+            choice = self._choices[index]
+            content = {"delta": {"content": text}} if self.job.chat else {"text": text} | self._prompt_once(choice)
+            yield self._chunk([self._common(choice, ids, logprobs, ended) | content])
 
     def end(self) -> Iterator[dict[str, Any]]:
         """What is told after the last token, if it was asked for."""
@@ -128,9 +133,15 @@ class Answer:
             "stop_reason": None if last is None else self._stop_reason(last),
         }
         if self.job.body.return_token_ids:
-            prompt = list(self.job.requests[choice.index // self.job.n].prompt_ids)
-            fields |= {"token_ids": list(ids), "prompt_token_ids": prompt}
+            fields["token_ids"] = list(ids)
         return fields
+
+    def _prompt_once(self, choice: Choice) -> dict[str, Any]:
+        """The ids of the choice's prompt, if they were asked for and not told yet. A chat tells its first choice's, once."""
+        if choice.told_prompt or not self.job.body.return_token_ids:
+            return {}
+        choice.told_prompt = True
+        return {"prompt_token_ids": list(self.job.requests[choice.index // self.job.n].prompt_ids)}
 
     def _stop_reason(self, last: SequenceOutput) -> int | str | None:
         """The stop string or stop token that ended it; nothing for the model's own end token, as in vLLM."""

@@ -15,12 +15,13 @@ MAX_MESSAGES = 4096
 MAX_COUNT = 2**31 - 1
 MAX_STOPS = 16
 
-TokenIds: TypeAlias = list[Annotated[int, Field(ge=0, le=MAX_COUNT)]]
+# Lists end at their first fault: one of millions of wrong items would become as many complaints.
+TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(fail_fast=True)]
 Prompt: TypeAlias = (
     str
     | TokenIds
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
 Count: TypeAlias = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -55,7 +56,7 @@ class StructuredOutputs(Body):
     wanted: dict[str, Any] | str | bool | None = Field(None, alias="json", description="JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = Field(None, description="In Lark's notation.")
     disable_any_whitespace: bool | None = Field(None, description="None between the parts of JSON.")
     whitespace_pattern: str | None = Field(None, description="Regular expression of it. Default: any.")
@@ -70,7 +71,7 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="Sequences for each prompt. Default 1.")
     max_tokens: Positive | None = Field(None, description="Tokens to generate at most.")
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = Field(
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
         None, description="Output ends before the first of these."
     )
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = Field(
@@ -96,12 +97,20 @@ class Sampling(Body):
     ignore_eos: bool | None = Field(None, description="Go on past the model's end token.")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
-    return_token_ids: bool | None = Field(None, description="Add token_ids to choices, and prompt_token_ids.")
+    return_token_ids: bool | None = Field(None, description="Add token_ids to choices, and prompt_token_ids once.")
     # Our own.
     speculation: Annotated[int, Field(ge=0, le=64)] | Literal["auto", "off"] | None = Field(
         None, description="Draft tokens per step for this request; auto: the learned table decides."
     )
     include_metrics: bool | None = Field(None, description="Add metrics.speculative_decoding to the answer.")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _has_few_entries(cls, bias: Any) -> Any:
+        """Before each of them is looked at."""
+        if isinstance(bias, dict) and len(bias) > MAX_ENTRIES:
+            raise ValueError(f"it has {len(bias)} entries; at most {MAX_ENTRIES} are allowed")
+        return bias
 
     @field_validator("logit_bias")
     @classmethod
@@ -129,11 +138,14 @@ class TextPart(Body):
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)] | None = None
+
+
+Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Positive | None = Field(None, description="In place of max_tokens.")
     logprobs: bool | None = Field(None, description="Log probabilities of the tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="With logprobs.")
@@ -146,7 +158,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

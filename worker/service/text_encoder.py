@@ -70,6 +70,12 @@ class TextEncoder:
         decode = make_decode(self.tokenizer, skip_special_tokens=False)
         return decode(ids) if len(ids) <= SHORT_BYTES else await self._aside(caller, decode, ids)
 
+    async def strings(self, ids: Sequence[int], caller: str) -> list[str]:
+        """What the vocabulary calls each token. Raises QueueFullError when too many long ones wait."""
+        name = self.tokenizer.convert_ids_to_tokens
+        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self._aside(caller, name, ids)
+        return named
+
     async def _aside(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:
         async with self._turnstile.turn(caller):
             return await done_by(self._thread, function, *arguments)
