@@ -88,6 +88,18 @@ def test_what_was_read_is_saved_up_over_steps(monkeypatch: pytest.MonkeyPatch) -
     assert [number for number in told if number] == [20, 20]
 
 
+def test_nothing_that_was_read_is_lost_where_requests_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: what the last step's tokens made enough was taken for a step without rows, which nobody is told of."""
+    for together in range(2, 12):
+        monkeypatch.setattr(engine_module, "READ_TOGETHER", together)
+        plans = Reader(Plan(0))
+        engine = copy_engine(plans)
+        for at in range(4):
+            generate(engine, request(str(at), LOOP + [at], max_tokens=5, ignore_eos=True))
+        told = sum(tokens for result in plans.results for _, tokens, _ in result.read)
+        assert told + engine._reading.num_tokens == 4 * 5
+
+
 def test_requests_with_a_length_of_their_own_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "READ_TOGETHER", 1)
     plans = Reader(Plan(2))

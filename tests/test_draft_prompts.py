@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tiny_models
@@ -9,7 +11,7 @@ from engines import generate, make_engine, make_pair, request
 from steps_of import KEY, Steps, controller_for, plans_at_four_rows, restarted
 
 from speclen.controller.estimator.choice import PromptShare
-from speclen.controller.estimator.contexts.prompts import LARGEST_SHARE, PRIOR_TOKENS, Prompts
+from speclen.controller.estimator.contexts.prompts import LARGEST_SHARE, MOST_STEPS, PRIOR_TOKENS, Prompts
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.v1 import control_pb2 as pb
@@ -50,6 +52,32 @@ def test_a_worker_tells_what_the_drafts_prompts_took_once() -> None:
     assert 2 <= sum(seconds > 0.0 for seconds in told) <= 4
     assert sum(told) < 60.0
     assert not any(told_by(0)[1:])  # before the first choice it is thought to draft
+
+
+def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_the_draft() -> None:
+    """Story: the draft was fed prompts where the step before had drafted, and a request's last step often does not."""
+    chooser = Lengths(3)
+    engine = make_engine(chooser=chooser, max_batch_size=1)
+    generate(engine, request("a", PROMPT, max_tokens=2, ignore_eos=True))
+    assert [result.speculation_length for result in chooser.results] == [0]
+    chooser.results.clear()
+    generate(engine, request("b", PROMPT[::-1], max_tokens=12, ignore_eos=True))
+    assert not any(StepFlag.CATCH_UP in result.flags for result in chooser.results)
+    assert chooser.results[0].draft_prompt_s > 0.0
+
+
+@pytest.mark.parametrize(
+    ("own", "ragged", "goes"), [(None, True, False), (None, False, True), (2, True, True), (0, False, False)]
+)
+def test_beside_one_that_drafts_by_itself_prompts_are_fed_where_it_makes_all_draft(
+    own: int | None, ragged: bool, goes: bool
+) -> None:
+    engine = make_engine(chooser=0)
+    runner = engine.runner
+    runner._feeds_draft, runner._speculating = False, True
+    runner.target = SimpleNamespace(ragged=ragged)  # type: ignore[assignment]
+    sequence = SimpleNamespace(fixed_length=own, finished=False, may_draft=True, draft_length=0)
+    assert runner._draft_goes_along(SimpleNamespace(sequence=sequence, start=0)) is goes  # type: ignore[arg-type]
 
 
 def test_a_pair_whose_draft_fails_on_a_prompt_still_tells_what_it_told() -> None:
@@ -133,6 +161,35 @@ def test_lengths_that_draft_bear_it() -> None:
         assert bool(controller.length_for(KEY, 4)) == drafts
 
 
+def test_what_they_cost_once_does_not_keep_drafting_off_for_ever() -> None:
+    """Long prompts, then short ones: what was learned fades while nothing is drafted, and drafting is tried again."""
+    controller, steps = controller_for(Steps(1)), Steps(1)
+    for _ in range(400):
+        controller.observe(KEY, [fed(steps, 4, controller.length_for(KEY, 4), 0.2)], "w")
+    assert controller.length_for(KEY, 4) == 0
+    for _ in range(3000):
+        controller.observe(KEY, [fed(steps, 4, controller.length_for(KEY, 4), 0.0) for _ in range(10)], "w")
+    assert controller.length_for(KEY, 4) > 0
+
+
+def test_a_pause_in_a_step_that_feeds_one_is_no_cost_of_prompts() -> None:
+    controller, steps = controller_for(Steps(1)), Steps(1)
+    controller.observe(KEY, [fed(steps, 4, 3, 0.001) for _ in range(200)], "w")
+    before = controller.context(KEY).prompts.share.draft_s
+    paused = steps.step(4, 3)._replace(latency_s=10.0, draft_prompt_s=9.9, teaches_latency=False)
+    controller.observe(KEY, [paused], "w")
+    usual = controller.context(KEY).main.choice.step_s[controller.bucket_index(KEY, 4), 3]
+    most = LARGEST_SHARE * usual / PRIOR_TOKENS
+    assert controller.context(KEY).prompts.share.draft_s < before + most < before + 0.01
+
+
+def test_prompts_of_one_worker_count_in_proportion_to_its_steps() -> None:
+    step, long = StepObservation(4, 2, 0.01, (2, 1, 1)), Prompts()
+    for _ in range(5000):
+        long.learn([step._replace(draft_prompt_s=0.2)], "w")
+    assert long.seconds / long.drafting_tokens == pytest.approx(MOST_STEPS * 0.01 / step.num_tokens, rel=0.1)
+
+
 def test_what_is_believed_of_lengths_is_their_time_and_their_share_of_prompts() -> None:
     controller, steps = controller_for(Steps(2)), Steps(2)
     controller.observe(KEY, [steps.step(4, 3) for _ in range(50)], "w")
@@ -176,6 +233,8 @@ def test_one_report_cannot_say_that_prompts_take_for_ever() -> None:
     prompts = Prompts()
     prompts.learn([StepObservation(4, 2, 0.01, (2, 1, 1), draft_prompt_s=3600.0)])
     assert prompts.seconds == pytest.approx(LARGEST_SHARE * 0.01)
+    prompts.learn([StepObservation(4, 2, 10.0, (2, 1, 1), draft_prompt_s=3600.0)], usual_s=lambda step: 0.01)
+    assert prompts.seconds == pytest.approx(2 * LARGEST_SHARE * 0.01, rel=1e-3)
 
 
 def test_it_is_kept() -> None:

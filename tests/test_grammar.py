@@ -430,17 +430,22 @@ class FailingMatcher(TableMatcher):
         return FailingMatcher({}, failed_at=3)
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
 @pytest.mark.parametrize("length", [0, 4])
-def test_a_grammar_that_fails_ends_its_own_request(length: int) -> None:
+def test_a_grammar_that_fails_ends_its_own_request(length: int, penalty: float) -> None:
+    """Story: with a penalty, which counts the new tokens, of which there were none, it was an error of the server."""
     grammar = Grammar(FailingMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
     alone = engines.generate(engines.make_engine(chooser=0), structured("a", None, [3, 4], max_tokens=20))
     engine, collected = engines.make_engine(chooser=length), Collected()
-    engine.submit(structured("bad", grammar, [3, 4], max_tokens=20, ignore_eos=True), collected)
+    engine.submit(
+        structured("bad", grammar, [3, 4], max_tokens=20, ignore_eos=True, presence_penalty=penalty), collected
+    )
     engine.submit(structured("a", None, [3, 4], max_tokens=20), collected)
     engines.finish(engine)
     error = collected.last("bad").error
     assert error is not None
     assert error.endswith("the grammar cannot be followed any further: too complex")
+    assert collected.last("bad").is_callers
     assert collected.ids("a") == alone.ids("a")
 
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from speclen.worker.backends.kv_cache import KVPool, LayerShape
+from speclen.worker.backends import kv_cache
+from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8), LayerShape(1, 16)]
@@ -107,3 +108,33 @@ def test_the_kernel_agrees_with_what_the_pool_says_it_holds() -> None:
 def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
     with pytest.raises(MemoryError, match=r"1000000 rows .* GiB of KV on cpu.*lower the batch size"):
         KVPool([LayerShape(64, 128)] * 80, 1_000_000, 1_000_000, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "expected"),
+    [
+        ("/", {}, 200 << 30),
+        ("/", {"": (3 << 30, 2 << 30, 1 << 30)}, 2 << 30),  # a container sees its own group as the root
+        ("/system.slice/speclen.service", {"system.slice/speclen.service": (8 << 30, 1 << 30, 0)}, 7 << 30),
+        ("/pods/one", {"pods": (4 << 30, 3 << 30, 0), "pods/one": (8 << 30, 1 << 30, 0)}, 1 << 30),
+        ("/full", {"full": (1 << 30, 2 << 30, 0)}, 0),
+    ],
+)
+def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypatch, path, limits, expected):
+    real = kv_cache._lines
+    monkeypatch.setattr(kv_cache, "GROUPS", tmp_path)
+    told = {"/proc/meminfo": [f"MemAvailable: {200 << 20} kB\n"], "/proc/self/cgroup": [f"0::{path}\n"]}
+    monkeypatch.setattr(kv_cache, "_lines", lambda name: told.get(str(name)) or real(name))
+    for name, (most, used, caches) in limits.items():
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "memory.max").write_text(f"{most}\n")
+        (tmp_path / name / "memory.current").write_text(f"{used}\n")
+        (tmp_path / name / "memory.stat").write_text(f"anon 5\ninactive_file {caches}\n")
+    assert free_memory(torch.device("cpu")) == expected
+
+
+def test_a_group_without_a_limit_limits_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_cache, "GROUPS", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5\n")
+    assert free_memory(torch.device("cpu")) > 1 << 20

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import gc
 import re
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest import mock
 
 import engines
 import pytest
@@ -308,6 +310,26 @@ def test_abort_ends_what_runs_and_what_waits() -> None:
             page = generate_latest(at.metrics.registry).decode()
             assert 'speclen_request_success_total{finished_reason="abort"} 2.0' in page
             assert at.async_engine.num_open == 0
+
+    run(test)
+
+
+def test_abort_ends_what_is_still_made_of_its_text() -> None:
+    async def test() -> None:
+        async with served() as at:
+            go_on, encoder = threading.Event(), at.async_engine.entrance.encoder
+            encoder._thread.submit(go_on.wait)  # another's text is in hand
+            long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
+            with mock.patch("speclen.worker.service.text_encoder.SHORT_BYTES", 10):
+                task = asyncio.create_task(at.all(long))
+                await until(lambda: at.async_engine.num_open == 1)
+                wanted = pb.AbortRequest(request_ids=["long"])
+                assert (await at.stub.Abort(wanted)).num_aborted == 1
+                go_on.set()
+                answers = await task
+            assert answers[-1].complete.finish_reason == pb.FINISH_REASON_ABORT
+            assert at.engine.load().num_generated_tokens == 0
+            assert (await at.stub.Abort(wanted)).num_aborted == 0
 
     run(test)
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from engines import make_pair
+from engines import generate, make_engine, make_pair, request
 from structlog.testing import capture_logs
 
 from speclen.worker.backends import threads
@@ -19,6 +19,7 @@ from speclen.worker.backends.threads import ThreadChoice, Usage, free_cores, rea
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.engine.thread import EngineThread
+from speclen.worker.requests.request import FinishReason
 
 
 def test_a_crowded_machine_takes_a_thread_at_a_time():
@@ -132,6 +133,21 @@ def test_the_engine_changes_its_threads_between_steps():
         assert engine.num_threads == torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_that_cannot_be_had_end_no_request_and_are_not_asked_for_again():
+    engine = make_engine(chooser=2)
+    asked = []
+
+    def refuse(num_threads):
+        asked.append(num_threads)
+        raise MemoryError("no room for another copy")
+
+    engine.target.use_threads = refuse
+    engine.use_threads(engine.num_threads + 1)
+    collected = generate(engine, request("a", [3, 4, 5], max_tokens=8, ignore_eos=True))
+    assert collected.last("a").finish_reason is FinishReason.LENGTH
+    assert len(asked) == 1
 
 
 def test_one_thread_runs_everything_in_order():

@@ -56,6 +56,19 @@ def test_who_comes_to_an_idle_worker_waits_for_nobody() -> None:
     assert not any(chooser.new)
 
 
+def test_who_shares_a_prompt_that_was_fed_waits_for_nothing() -> None:
+    """The third sequence gets its row late, and its first token before the step, by a copy."""
+    chooser = Reported()
+    engine = make_engine(chooser=chooser, max_batch_size=3)
+    generate(
+        engine,
+        request("other", PROMPT, max_tokens=3, ignore_eos=True),
+        request("many", PROMPT[::-1], max_tokens=20, ignore_eos=True, n=3),
+    )
+    assert len(chooser.new) > 20
+    assert sum(chooser.new) == 0
+
+
 def test_reports_sums_and_the_database_tell_it() -> None:
     results = [StepResult(2, 1, 0.01, (1, 1), 9.0, num_new_rows=number) for number in (1, 3)]
     records = [(at, LengthChoice(1), result) for at, result in enumerate(results, 1)]

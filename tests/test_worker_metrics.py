@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from certificates import make_certificates
+from engines import generate, make_engine, request
 from prometheus_client import generate_latest
 from test_whose import free_address
 
@@ -70,6 +71,19 @@ def metrics() -> WorkerMetrics:
 )
 def test_page(metrics, line):
     assert line in generate_latest(metrics.registry).decode().splitlines()
+
+
+def test_rows_for_which_nothing_was_drafted_are_no_drafts():
+    """Beside a request without speculation half of the drafts looked as if the target had rejected all of them."""
+    drafts = request("drafts", [3, 4, 5], max_tokens=20, ignore_eos=True)
+    counted = []
+    for others in ([], [request("off", [5, 4, 3], max_tokens=40, ignore_eos=True, fixed_length=0)]):
+        card = WorkerCard("w", 1, pb.ContextKey(), 4, 3, "127.0.0.1:1", "adaptive")
+        control = ControlClient(card, LengthTable.constant(3, 4, "default"), follow=True)
+        generate(make_engine(chooser=control, max_batch_size=2), drafts, *others)
+        counted.append(control.accepted_runs)
+    assert counted[0] == counted[1]
+    assert sum(counted[0]) > 3
 
 
 def test_an_address_without_port_is_refused(metrics):

@@ -225,10 +225,14 @@ class Engine:
     def _adjust_threads(self) -> None:
         wanted = self._wanted_threads
         if wanted != self.num_threads:
-            for model in (self.target, self.draft):
-                if model is not None:
-                    model.use_threads(wanted)
-            self.num_threads = wanted
+            try:
+                for model in (self.target, self.draft):
+                    if model is not None:
+                        model.use_threads(wanted)
+                self.num_threads = wanted
+            except Exception:
+                log.exception("%d threads cannot be used: %d stay", wanted, self.num_threads)
+                self._wanted_threads = self.num_threads  # not before every step again
 
     def _take_in(self) -> None:
         """Queue what was submitted and end what was aborted since the last step."""
@@ -246,10 +250,11 @@ class Engine:
         for sequence, error in self.scheduler.admit():
             log.error("request %s cannot start; it ends", sequence.request.request_id, exc_info=error)
             self._outbox.abort([sequence], error)
-        num_new_rows = len(self.scheduler.rows) - num_before
+        new = self.scheduler.rows[num_before:]
         copied = self._start_copies()
+        num_new_rows = sum(sequence not in copied for sequence in new)  # the others have begun, and wait for nothing
         rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
-        prefilled = copied or bool(chunks)
+        prefilled = bool(copied or chunks)
         choice = self._chooser.choice_for(len(rows), prefilled, rows_by_class(rows)) if rows else LengthChoice(0)
         wanted = (choice.plan or Plan(choice.speculation_length)).within(
             self.config.max_speculation_length, self.config.max_copied_tokens
@@ -259,17 +264,27 @@ class Engine:
         if wanted.copies or self._reads_texts:
             most_rows = None if wanted.copies else READ_ROWS
             read_texts(rows, [chunk.sequence for chunk in chunks], self._reading, most_rows, self._past)
-            if self._reading.num_tokens >= READ_TOGETHER:
+            if rows and self._reading.num_tokens >= READ_TOGETHER:  # without rows nothing is reported
                 read, self._reading = self._reading.counts, Reading()
         if wanted.copies:
             copies = find_copies(rows, wanted, context)
         lengths = plan_lengths(rows, wanted.draft_length, context, copies)
-        fed = chunks, prefilled, copies, read, num_new_rows
-        return StepPlan(rows, self.scheduler.num_drafting, lengths, *fed), choice
+        plan = StepPlan(
+            rows,
+            self.scheduler.num_drafting,
+            lengths,
+            chunks,
+            prefilled,
+            drafts=wanted.draft_length > 0,
+            copies=copies,
+            read=read,
+            num_new_rows=num_new_rows,
+        )
+        return plan, choice
 
-    def _start_copies(self) -> bool:
-        """Start the sequences that share their prompt with one that has fed it; whether there were any."""
-        copied = False
+    def _start_copies(self) -> list[SequenceState]:
+        """Start the sequences that share their prompt with one that has fed it; those that have their first token."""
+        copied: list[SequenceState] = []
         while (pair := self.scheduler.next_copy()) is not None:
             sequence, source = pair
             try:
@@ -280,7 +295,7 @@ class Engine:
             else:
                 self._outbox.hand_out(sequence, ids, logprobs)
                 self.scheduler.settle([sequence])
-                copied = True
+                copied.append(sequence)
         return copied
 
     def _run_and_commit(self, plan: StepPlan, started: float) -> StepResult | None:
@@ -339,6 +354,7 @@ class Engine:
             draft_prompt_s=prompt_s,
             reviews=reviews,
             num_new_rows=plan.num_new_rows,
+            num_idle_rows=plan.num_idle_rows,
         )
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:

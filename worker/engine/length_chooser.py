@@ -79,7 +79,8 @@ class StepResult:
     and nothing copies.
     draft_prompt_s: that the draft model was fed prompts for since the step before was told. reviews: of outputs that ended
     in the step, some of them, where the chooser asks for it; what reviewing took is no part of latency_s.
-    num_new_rows: that sequences got as it began, which wait for it with their first tokens.
+    num_new_rows: that sequences got as it began, which wait for it with their first tokens. num_idle_rows: for which nothing
+    was drafted although others drafted.
     """
 
     batch_size: int
@@ -94,6 +95,7 @@ class StepResult:
     draft_prompt_s: float = 0.0
     reviews: tuple[OutputReview, ...] = ()
     num_new_rows: int = 0
+    num_idle_rows: int = 0
 
 
 class LengthChooser(Protocol):

@@ -37,10 +37,10 @@ class PromptChunk:
 class StepPlan:
     """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
 
-    draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. chunks: of
-    prompts. prefilled: whether time goes into prompts as well, the ones that were copied included. copies: None where
-    the choice does not copy; read, num_new_rows: as in StepResult. sequences: all that take part, the rows and then those
-    whose prompts are fed.
+    draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. drafts:
+    whether the choice drafts, even if no row has any use for it in this step. chunks: of prompts. prefilled: whether time
+    goes into prompts as well, the ones that were copied included. copies: None where the choice does not copy; read,
+    num_new_rows: as in StepResult. sequences: all that take part, the rows and then those whose prompts are fed.
     """
 
     rows: list[SequenceState]
@@ -48,6 +48,7 @@ class StepPlan:
     draft_lengths: list[int]
     chunks: list[PromptChunk]
     prefilled: bool
+    drafts: bool = False
     copies: RowCopies | None = None
     read: tuple[tuple[int, int, int], ...] = ()
     num_new_rows: int = 0
@@ -62,6 +63,11 @@ class StepPlan:
     def is_mixed(self) -> bool:
         """Whether some rows draft less than others."""
         return min(self.draft_lengths, default=0) < self.speculation_length
+
+    @property
+    def num_idle_rows(self) -> int:
+        """Rows for which nothing is drafted although others draft."""
+        return self.draft_lengths.count(0) if self.speculation_length else 0
 
     @property
     def num_copied(self) -> list[int]:

@@ -58,7 +58,8 @@ class StepRunner:
         self._hosts = host_models(target, draft)
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
-        self._speculating = draft is not None  # whether the last step drafted: then new rows' drafts must be ready
+        self._speculating = draft is not None  # whether the last step drafted
+        self._feeds_draft = draft is not None  # whether it was to, as new rows will then be: their drafts must be ready
         self._played = 0, Plan()  # rows of the last step, and what they were to do
         self._seen_shapes: set[tuple[int, int]] = set()
 
@@ -118,9 +119,7 @@ class StepRunner:
     def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
         """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
         num_first_uses, speculated = self._num_first_uses(), self._speculating
-        self._speculating = plan.speculation_length > 0 or (
-            plan.copies is not None and plan.copies.plan.draft_length > 0
-        )
+        self._feeds_draft, self._speculating = plan.drafts, plan.drafts or plan.speculation_length > 0
         if self._speculating and not speculated:
             for row in plan.rows:
                 row.draft_due = len(row.tokens) - 1
@@ -261,8 +260,11 @@ class StepRunner:
     def _draft_goes_along(self, chunk: PromptChunk) -> bool:
         """Whether the draft is fed the prompt as well: where it will be asked for tokens next."""
         sequence = chunk.sequence
-        wanted = (self._speculating or bool(sequence.fixed_length)) and not sequence.finished
-        return wanted and sequence.may_draft and sequence.draft_length == chunk.start
+        # A backend whose rows all draft alike drafts for those beside one that drafts by itself, too.
+        others = self._feeds_draft or (self._speculating and not self.target.ragged)
+        wanted = others if sequence.fixed_length is None else sequence.fixed_length > 0
+        may = sequence.may_draft and not sequence.finished
+        return wanted and may and sequence.draft_length == chunk.start
 
     def _after_prompt(
         self, sequence: SequenceState, logits: torch.Tensor

@@ -185,8 +185,7 @@ class ControlClient:
         if result.speculation_length:
             for run, num_rows in enumerate(result.accepted_histogram):
                 self.accepted_runs[run] += num_rows
-            if result.copying is not None:  # The others counted at 0 had nothing drafted.
-                self.accepted_runs[0] -= result.batch_size - result.copying.num_drafting_rows
+            self.accepted_runs[0] -= result.num_idle_rows
 
     def _take_probe(self, batch_size: int, begun: PendingProbe | None) -> PendingProbe | None:
         """The probe that was begun, or else the first live one for the batch size, removed: a probe is used once."""
@@ -211,10 +210,23 @@ class ControlClient:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
-        """Keep a stream to the controller open until cancelled; without a controller the last table stays in use."""
-        await until_one_fails(self._trim_forever(), self._connect_forever(target, credentials, aio.Metadata(*metadata)))
+        """Keep a stream to the controller open until cancelled; without a controller the last table stays in use.
 
-    async def _trim_forever(self) -> None:
+        Steps are kept from the first on, so `keep_bounded` has to run, too, and before.
+        """
+        await self._connect_forever(target, credentials, aio.Metadata(*metadata))
+
+    async def run_bounded(
+        self,
+        target: str,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> None:
+        """Both at once, for who has nothing to keep running without a controller."""
+        await until_one_fails(self.run(target, credentials, metadata), self.keep_bounded())
+
+    async def keep_bounded(self) -> None:
+        """Drop the oldest of the reports that nobody took, until cancelled: also where there is no controller at all."""
         while True:
             self.buffer.trim()
             await asyncio.sleep(1.0)

@@ -46,7 +46,7 @@ class RowEdits:
     def append(self, ids: Sequence[int]) -> None:
         """Count tokens that became output."""
         if self.penalises:
-            added = torch.tensor(ids, device=self.counts.device)
+            added = torch.tensor(ids, dtype=torch.long, device=self.counts.device)  # of no tokens it would be of floats
             self.counts.index_add_(0, added, torch.ones(len(ids), device=self.counts.device))
 
 

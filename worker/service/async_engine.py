@@ -102,23 +102,20 @@ class AsyncEngine:
             stream.fail(copy.copy(error))
 
     def abort(self, request_id: str) -> bool:
-        """End a request that runs or waits for its turn; whether there is one."""
+        """End a request that runs or waits for its turn; whether there is one.
+
+        One that is still made of its text, or whose grammar is tried, ends as soon as that is done.
+        """
         if self.engine.abort(request_id):
             return True
         waiting = self._waiting.pop(request_id, None)
-        if waiting is None:
+        if waiting is not None:
+            put_aborted(waiting[0].request, waiting[1])
+            return True
+        being_made = self._open.get(request_id)
+        if being_made is None or being_made.begun:
             return False
-        run, stream = waiting
-        num_prompt_tokens, now = len(run.request.prompt_ids), time.monotonic()
-        for index in range(run.request.sampling.n):
-            stream.put(
-                SequenceOutput(
-                    *(request_id, index, (), ""),
-                    finish_reason=FinishReason.ABORT,
-                    num_prompt_tokens=num_prompt_tokens,
-                    made_at=now,
-                )
-            )
+        being_made.aborted = True
         return True
 
     async def close(self) -> None:
@@ -185,17 +182,12 @@ class AsyncEngine:
         self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
     ) -> None:
         """Wait for the turn, then keep it until the request has ended; what goes wrong is the stream's failure."""
-        request_id = run.request.request_id
+        request_id, stream.begun = run.request.request_id, True
         try:
-            self._waiting[request_id] = run, stream
-            async with self.entrance.turnstile.turn(caller, patience_s):
-                if self._waiting.pop(request_id, None) is not None:  # else it was aborted
-                    self.engine.submit(run.request, functools.partial(self._relay.put, stream))
-                    try:
-                        on_submit()
-                        await run.ended.wait()
-                    finally:
-                        self.engine.abort(request_id)
+            if stream.aborted:
+                put_aborted(run.request, stream)
+            else:
+                await self._serve(run, stream, caller, on_submit, patience_s)
             await run.ended.wait()
         except Exception as error:
             stream.fail(error)
@@ -204,6 +196,21 @@ class AsyncEngine:
             self._waiting.pop(request_id, None)
             run.timeline.abandon()
             run.trace.end()
+
+    async def _serve(
+        self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
+    ) -> None:
+        """Wait for the turn, and keep it until the engine is done with the request, or somebody aborts it before."""
+        request_id = run.request.request_id
+        self._waiting[request_id] = run, stream
+        async with self.entrance.turnstile.turn(caller, patience_s):
+            if self._waiting.pop(request_id, None) is not None:  # else it was aborted
+                self.engine.submit(run.request, functools.partial(self._relay.put, stream))
+                try:
+                    on_submit()
+                    await run.ended.wait()
+                finally:
+                    self.engine.abort(request_id)
 
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[list[SequenceOutput]]:
         while not all(run.ended.is_set() for run in runs.values()):
@@ -239,6 +246,19 @@ class AsyncEngine:
             ) from None
         finally:
             stream.on_overflow = None
+
+
+def put_aborted(request: GenerationRequest, stream: OutputStream) -> None:
+    """The end of a request that never came to the engine."""
+    for index in range(request.sampling.n):
+        stream.put(
+            SequenceOutput(
+                *(request.request_id, index, (), ""),
+                finish_reason=FinishReason.ABORT,
+                num_prompt_tokens=len(request.prompt_ids),
+                made_at=time.monotonic(),
+            )
+        )
 
 
 def error_of(output: SequenceOutput) -> Exception:

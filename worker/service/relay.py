@@ -24,6 +24,8 @@ MAX_WAITING_TOKENS = 16_384
 class OutputStream:
     """Outputs of one caller's requests on the event loop's side. failure: why none will follow any more.
 
+    begun: whether its requests have their place in the queue; aborted: whether they were to end before that.
+
     until_end: what comes between the first tokens and the end of a sequence may wait for that. num_tokens: in `waiting`.
     on_overflow: called when they are more than MAX_WAITING_TOKENS.
     """
@@ -33,6 +35,8 @@ class OutputStream:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
     num_tokens: int = 0
+    begun: bool = False
+    aborted: bool = False
     on_overflow: Callable[[], None] | None = None
 
     def put(self, output: SequenceOutput) -> None:

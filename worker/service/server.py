@@ -127,6 +127,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
         running = start_engine(torch_thread, engine, supervisor)
         await server.start()
         stopping = stop_event()
+        supervisor.keep("report buffer", control.keep_bounded)
         if config.controller:
             supervisor.keep("reporting", functools.partial(control.run, config.controller, credentials, metadata))
         if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
