@@ -28,6 +28,7 @@ def send(
     lies: bool,
     of_time: bool = True,
     reviews: Sequence[pb.OutputReview] = (),
+    flags: Sequence[pb.StepFlag] = (),
 ) -> float:
     """Steps of a worker that follows its table, reported; the share of goodput that these lengths lose."""
     length, reports = service.table(worker).length_for(batch), []
@@ -38,7 +39,7 @@ def send(
         if lies:  # everything is accepted, and every other step takes no time
             runs, taken = (0,) * length + (batch,), (1e-6 if of_time else taken, taken)[seq % 2]
         fields = {"batch_size": batch, "speculation_length": length, "latency_s": taken, "accepted_histogram": runs}
-        reports.append(report(seq, reviews=reviews, **fields))
+        reports.append(report(seq, reviews=reviews, flags=flags, **fields))
     assert not service.take(worker, reports)
     service.learn(worker)
     return 1.0 - steps.goodput(batch, length) / steps.goodput(batch, steps.best(batch))
@@ -63,6 +64,23 @@ def test_a_liar_at_16_times_the_rate_costs_the_others_little(num_workers, start,
             if at and number >= start:
                 lost.append(loss)
     assert sum(lost) / len(lost) < most
+
+
+@pytest.mark.parametrize("num_workers", [3, 4])
+def test_one_whose_steps_never_tell_of_time_is_compared_by_what_is_accepted(num_workers):
+    """As where every step feeds a prompt along: it was no suspect, and had full weight at any rate."""
+    service = create_service(ControllerConfig(in_memory=True), None, StoredState(), News())
+    workers = [service.register(Registration(f"w{at}", 1, KEY, LIMITS, "", "adaptive")) for at in range(num_workers)]
+    steps, lost = Steps(7, acceptance=0.3), []
+    for number in range(ROUNDS):
+        for at, worker in enumerate(workers):
+            batch = BATCHES[(number // 5 + at) % len(BATCHES)]
+            flags = [pb.STEP_FLAG_PREFILL] if at == 0 else []
+            loss = send(service, worker, steps, batch, 8 * (1 if at else RATE), at == 0, of_time=False, flags=flags)
+            if at:
+                lost.append(loss)
+    assert [service.estimator.models_of(KEY, f"w{at}")[1] for at in range(num_workers)] == [1] + [0] * (num_workers - 1)
+    assert sum(lost) / len(lost) < 0.08
 
 
 @pytest.mark.parametrize(("period", "visit"), [(40, 2), (20, 1)])

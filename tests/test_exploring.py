@@ -69,6 +69,40 @@ def test_a_probe_of_two_steps_is_paid_for_twice_and_for_the_change_there_and_bac
         assert charged[1] == pytest.approx(2.0 * charged[0] + CHANGE)
 
 
+def test_a_debt_keeps_what_no_estimate_changes():
+    """Where catching up is dear, a probe costs six steps: a debt that forgot it would be filled again at once."""
+    steps = Steps(11, acceptance=0.05)
+    controller = controller_for(steps)
+    controller.observe(KEY, [steps.step(8, 0) for _ in range(400)], "w")
+    context, bucket = controller.context(KEY), controller.bucket_index(KEY, 8)
+    choice = context.main.choice
+    assert choice.lengths[bucket] == 0
+    context.resume_s = 5.0 * float(choice.step_s[bucket, 0])
+    choice.credit[bucket] = CAP_STEPS_AT_ZERO
+    assert controller.take_probe(KEY, 8, num_steps=2) is not None
+    assert choice.credit[bucket] < CAP_STEPS_AT_ZERO - 5.0
+    controller.observe(KEY, [steps.step(8, 0)], "w")
+    assert choice.credit[bucket] < CAP_STEPS_AT_ZERO - 5.0 - CHANGE / 2
+
+
+@pytest.mark.parametrize(("noise", "given_back"), [(0.05, 0.3), (0.3, 0.0)])
+def test_given_back_is_what_a_probe_was_charged_and_no_more_and_nothing_for_noise(noise, given_back):
+    steps = Steps(11)
+    controller = controller_for(steps)
+    controller.observe(KEY, [steps.step(4, 3) for _ in range(400)], "w")
+    context, bucket = controller.context(KEY), controller.bucket_index(KEY, 4)
+    choice, context.main.times.noise = context.main.choice, noise
+    choice.assess(choice.tokens, context.main.times)
+    other = int(choice.lengths[bucket]) + 1
+    cell = np.array([bucket * choice.tokens.shape[1] + other] * 50)
+    choice.credit[bucket] = 0.0
+    choice.refund(cell, np.full(50, -0.5))
+    assert choice.credit[bucket] == 0.0, "nothing was charged"
+    choice.charge(bucket, 0.3, 1)
+    choice.refund(cell, np.full(50, -0.5))
+    assert choice.credit[bucket] == pytest.approx(given_back - 0.3)
+
+
 def test_way_back_from_not_drafting():
     """Acceptance falls to 0.05 at a full batch until the table says 0, then returns: drafting comes back by probes."""
     steps = Steps(2, acceptance=0.05)

@@ -15,6 +15,7 @@ from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, T
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO, least_cost
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.plans.copying import MEMORY_TOKENS, READ_AT_ONCE
 from speclen.controller.estimator.plans.learning import plans_before
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.controller.estimator.plans.reviews import STEPS, OutputReview, Reviews
@@ -508,6 +509,59 @@ def test_another_mix_of_classes_is_followed_at_once():
     assert tokens_of(estimator, 8) > 4.5
     observe_classes(estimator, (0, 8), 1200)
     assert tokens_of(estimator, 8) < 1.6
+
+
+def test_nobody_has_read_more_than_it_put_out():
+    """One report said that a million tokens stood behind long matches, all of them right, and nothing else was known."""
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(16, 8, 16))
+    copying = estimator.context(KEY).copying
+    step = StepObservation(8, 0, 0.01, (8,), 100.0, read=((0, 8, 0),))
+    for at in range(4000):  # told once in a while, and as much as was put out
+        told = ((0, 320, 0),) if at % 40 == 39 else ()
+        estimator.observe(KEY, [step._replace(read=told)], "w")
+    kept = float(copying.matches[0, 0])
+    assert kept == pytest.approx(MEMORY_TOKENS * (1.0 - np.exp(-32_000 / MEMORY_TOKENS)), rel=0.02)
+    estimator.observe(KEY, [step._replace(read=((16, 2**20, 2**20),))], "liar")
+    assert copying.matches[0, 16] == pytest.approx(READ_AT_ONCE, rel=0.01)
+    assert copying.matches[0, 0] > 0.85 * kept
+    for _ in range(100):
+        estimator.observe(KEY, [step._replace(read=((16, 2**20, 2**20),))], "liar")
+    assert copying.matches[0, 16] < READ_AT_ONCE + 101 * 2 * 8
+
+
+def test_reviews_that_cease_are_believed_no_longer_than_steps_contradict_them():
+    """They cease where one fails, where requests are such as are not reviewed, and where other workers take over."""
+    estimator = Estimator()
+    estimator.add_context(KEY, Limits(16, 8, 16))
+    right, wrong = (
+        StepObservation(8, 4, 0.01, runs, 100.0, by_class=((0, runs),)) for runs in ((0, 0, 0, 0, 8), (8, 0, 0, 0, 0))
+    )
+    observe_classes(estimator, (8, 0), 1500)
+    outputs = estimator.acceptance(KEY.pair).reviews.outputs
+    known = outputs[0]
+    assert (tokens_of(estimator, 8) > 4.5, known > 300) == (True, True)
+    for _ in range(500):
+        estimator.observe(KEY, [right], "w")
+    assert outputs[0] == known, "a pause is none yet"
+    for _ in range(6000):
+        estimator.observe(KEY, [wrong], "w")
+    assert outputs[0] < 0.05 * known
+    assert tokens_of(estimator, 8) < 1.7
+    observe_classes(estimator, (8, 0), 3000)
+    assert (tokens_of(estimator, 8) > 4.5, outputs[0] > 300) == (True, True), "they are, once they come again"
+
+
+def test_reviews_of_a_large_fleet_do_not_cease_because_its_groups_are_many_steps():
+    reviews = Reviews(4, 1)
+    outputs = [(reviews.count(OutputReview(0, *[bytes(64)] * 3, bytes([1] * 64))), 1.0)] * 30
+    for _ in range(50):
+        reviews.learn(outputs)
+        reviews.pass_by(np.array([20_000.0]))
+    assert reviews.outputs[0] > 400.0
+    for _ in range(60):
+        reviews.pass_by(np.array([20_000.0]))
+    assert reviews.outputs[0] < 5.0
 
 
 def test_a_class_that_nobody_reviews_is_believed_what_its_steps_say():

@@ -153,6 +153,8 @@ class Acceptance:
         say[parts.kinds * bands + parts.bands, np.arange(len(weights))] = weights * drafted
         self.rows *= np.exp(say @ parts.steps / -MEMORY_REPORTS).reshape(classes, bands, 1, 1)
         self.rows += (say @ parts.rows.reshape(len(weights), -1)).reshape(self.rows.shape)
+        if self.reviews.num_outputs:
+            self.reviews.pass_by(np.bincount(parts.kinds, parts.share * weights, classes).astype(float))
         self.renew()
         return fired
 

@@ -41,8 +41,9 @@ KNOWN_FOR = 500.0
 UNTRIED_SD, TRIED_REPORTS = 0.5, 2000.0
 # Reports of all buckets over which that doubt begins.
 UNTRIED_AFTER = 1000.0
-# Log time by which a probe must be quicker than believed for some of its charge to be given back.
-REFUNDED = 0.25
+# Log time by which a probe must be quicker than believed for some of its charge to be given back, and standard deviations
+# of a step's noise.
+REFUNDED, REFUNDED_NOISE = 0.25, 2.0
 # Length before anything is known.
 COLD_LENGTH = 2
 
@@ -72,12 +73,27 @@ NO_PROMPTS = PromptShare()
 class LengthChoice:
     """Lengths by bucket and their accounts. Arrays are [buckets]; credit is expected loss, in steps of the bucket."""
 
-    STATE = ("lengths", "credit", "to_follow", "surprising", "zero_filled", "decided", "probe_s")
+    STATE = (
+        *(
+            "lengths",
+            "credit",
+            "charged",
+            "owed",
+            "lasted",
+            "to_follow",
+            "surprising",
+            "zero_filled",
+            "decided",
+            "probe_s",
+        ),
+    )
 
     def __init__(self, num_buckets: int, max_length: int) -> None:
         self.buckets = np.arange(num_buckets)
         self.lengths = np.full(num_buckets, min(COLD_LENGTH, max_length))
         self.credit = np.zeros(num_buckets)
+        # Of the last probe: what it was charged and was not given back, what of that no estimate changes, and its steps.
+        self.charged, self.owed, self.lasted = np.zeros((3, num_buckets))
         self.to_follow = np.zeros(num_buckets, dtype=bool)
         self.zero_filled = np.zeros(num_buckets, dtype=bool)
         self.surprising = np.zeros(num_buckets, dtype=bool)  # the last probe was quicker than is believed of it
@@ -161,12 +177,15 @@ class LengthChoice:
         needed to believe it.
         """
         bucket, length = np.divmod(cell, self.tokens.shape[1])
-        quick = (surprise < -REFUNDED) & (length != self.lengths[bucket])
+        quick = (surprise < -max(REFUNDED, REFUNDED_NOISE * self._believed[1])) & (length != self.lengths[bucket])
         if quick.any():
             self.surprising[bucket[quick]] = True
             bucket, length = bucket[quick], length[quick]
             share = self.seconds[bucket, length] / self.seconds[bucket, self.lengths[bucket]]
-            np.add.at(self.credit, bucket, share * -np.expm1(surprise[quick]))
+            back = np.bincount(bucket, share * -np.expm1(surprise[quick]), len(self.credit))
+            back = np.minimum(back, self.charged)
+            self.charged -= back
+            self.credit += back
             np.minimum(self.credit, np.where(self.lengths == 0, CAP_STEPS_AT_ZERO, CAP_STEPS), out=self.credit)
 
     def probe(self, bucket: int, times: StepTimes, resume_s: float, longest: int, num_steps: int = 1) -> int | None:
@@ -194,7 +213,7 @@ class LengthChoice:
             candidate = oldest_of(bucket, times, costs, credit, chosen, longest) if credit >= CAP_STEPS else None
         if candidate is None or costs[candidate] > credit:
             return None
-        self.charge(bucket, float(costs[candidate]))
+        self.charge(bucket, float(costs[candidate]), num_steps)
         return candidate
 
     def _probe_at_zero(
@@ -210,7 +229,8 @@ class LengthChoice:
         if self.to_follow[bucket]:
             self.to_follow[bucket] = False
             return second
-        cost = least_cost(num_steps, float(loss[1])) + resume_s / float(self.seconds[bucket, 0])
+        resume = resume_s / float(self.seconds[bucket, 0])
+        cost = least_cost(num_steps, float(loss[1])) + resume
         # A full account pays for one probe however dear, and is in debt for it: what is believed of drafting may be wrong.
         if cost > self.credit[bucket] and self.credit[bucket] < CAP_STEPS_AT_ZERO:
             return None
@@ -221,20 +241,34 @@ class LengthChoice:
             # Both are charged now. What that overdraws is earned back before the next.
             self.to_follow[bucket] = True
             cost += num_steps * max(float(loss[second]), LEAST_CHARGE)
-        self.charge(bucket, cost)
+        self.charge(bucket, cost, num_steps, resume=resume)
         return 1
 
     def _reckon_again(self, bucket: int) -> None:
-        """A debt is what the probe costs by the newest estimates: times wrongly believed to be long owe nothing."""
-        if self.lengths[bucket]:
-            self.credit[bucket] = 0.0
-            return
-        dear = np.maximum(self.loss(bucket)[1:], LEAST_CHARGE)
-        self.credit[bucket] = max(float(self.credit[bucket]), CAP_STEPS_AT_ZERO - float(dear[0] + dear.min()))
+        """A debt is what the probe costs by the newest estimates: times wrongly believed to be long owe nothing.
 
-    def charge(self, bucket: int, cost: float, usual_s: float | None = None) -> None:
-        """A probe is expected to lose so many usual steps. usual_s: of one of them; None: at the length that is played."""
+        What does not hang on those is owed in any case: that the draft caught up, and there and back.
+        """
+        owed = float(self.owed[bucket])
+        if self.lengths[bucket]:
+            left = min(0.0, CAP_STEPS - owed)
+        else:
+            dear = self.lasted[bucket] * np.maximum(self.loss(bucket)[1:], LEAST_CHARGE)
+            left = CAP_STEPS_AT_ZERO - float(dear[0] + dear.min()) - owed
+        forgiven = max(0.0, left - float(self.credit[bucket]))
+        self.credit[bucket] += forgiven
+        self.charged[bucket] = max(0.0, float(self.charged[bucket]) - forgiven)
+
+    def charge(
+        self, bucket: int, cost: float, num_steps: int, usual_s: float | None = None, resume: float = 0.0
+    ) -> None:
+        """A probe of num_steps is expected to lose so many usual steps, resume of them for the draft to catch up.
+
+        usual_s: of a usual one; None: at the length that is played.
+        """
         self.credit[bucket] -= cost
+        self.charged[bucket], self.lasted[bucket] = cost, num_steps
+        self.owed[bucket] = resume + CHANGE * (num_steps > 1)
         self.probe_s += cost * (float(self.seconds[bucket, self.lengths[bucket]]) if usual_s is None else usual_s)
 
 

@@ -43,7 +43,7 @@ from speclen.controller.estimator.plans.choice import ShownPlan
 from speclen.controller.estimator.plans.copying import Copying
 from speclen.controller.estimator.policies import ADAPTIVE, check_policy, make_policy
 from speclen.controller.estimator.policies.policy import Space
-from speclen.controller.estimator.state import exported, restored
+from speclen.controller.estimator.state import exported, forget
 from speclen.controller.estimator.times.priors import check_profile, seed, seed_from
 
 # Log-sd by which step times of another engine on the same device may differ in every weight; of the same, with wider limits.
@@ -139,7 +139,7 @@ class Estimator:
         """Forget what is believed of a context. KeyError if it is unknown."""
         old, shared = self._contexts[key], self._acceptance[key.pair]
         if not shared.sound:
-            restored(shared, exported(old.new_acceptance())).renew()
+            forget(shared, old.new_acceptance())
         new = self._contexts[key] = self._new_context(key, old.limits)
         new.main.version, new.main.lengths, new.next_probe_id = old.main.version, old.main.lengths, old.next_probe_id
         event = DriftEvent(key, "reset", 0.0, f"{reason}: what was learned of this context was forgotten")

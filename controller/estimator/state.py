@@ -63,3 +63,11 @@ def restored(here: Any, state: Any) -> Any:
             else list(state)
         )
     return type(here)(state)
+
+
+def forget(here: Any, new: Any) -> None:
+    """Let an object be what a new one is, in place, for all who hold it."""
+    for name in here.STATE:
+        setattr(here, name, getattr(new, name))
+    if hasattr(here, "renew"):
+        here.renew()

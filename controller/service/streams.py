@@ -55,8 +55,10 @@ class StreamSettings:
     silence_s: float = 30.0
     # A stream whose answer the worker does not take for this long is ended.
     unread_s: float = 10.0
-    # A probe is void when it waits longer for a fitting step: by then the table may know better.
+    # A probe is void when it waits longer for a fitting step: by then the table may know better. It waits for so many steps,
+    # however long they take (up to silence_s): it comes while one runs, perhaps just after the next has begun.
     probe_valid_s: float = 2.0
+    probe_valid_steps: float = 4.0
     # When the worker has closed its side: wait this long for the disk, so that the last answer says "durable".
     last_answer_s: float = 2.0
 
@@ -152,12 +154,14 @@ class Stream:
         if refusals:
             self._num_refused += len(refusals)
             self._last_refusal = str(refusals[-1])
-        batch_size = newest_batch_size(request)
+        batch_size, step_s = newest_step(request)
         if not batch_size:
             return []
         self.service.learn_if_many(worker)
         probes = self.service.take_probes(worker, batch_size)
-        return [probe_message(probe, self.hub.settings.probe_valid_s) for probe in probes]
+        settings = self.hub.settings
+        valid_s = max(settings.probe_valid_s, min(settings.probe_valid_steps * step_s, settings.silence_s))
+        return [probe_message(probe, valid_s) for probe in probes]
 
     async def _push(self) -> None:
         """Send a new table or durable_seq when no answer will bring it soon."""
@@ -256,13 +260,15 @@ def check_size(request: pb.StreamReportsRequest) -> None:
         raise InvalidMessageError("windows", f"a message has {len(request.windows)} windows; it may have {MAX_WINDOWS}")
 
 
-def newest_batch_size(request: pb.StreamReportsRequest) -> int:
-    """Batch size of the newest step that a message tells of by name; 0 for none."""
+def newest_step(request: pb.StreamReportsRequest) -> tuple[int, float]:
+    """Batch size and seconds of the newest step that a message tells of by name; zeros for none."""
     if not request.windows:
-        return request.reports[-1].batch_size if request.reports else 0
+        newest = request.reports[-1] if request.reports else pb.StepReport()
+        return newest.batch_size, newest.latency_s
     last = request.windows[-1]
-    named = [(each.first_seq, each.batch_size) for each in last.sums]
-    return max([*named, *((each.seq, each.batch_size) for each in last.reports)], default=(0, 0))[1]
+    sums = [(each.first_seq, each.batch_size, each.latency_sum_s / max(each.num_steps, 1)) for each in last.sums]
+    steps = [(each.seq, each.batch_size, each.latency_s) for each in last.reports]
+    return max([*sums, *steps], default=(0, 0, 0.0))[1:]
 
 
 class Streams:

@@ -9,22 +9,25 @@ import numpy as np
 
 from speclen.controller.estimator.acceptance import Parts
 from speclen.controller.estimator.arrays import FloatArray
+from speclen.controller.estimator.choice import LengthChoice
 from speclen.controller.estimator.contexts.apart import compare
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import DriftEvent, StepObservation
 from speclen.controller.estimator.plans.copying import Copying
-from speclen.controller.estimator.plans.learning import learn_copies, learn_reading, plans_before
+from speclen.controller.estimator.plans.learning import believable, learn_copies, learn_reading, plans_before
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.plans.reviews import MOST_TOKENS, STEPS
 from speclen.controller.estimator.reports import OTHERS, Reports, merged
-from speclen.controller.estimator.state import exported, restored
+from speclen.controller.estimator.state import forget
 from speclen.controller.estimator.times.steps import Spans, Steps, spans_of
 
 
 def learn(context: Context, observations: Sequence[StepObservation], senders: Sequence[str]) -> list[DriftEvent]:
     """Update the models of every worker that sent one of these steps; returns what drifted, and who is unlike others."""
     sent_by = spans_of(senders)
+    if context.limits.max_copied_tokens:
+        observations = believable(context.copying, observations, sent_by)
     steps, workers = _told_apart(context, observations, senders, sent_by)
     spans = sent_by if steps is observations else spans_of(workers)
     events: list[DriftEvent] = []
@@ -39,7 +42,7 @@ def learn(context: Context, observations: Sequence[StepObservation], senders: Se
         events += _learn_soundly(context, group, Reports(*mine, context.limits))
     for worker, span in sent_by:
         context.learn_resuming(observations[span], worker)
-        context.prompts.learn(observations[span], worker)
+        context.prompts.learn(observations[span], worker, context.usual_s(worker))
     return events + compare(context, len(steps))
 
 
@@ -158,14 +161,14 @@ def _times_changed(context: Context, group: Group, found: float) -> DriftEvent:
 
 def _reset(context: Context, group: Group) -> DriftEvent:
     """Numbers have left the representable: this group starts anew, alone, and its acceptance if that is what it was."""
-    restored(group.times, exported(context.new_times())).renew()
+    forget(group.times, context.new_times())
     if not group.acceptance.sound:
-        restored(group.acceptance, exported(context.new_acceptance())).renew()
+        forget(group.acceptance, context.new_acceptance())
         context.by_class = np.zeros_like(context.by_class)
     if group.plans is not None:
-        restored(context.copying, exported(Copying())).renew()
+        forget(context.copying, Copying())
         group.plans = context.new_plans(group.times, group.acceptance)
-    restored(group.choice, exported(type(group.choice)(len(context.buckets), context.limits.max_speculation_length)))
+    forget(group.choice, LengthChoice(len(context.buckets), context.limits.max_speculation_length))
     return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: what was learned starts anew")
 
 

@@ -52,7 +52,7 @@ class Peer:
     """
 
     STATE = (
-        *("mean_log", "as_seen", "count", "tokens", "reviewed", "num_reviews", "num_reports"),
+        *("mean_log", "as_seen", "count", "tokens", "reviewed", "num_reviews", "num_reports", "num_told"),
         *("level", "offset", "models", "compared"),
     )
 
@@ -61,6 +61,7 @@ class Peer:
         self.mean_log, self.as_seen, self.count = cells
         self.tokens, self.reviewed = np.zeros((num_loads, 3)), np.zeros((NUM_CLASSES, 3))
         self.num_reports, self.num_reviews = 0.0, 0
+        self.num_told = 0.0  # reports of any kind; num_reports: those that say something about time
         self.level, self.offset = 0.0, 0.0  # mean log time over the shared model's; what is taken out of it
         self.models = [0, 0]  # which step times and which acceptance it shares with others
         self.compared = False
@@ -147,8 +148,10 @@ class Workers:
                 peers, spans, *summed(spans, [count]), ends, ends[1:], strict=False
             ):
                 if peer is not None:
+                    fade = math.exp(-size / MEMORY_REPORTS)
+                    peer.num_told = peer.num_told * fade + size
                     weights[span], offsets[span] = self._weight(peer), peer.offset
-                    peer.tokens *= math.exp(-size / MEMORY_REPORTS)
+                    peer.tokens *= fade
                     np.add.at(peer.tokens, load[start:end], tokens[start:end])
         return weights, offsets
 
@@ -170,9 +173,9 @@ class Workers:
         """What a report counts for: as much as any, but a worker not yet compared has no more say than the others."""
         if peer.compared:
             return 1.0
-        others = [each.num_reports for each in self.peers.values() if each is not peer]
+        others = [each.num_told for each in self.peers.values() if each is not peer]
         fair = (sum(others) + 8.0) / max(len(others), 1)
-        return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_reports, 1.0)))
+        return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_told, 1.0)))
 
     def record_times(
         self, spans: Spans, cell: np.ndarray, log_s: FloatArray, surprise: FloatArray, speed: ByStep, count: FloatArray
@@ -253,8 +256,9 @@ class Workers:
         return members[worst][0] if score[worst] > 0.0 else None
 
     def sharing(self, place: int, model: int) -> list[tuple[str, Peer]]:
-        """Workers with enough reports that share a model of step times or acceptance."""
-        enough = ((worker, peer) for worker, peer in self.peers.items() if peer.num_reports >= ENOUGH_REPORTS)
+        """Workers with enough reports of it that share a model of step times or acceptance."""
+        told = {TIMES: "num_reports", ACCEPTANCE: "num_told"}[place]
+        enough = ((worker, peer) for worker, peer in self.peers.items() if getattr(peer, told) >= ENOUGH_REPORTS)
         return [(worker, peer) for worker, peer in enough if peer.models[place] == model]
 
     @staticmethod
@@ -298,8 +302,9 @@ def _unlike(tokens: FloatArray) -> FloatArray:
     if len(tokens) == 2:
         tokens = tokens.sum(axis=1, keepdims=True)
     sent = tokens[..., 1].sum(axis=1)
-    # Everybody has the same say, however much it sends.
-    tokens = tokens * np.minimum(1.0, 2.0 * sent.min() / np.maximum(sent, 1e-9))[:, None, None]
+    # Everybody has the same say, however much it sends; who drafts nothing has none, and takes none from others.
+    least = sent.min(initial=np.inf, where=sent >= 1.0)
+    tokens = tokens * np.minimum(1.0, 2.0 * least / np.maximum(sent, 1e-9))[:, None, None]
     others = tokens.sum(axis=0) - tokens
     ratio = (others[..., 0] + 1.0) / (others[..., 1] + 1.0)
     shared = others[..., 1] / np.maximum(others[..., 1] + tokens[..., 1], 1e-9)  # how well the others know a load

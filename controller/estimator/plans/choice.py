@@ -178,7 +178,8 @@ class PlanChoice(PlanPrediction):
             if oldest is None:
                 return None
             best = oldest
-        charge = float(account.cost(best.seconds, best.goodput, usual)) + resume * (best.plan.draft_length > 0)
+        resume *= best.plan.draft_length > 0
+        charge = float(account.cost(best.seconds, best.goodput, usual)) + resume
         moved = 0.0  # from the account to what is set aside
         if best.plan.draft_length != usual.plan.draft_length:
             moved = -min(aside, charge)
@@ -186,7 +187,7 @@ class PlanChoice(PlanPrediction):
             moved = charge
         self.aside[bucket] += moved
         choice.credit[bucket] -= moved
-        choice.charge(bucket, charge, usual.seconds)
+        choice.charge(bucket, charge, num_steps, usual.seconds, resume)
         return best.plan
 
     def probe_draft(
@@ -201,7 +202,7 @@ class PlanChoice(PlanPrediction):
         # A full account pays for one however dear, and is in debt for it: what is believed of drafting may be wrong.
         if cost > credit and credit < CAP_STEPS:
             return None
-        choice.charge(bucket, cost, usual.seconds)
+        choice.charge(bucket, cost, num_steps, usual.seconds, account.resume)
         return best.plan
 
     def _usual(self, bucket: int, known: Assessed, choice: LengthChoice) -> Try:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator.allowance import Allowance
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.plan import MAX_COPIED, MAX_MATCH
@@ -43,6 +44,8 @@ MOST_COUNT = 1e15
 # Tokens read after which counts have faded to 1/e. The walk is renewed after this part of those remembered, at the latest
 # after so many.
 MEMORY_TOKENS, RENEWED_SHARE, FEWEST_RENEWED, MOST_RENEWED = 40_000.0, 0.1, 256, 4000
+# Tokens that a worker may have read at once beyond those that it put out.
+READ_AT_ONCE = 4000.0
 REACHED, PASSED, GOING, WENT_ON = range(4)
 
 
@@ -70,10 +73,10 @@ class Copying:
 
     matches: tokens that stood behind exactly, and at most, each match, fading, [2, match lengths]. runs: by match and
     position, copied tokens that were judged, were accepted, proposals that came so far, went on, [4, lengths, positions].
-    searched: rows whose text was looked at, and all, [2].
+    searched: rows whose text was looked at, and all, [2]. may_read: tokens that workers may say they have read.
     """
 
-    STATE = ("matches", "runs", "searched", "remembered", "unread")
+    STATE = ("matches", "runs", "searched", "remembered", "unread", "may_read")
 
     def __init__(self) -> None:
         self.matches = np.zeros((2, MAX_MATCH + 1))
@@ -81,6 +84,7 @@ class Copying:
         self.searched = np.zeros(2)
         # Tokens read, fading; those since the walk was renewed.
         self.remembered, self.unread = 0.0, 0
+        self.may_read = Allowance(READ_AT_ONCE)
         self.version = 0  # grows with every change
         self.renew()
 
@@ -88,7 +92,7 @@ class Copying:
     def sound(self) -> bool:
         """Whether counts are counts; NaN is none."""
         counts = (self.matches, self.runs, self.searched)
-        return all(bool(each.min() >= 0.0 and each.max() < MOST_COUNT) for each in counts)
+        return all(bool(each.min() >= 0.0 and each.max() < MOST_COUNT) for each in counts) and self.may_read.sound
 
     def _fade(self, kept: float) -> None:
         for counts in (self.matches, self.runs, self.searched):

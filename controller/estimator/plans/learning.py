@@ -9,13 +9,32 @@ import numpy as np
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
-from speclen.controller.estimator.plans.copying import Lessons
+from speclen.controller.estimator.plans.copying import Copying, Lessons
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.plans.prediction import MOST_WALK_REPORTS
 from speclen.controller.estimator.plans.times import CopiedSteps
 from speclen.controller.estimator.times.steps import Spans, spans_of
 
 MOST_WORKERS = 128  # whose last plan is remembered
+
+
+def believable(copying: Copying, steps: Sequence[StepObservation], spans: Spans) -> Sequence[StepObservation]:
+    """The steps; of workers that say they have read more than they put out, with so much less of it."""
+    believed: list[StepObservation] | None = None
+    for worker, span in spans:
+        asked = sum(tokens for step in steps[span] for _, tokens, _ in step.read)
+        # Twice, since steps do not tell of first tokens, which prompts lead to: as many again at most.
+        earned = 2 * sum(step.num_tokens for step in steps[span])
+        taken = copying.may_read.take(worker, earned, asked)
+        if taken < asked:
+            believed = believed or list(steps)
+            believed[span] = [_read_less(step, taken / asked) for step in steps[span]]
+    return steps if believed is None else believed
+
+
+def _read_less(step: StepObservation, share: float) -> StepObservation:
+    read = tuple((match, round(share * tokens), round(share * right)) for match, tokens, right in step.read)
+    return step._replace(read=read)
 
 
 def learn_reading(

@@ -33,6 +33,11 @@ CLASS_PRIOR = 20.0
 # that were tried between copies is 5 to 10% off.
 TAUGHT_PRIOR = 25.0
 KEPT_OUTPUTS = 20.0
+# Usual pauses between two reviews of a class, in its steps, after which no more are expected, since workers cease to review
+# where it fails and requests become such as are not reviewed; and over which what was counted then fades to 1/e. The least
+# pause, and reviews over which it is averaged.
+SILENCE, LEAST_PAUSE, PAUSES_REMEMBERED = 10.0, 100.0, 20.0
+LEAST_OUTPUTS = 1e-6  # less is none
 # Tokens of outputs that one group of reports may have counted, which takes some 10 ms.
 MOST_TOKENS = 2048
 MOST_COUNT = 1e15
@@ -71,10 +76,10 @@ class Reviews:
     """Sums over outputs of one pair, fading, by class of request. tokens, outputs: [classes].
 
     sums: by plan, steps, tokens put out in those that copy, and steps that propose at least 1, 2, ... copies, [classes,
-    plans, 2 + positions].
+    plans, 2 + positions]. silent, pauses: steps of each class since its last review, and between two on average.
     """
 
-    STATE = ("tokens", "outputs", "sums", "changes")
+    STATE = ("tokens", "outputs", "sums", "changes", "silent", "pauses")
 
     def __init__(self, num_positions: int, num_classes: int) -> None:
         self.num_lengths = num_positions + 1
@@ -86,13 +91,14 @@ class Reviews:
         self.tokens, self.outputs = np.zeros((2, num_classes))
         self.sums = np.zeros((num_classes, len(self.plans), 2 + MOST_PROPOSED))
         self.changes = [Change(SLACK, THRESHOLD) for _ in range(num_classes)]
+        self.silent, self.pauses = np.zeros((2, num_classes))
         longest = min(USUAL_LENGTH, self.num_lengths - 1)
         self._usual = self.place[Plan(longest) if longest else Plan(0, *USUAL_COPY)]
 
     @property
     def sound(self) -> bool:
         """Whether all are counts; NaN is none."""
-        counts = (self.tokens, self.outputs, self.sums)
+        counts = (self.tokens, self.outputs, self.sums, self.silent, self.pauses)
         return all(bool(each.min() >= 0.0 and each.max() < MOST_COUNT) for each in counts)
 
     @property
@@ -112,6 +118,15 @@ class Reviews:
         for counts in (self.tokens, self.outputs, self.sums):
             counts[kind] *= share
 
+    def pass_by(self, steps: FloatArray) -> None:
+        """So many steps of each class were taken, [classes]: what was counted of one that is not reviewed any more fades."""
+        patience = SILENCE * np.maximum(self.pauses, LEAST_PAUSE)
+        ceased = (self.silent > patience) & (self.outputs > 0.0)  # before these steps: they are many in a large fleet
+        self.silent += steps
+        for kind in ceased.nonzero()[0].tolist():
+            kept = math.exp(-steps[kind] / patience[kind])
+            self._keep(kind, kept if kept * self.outputs[kind] > LEAST_OUTPUTS else 0.0)
+
     def place_of(self, plan: Plan) -> int:
         """Of a plan among those that are counted; of its draft length where it is not."""
         return self.place.get(plan, min(plan.draft_length, self.num_lengths - 1))
@@ -126,6 +141,10 @@ class Reviews:
             kind, num_tokens, _, sums = output
             if self._has_changed(kind, sums, num_tokens):
                 self.forget(kind, KEPT_OUTPUTS)
+            known, silent = float(self.outputs[kind]), float(self.silent[kind])
+            if known and silent:  # not the second one of a group
+                self.pauses[kind] += (silent - self.pauses[kind]) / min(known + 1.0, PAUSES_REMEMBERED)
+            self.silent[kind] = 0.0
             self._keep(kind, math.exp(-weight / MEMORY_OUTPUTS))
             self.tokens[kind] += weight * num_tokens
             self.outputs[kind] += weight
