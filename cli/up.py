@@ -27,7 +27,10 @@ STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabyte
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
 OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
 
-OF_FLEETS = ("max_workers", "cpus_per_worker", "gpus_per_worker", "backup_to", "backup_every_s", "insecure")
+OF_FLEETS = (
+    *("max_workers", "cpus_per_worker", "gpus_per_worker", "backup_to", "backup_every_s"),
+    *("controller_cert", "controller_key", "insecure"),
+)
 
 
 @flags_from(FleetConfig, *OF_FLEETS)
@@ -64,7 +67,8 @@ def up(
     if ray:
         from speclen.cli.up_on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
 
-        fleet |= {"workers": workers, "data_dir": data_dir.absolute()}
+        fleet |= {"workers": workers, "data_dir": data_dir}
+        fleet = {name: value.absolute() if isinstance(value, Path) else value for name, value in fleet.items()}
         up_on_ray(ray, fleet, {**options, "token_file": settings["token_file"]}, listen, http_listen)
         return
     refuse_without_ray(fleet)

@@ -25,11 +25,11 @@ from control_fakes import registration
 from store_rows import rows
 
 from speclen.cli.app import with_ray_address
-from speclen.cli.up import refuse_without_ray
+from speclen.cli.up import OF_FLEETS, refuse_without_ray
 from speclen.console.errors import UserError
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
 from speclen.integrations.ray.room import check_reachable, check_room
-from speclen.integrations.ray.serving import ServedWorker
+from speclen.integrations.ray.serving import ServedWorker, guarded
 from speclen.integrations.ray.settings import FleetConfig, fleet_from
 from speclen.store.backup_place import BackupPlace
 from speclen.transport.keyring import Keyring
@@ -82,7 +82,7 @@ def test_arguments_of_serve_run_become_settings_by_their_type(tmp_path):
         ({"workers": "3", "max_workers": "2"}, "--max-workers 2"),
         ({"insecure": "maybe"}, "true or false"),
         ({"policy": "best"}, "--policy 'best'"),
-        ({"controller_tls_cert": "c.pem"}, "belong together"),
+        ({"controller_cert": "c.pem"}, "belong together"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(arguments, words):
@@ -90,12 +90,18 @@ def test_arguments_that_cannot_work_are_named(arguments, words):
         fleet_from(arguments)
 
 
-def test_a_controller_that_others_reach_must_be_protected():
+def test_a_controller_that_others_reach_must_be_protected(tmp_path):
     config = FleetConfig()
-    assert config.controller_config("127.0.0.1").listen == "127.0.0.1:7070"
+    assert config.controller_config("127.0.0.1", {}).listen == "127.0.0.1:7070"
     with pytest.raises(ValueError, match="open to other machines"):
-        config.controller_config("10.0.0.5")
-    assert FleetConfig(insecure=True).controller_config("10.0.0.5").insecure
+        config.controller_config("10.0.0.5", {})
+    assert FleetConfig(insecure=True).controller_config("10.0.0.5", {}).insecure
+    # As docs/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
+    assert {"controller_cert", "controller_key"} <= set(OF_FLEETS)
+    cert, key, token = (tmp_path / name for name in ("cert", "key", "token"))
+    guarded = FleetConfig(controller_cert=cert, controller_key=key)
+    told = guarded.controller_config("10.0.0.5", {"SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": str(token)})
+    assert (told.tls_cert, told.tls_key, told.token_file) == (cert, key, token)
 
 
 def test_ray_may_go_without_its_address():
@@ -357,6 +363,19 @@ def wait_until(holds: Any) -> None:
 
 
 # A worker inside a process of Ray's.
+
+
+def test_without_a_token_nobody_is_answered_over_http_either():
+    async def status(config: WorkerConfig) -> int:
+        engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
+        engine.entrance = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
+        engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))
+        front = guarded(config, engine, None)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://ray") as client:
+            return (await client.get("/v1/models")).status_code
+
+    assert asyncio.run(status(WorkerConfig())) == 401
+    assert asyncio.run(status(WorkerConfig(insecure=True))) == 200
 
 
 def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path):

@@ -21,7 +21,7 @@ from control_fakes import run, served
 
 from speclen.integrations.vllm import logs
 from speclen.integrations.vllm.context import configured_table, context_key
-from speclen.integrations.vllm.settings import as_variables, settings_from
+from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.versions import TESTED, check_version
 from speclen.v1 import control_pb2 as pb
 
@@ -286,6 +286,11 @@ def test_the_configured_table_is_vllms_own():
 def test_sentences_name_variables_for_our_flags_and_leave_vllms():
     sentence = as_variables("--controller-ca needs --policy and --speculative-config")
     assert sentence == "SPECLEN_WORKER_CONTROLLER_CA needs SPECLEN_WORKER_POLICY and --speculative-config"
+
+
+def test_a_policy_that_vllm_cannot_play_is_refused():
+    with pytest.raises(ValueError, match="--policy copy is not known here"):
+        VllmSettings("127.0.0.1:7070", policy="copy")
 
 
 def test_the_flag_for_changed_lengths_is_the_protocols():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from typing import Any
 
 import ray
@@ -18,6 +19,10 @@ START_S = 60.0  # for a controller to open its database and serve
 ASK_S = 5.0  # for one that serves to say where
 
 
+class RefusedError(ValueError):
+    """The controller cannot work as it was told to."""
+
+
 class ControllerActor:
     """Holds the controller of a fleet. After its death Ray makes it anew with the same arguments, until it is killed."""
 
@@ -25,15 +30,25 @@ class ControllerActor:
         set_up_logs()
         again = ray.get_runtime_context().was_current_actor_reconstructed
         own = config.controller_host or (ray.util.get_node_ip_address() if host != LOOPBACK else host)
-        self._hosted = HostedController(config.controller_config(own), again, config.backup_to, config.backup_every_s)
+        self._hosted: HostedController | None = None
+        self._refused = ""  # raised by `address`: what a constructor raises comes to nobody as what it is
+        try:
+            told = config.controller_config(own, os.environ)
+        except ValueError as error:
+            self._refused = str(error)
+            return
+        self._hosted = HostedController(told, again, config.backup_to, config.backup_every_s)
         self._hosted.start()
 
     def address(self, timeout_s: float = START_S) -> str:
-        """Where it serves. Raises ValueError with one sentence where it cannot."""
+        """Where it serves. Raises ValueError with one sentence where it cannot, RefusedError where it never will."""
+        if self._hosted is None:
+            raise RefusedError(self._refused)
         return self._hosted.address(timeout_s)
 
     def stop(self) -> None:
-        self._hosted.stop()
+        if self._hosted is not None:
+            self._hosted.stop()
 
 
 LOOPBACK = "127.0.0.1"
@@ -68,7 +83,11 @@ async def find_controller(config: FleetConfig) -> str:
     """Where the controller is now. Raises Ray's errors while it is started again."""
     handle = await asyncio.to_thread(controller_of, config)
     async with asyncio.timeout(2 * ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled
-        return str(await handle.address.remote(ASK_S))
+        try:
+            return str(await handle.address.remote(ASK_S))
+        except RefusedError:
+            await asyncio.to_thread(ray.kill, handle)  # the next one may be told better
+            raise
 
 
 def end_controller(timeout_s: float = 20.0) -> None:

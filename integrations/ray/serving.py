@@ -18,6 +18,7 @@ import structlog
 from starlette.types import ASGIApp
 
 from speclen.integrations.ray.calls import ServeCall, check_token
+from speclen.transport.keyring import Keyring
 from speclen.transport.supervision import PartFailedError, Supervisor
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.backends.threads import ThreadChoice, watch_cores
@@ -84,6 +85,7 @@ class ServedWorker:
             thread.call(load, config, lambda words: log.info(words, worker=worker_id))
         )
         worker = cls(config, pair, engine, control, thread, supervisor)
+        supervisor.keep("report buffer", worker.control.keep_bounded)
         supervisor.keep("reporting", functools.partial(follow_controller, worker.control, config, find_controller))
         supervisor.keep("first lengths", functools.partial(tell_first_lengths, worker.control, began))
         supervisor.watch_loop()
@@ -129,7 +131,10 @@ class ServedWorker:
 
 
 def guarded(config: WorkerConfig, engine: AsyncEngine, page: Any) -> ASGIApp:
-    """The HTTP front behind its guard, as `speclen worker --http-listen` has it."""
+    """The HTTP front behind its guard, as `speclen worker --http-listen` has it.
+
+    Without a token nobody may call, unless insecure, as over gRPC: a file of Serve's opens its proxy to other machines.
+    """
     front = Front(
         engine,
         config.served_model_name or config.target,
@@ -139,17 +144,27 @@ def guarded(config: WorkerConfig, engine: AsyncEngine, page: Any) -> ASGIApp:
         read_template(config.chat_template),
         int(time.time()),
     )
-    return Guard(create_app(front), config.http_security().keyring(KEY_FLAG))
+    keyring = config.http_security().keyring(KEY_FLAG)
+    if keyring is None and not config.insecure:
+        log.warning("this fleet answers nobody: give it token_file, or insecure", worker=config.worker_id)
+        keyring = Keyring([])
+    return Guard(create_app(front), keyring)
 
 
 async def follow_controller(control: ControlClient, config: WorkerConfig, find: FindController) -> None:
     """Report for ever to the controller, wherever it is placed. find: its address; may fail while it is started again."""
     security = config.controller_security()
     credentials, metadata = security.credentials(), security.metadata()
-    address, reporting = "", None
+    address, reporting, told = "", None, ""
     try:
         while True:
-            found = await found_or(address, find)
+            try:
+                found, told = await find() or address, ""
+            except Exception as error:  # Ray's own kinds; a worker goes on with its table, whatever becomes of it
+                found, words = address, str(error).strip().rpartition("\n")[2]
+                if words != told:  # once: it is looked for every second
+                    told = words
+                    log.warning("the controller is not to be found", reason=words)
             if found != address:
                 if reporting is not None:
                     reporting.cancel()
@@ -163,15 +178,6 @@ async def follow_controller(control: ControlClient, config: WorkerConfig, find: 
         if reporting is not None:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
-
-
-async def found_or(address: str, find: FindController) -> str:
-    """Where the controller is now; the old address while nobody knows."""
-    try:
-        return await find() or address
-    except Exception as error:  # Ray's own kinds; a worker goes on with its table, whatever becomes of the controller
-        log.debug("the controller is not to be found", reason=str(error))
-        return address
 
 
 async def tell_first_lengths(control: ControlClient, began: float) -> None:

@@ -40,8 +40,8 @@ class FleetConfig:
     controller_port: int = setting(7070, "Its port; 0: one that is free.", least=0, most=65_535)
     backup_to: str = setting("", "Folder or URL for backups of the database; where it is gone, the last one is taken.")
     backup_every_s: float = setting(60.0, "Seconds between backups: what can be lost with a machine.", least=1)
-    controller_tls_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
-    controller_tls_key: Path | None = setting(None, "Key of that certificate, PEM.")
+    controller_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
+    controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
     insecure: bool = setting(False, "Let other machines in without a token, and reach the controller without TLS.")
     worker: dict[str, Any] = field(default_factory=dict)
 
@@ -49,8 +49,8 @@ class FleetConfig:
         check_bounds(self)
         if self.max_workers and self.max_workers < self.workers:
             raise ValueError(f"--max-workers {self.max_workers} is less than --workers {self.workers}: give more, or 0")
-        if (self.controller_tls_cert is None) != (self.controller_tls_key is None):
-            raise ValueError("--controller-tls-cert and --controller-tls-key belong together: give both or none")
+        if (self.controller_cert is None) != (self.controller_key is None):
+            raise ValueError("--controller-cert and --controller-key belong together: give both or none")
         for name in self.worker:
             if name in NOT_OF_WORKERS or name not in settings_of(WorkerConfig):
                 raise ValueError(f"{name} is no setting of workers on Ray{nearest(name)}")
@@ -73,15 +73,17 @@ class FleetConfig:
                 of_node[name] = parse(WorkerConfig, name, text)
         return WorkerConfig(**{**self.worker, **of_node, "controller": controller})
 
-    def controller_config(self, host: str) -> ControllerConfig:
-        """What the controller is told on a node of this address. Raises ValueError where that is open to everybody."""
+    def controller_config(self, host: str, environment: Mapping[str, str]) -> ControllerConfig:
+        """What the controller is told on a node of this address and environment. Raises ValueError where that is open to
+        everybody. Its token is the one that workers of that node would send.
+        """
         address = f"[{host}]" if ":" in host else host
         return ControllerConfig(
             listen=f"{address}:{self.controller_port}",
             data_dir=self.data_dir,
-            tls_cert=self.controller_tls_cert,
-            tls_key=self.controller_tls_key,
-            token_file=self.worker.get("controller_token_file"),
+            tls_cert=self.controller_cert,
+            tls_key=self.controller_key,
+            token_file=self.worker_config(environment).controller_token_file,
             insecure=self.insecure,
         )
 
