@@ -13,6 +13,7 @@ deploy/envoy/envoy.yaml is for, which this wrote: --worker speclen-worker:7080 -
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def socket_address(flag: str, address: str) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": port}}
 
 
+def subject(host: str) -> dict[str, Any]:
+    """Who a certificate must be for, so that it is this host's."""
+    try:
+        return {"san_type": "IP_ADDRESS", "matcher": {"exact": str(ip_address(host))}}
+    except ValueError:
+        return {"san_type": "DNS", "matcher": {"exact": host}}
+
+
 def cluster(
     name: str, flag: str, workers: list[str], health: dict[str, Any], http2: bool, ca: Path | None
 ) -> dict[str, Any]:
@@ -72,9 +81,13 @@ def cluster(
         often = {"timeout": "2s", "interval": "5s", "unhealthy_threshold": 2, "healthy_threshold": 1}
         made["health_checks"] = [{**often, **health}]
     if ca is not None:
-        trusted = {"trusted_ca": {"filename": str(ca)}}
-        host = split_address(flag, workers[0])[0]
-        context = typed(UPSTREAM_TLS, sni=host, common_tls_context={"validation_context": trusted})
+        hosts = list(dict.fromkeys(split_address(flag, worker)[0] for worker in workers))
+        trusted = {
+            "trusted_ca": {"filename": str(ca)},
+            # Or anybody with a certificate of that authority could stand in for a worker, and be given tokens and prompts.
+            "match_typed_subject_alt_names": [subject(host) for host in hosts],
+        }
+        context = typed(UPSTREAM_TLS, sni=hosts[0], common_tls_context={"validation_context": trusted})
         made["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": context}
     return made
 

@@ -150,12 +150,30 @@ def test_envoy_takes_the_kept_configuration(tmp_path):
 
 def test_a_guarded_fleet_gets_its_token_and_certificates(tmp_path):
     (tmp_path / "token").write_text("secret\n")
-    options = ["--worker", "w:1", "--token-file", str(tmp_path / "token"), "--worker-ca", "/ca.pem"]
+    options = [
+        "--worker",
+        "w:1",
+        "--worker",
+        "10.0.0.1:2",
+        "--worker",
+        "w:3",
+        "--token-file",
+        str(tmp_path / "token"),
+        "--worker-ca",
+        "/ca.pem",
+    ]
     made = yaml.safe_load(written(*options, "--tls-cert", "/c", "--tls-key", "/k"))
     (cluster,) = made["static_resources"]["clusters"]
     header = cluster["health_checks"][0]["grpc_health_check"]["initial_metadata"][0]["header"]
     assert header == {"key": "authorization", "value": "Bearer secret"}
-    assert cluster["transport_socket"]["typed_config"]["sni"] == "w"
+    tls = cluster["transport_socket"]["typed_config"]
+    assert tls["sni"] == "w"
+    # Not anybody with a certificate of that authority.
+    names = tls["common_tls_context"]["validation_context"]["match_typed_subject_alt_names"]
+    assert names == [
+        {"san_type": "DNS", "matcher": {"exact": "w"}},
+        {"san_type": "IP_ADDRESS", "matcher": {"exact": "10.0.0.1"}},
+    ]
     (listener,) = made["static_resources"]["listeners"]
     assert "transport_socket" in listener["filter_chains"][0]
 
