@@ -147,8 +147,9 @@ def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
         given = {name: of_all[name] for name in names if name in of_all}
         given |= defaults.get(verb, {})
         given |= {name: value for name in names if (value := variables[name])}
-        if verb == "top" and isinstance(given.get("worker"), str):
-            given["worker"] = given["worker"].split()  # may be given several times
+        if verb in ("generate", "top") and isinstance(given.get("worker"), str):
+            workers = given["worker"].replace(",", " ").split()
+            given["worker"] = workers if verb == "top" else ",".join(workers)  # `top` takes the flag several times
         if verb == "profile":
             of_subcommands = {name: given.pop(name) for name in names if name in given}
             for subcommand in ("run", "import"):

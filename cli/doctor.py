@@ -142,7 +142,7 @@ def space(db: Path, connection: Connection) -> Iterator[Finding]:
     wal = Path(os.path.realpath(db) + "-wal")  # beside the file that a link leads to
     wal_bytes = wal.stat().st_size if wal.exists() else 0
     size = f"{megabytes(db.stat().st_size)}, WAL {megabytes(wal_bytes)}"
-    free = shutil.disk_usage(db.parent).free
+    free = shutil.disk_usage(wal.parent).free
     found = f"{size}; {megabytes(free)} free on the disk"
     if wal_bytes > max(256 << 20, db.stat().st_size):
         yield Finding("space", "warning", found, "a reader keeps the WAL from shrinking: end long-running readers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar, get_type_hints
 
 import typer
@@ -54,13 +55,14 @@ def arguments(settings: dict[str, Any]) -> list[str]:
 
 def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
     """Ascending numbers of a list such as 1,2,4-8. Raises UserError naming the flag."""
-    values: set[int] = set()
+    spans: list[range] = []
     try:
         for part in text.split(","):
             low, _, high = part.partition("-")
-            values |= set(range(int(low), int(high or low) + 1))
+            spans.append(range(int(low), int(high or low) + 1))
     except ValueError:
         raise UserError(f"{flag} {text!r} is not a list of whole numbers such as 1,2,4-8") from None
-    if not values or min(values) < least or max(values) > most:
+    spans = [span for span in spans if span]
+    if not spans or min(span.start for span in spans) < least or max(span.stop for span in spans) > most + 1:
         raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
-    return tuple(sorted(values))
+    return tuple(sorted(set(chain.from_iterable(spans))))

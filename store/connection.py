@@ -109,19 +109,20 @@ def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
     reader outlives this connection. Where there is no WAL there is nothing to move, and what is made for reading goes.
     """
     beside = os.path.exists(os.path.realpath(path) + "-wal")
-    with contextlib.ExitStack() as closed_last, contextlib.ExitStack() as closed_first:
-        closed = closed_last if beside else closed_first
-        closed.enter_context(contextlib.closing(connect_reader(path, advice)))
-        closed = closed_first if beside else closed_last
+    reader, examiner = connect_reader(path, advice), None
+    try:
         try:
             # Read-only again where the file is protected. It is never made.
-            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=5.0)
-            closed.enter_context(contextlib.closing(connection))
-            connection.execute("PRAGMA query_only = ON")
+            examiner = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=5.0)
+            examiner.execute("PRAGMA query_only = ON")
         except FileErrors as error:
             raise refusal(path, error, advice=advice) from error
-        connection.row_factory = sqlite3.Row
-        yield connection
+        examiner.row_factory = sqlite3.Row
+        yield examiner
+    finally:
+        for connection in (examiner, reader) if beside else (reader, examiner):
+            if connection is not None:
+                connection.close()
 
 
 def require_ours(path: Path, connection: Connection) -> None:

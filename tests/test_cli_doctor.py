@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -178,6 +179,17 @@ def test_little_space_is_a_warning(tmp_path, monkeypatch):
     path = write_database(tmp_path / "s.db")
     monkeypatch.setattr(module, "LOW_SPACE_BYTES", 1 << 60)
     assert statuses(path)["space"] == "warning"
+
+
+def test_space_is_looked_for_where_the_file_is_and_not_where_a_link_to_it_is(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+    (here / "s.db").symlink_to(write_database(there / "s.db"))
+    asked, usage = [], shutil.disk_usage
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: (asked.append(path), usage(path))[1])
+    assert statuses(here / "s.db")["space"] == "ok"
+    assert asked == [there.resolve()]
 
 
 def test_older_and_newer_schemas_are_told_apart(tmp_path, monkeypatch):

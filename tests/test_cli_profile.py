@@ -221,6 +221,8 @@ def test_an_interrupted_run_is_kept_and_gone_on_with_but_never_used(
     [
         (["--batch-sizes", "0"], "--batch-sizes '0'"),
         (["--batch-sizes", "4-x"], "--batch-sizes '4-x'"),
+        (["--batch-sizes", "1-99999999999999"], "--batch-sizes '1-99999999999999' must lie between"),
+        (["--batch-sizes", "4-2"], "--batch-sizes '4-2' must lie between"),
         (["--lengths", "0-65"], "--lengths '0-65'"),
         (["--lengths", "5-2"], "--lengths '5-2'"),
         (["--lengths", "0,64"], "context of 256"),

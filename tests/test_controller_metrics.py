@@ -13,10 +13,17 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import Bucket, Choice, StepObservation, Table
 from speclen.controller.estimator.prediction import PredictionError
 from speclen.controller.service.metrics import ControllerCollector, serve_metrics
+from speclen.transport.settings import settings_of
 from speclen.v1 import control_pb2 as pb
 
 BUCKET = Bucket(3, 4, 4)
 DOCUMENT = Path(__file__).parent.parent / "docs" / "controller.md"
+
+
+def test_every_setting_is_on_the_page_and_no_other():
+    told = re.findall(r"^\| `--([\w-]+)[^|]*\|", DOCUMENT.read_text(), re.MULTILINE)
+    both = re.findall(r"^\| `--[\w-]+`, `--([\w-]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert {name.replace("-", "_") for name in told + both} == set(settings_of(ControllerConfig))
 
 
 def page(servicer) -> str:
