@@ -74,18 +74,16 @@ class LengthChoice:
     """Lengths by bucket and their accounts. Arrays are [buckets]; credit is expected loss, in steps of the bucket."""
 
     STATE = (
-        *(
-            "lengths",
-            "credit",
-            "charged",
-            "owed",
-            "lasted",
-            "to_follow",
-            "surprising",
-            "zero_filled",
-            "decided",
-            "probe_s",
-        ),
+        "lengths",
+        "credit",
+        "charged",
+        "owed",
+        "lasted",
+        "to_follow",
+        "surprising",
+        "zero_filled",
+        "decided",
+        "probe_s",
     )
 
     def __init__(self, num_buckets: int, max_length: int) -> None:
