@@ -150,18 +150,8 @@ def test_envoy_takes_the_kept_configuration(tmp_path):
 
 def test_a_guarded_fleet_gets_its_token_and_certificates(tmp_path):
     (tmp_path / "token").write_text("secret\n")
-    options = [
-        "--worker",
-        "w:1",
-        "--worker",
-        "10.0.0.1:2",
-        "--worker",
-        "w:3",
-        "--token-file",
-        str(tmp_path / "token"),
-        "--worker-ca",
-        "/ca.pem",
-    ]
+    workers = ["--worker", "w:1", "--worker", "10.0.0.1:2", "--worker", "w:3", "--worker-ca", "/ca.pem"]
+    options = [*workers, "--token-file", str(tmp_path / "token")]
     made = yaml.safe_load(written(*options, "--tls-cert", "/c", "--tls-key", "/k"))
     (cluster,) = made["static_resources"]["clusters"]
     header = cluster["health_checks"][0]["grpc_health_check"]["initial_metadata"][0]["header"]

@@ -138,7 +138,7 @@ class Desk:
         engine = self.front.engine
         client = make_control(config, engine.pair, engine.backend)
         client.card = card_of(client.card, engine)
-        self.clients[name] = asyncio.create_task(client.run_bounded(command["controller"]))
+        self.clients[name] = asyncio.create_task(client.run(command["controller"]))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {command['controller']}")
         ranges = command["ranges"]
         self.choosers[name] = client if ranges is None else Reporting(table_of(ranges), client, client.reads_texts)

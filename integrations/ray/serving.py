@@ -85,7 +85,7 @@ class ServedWorker:
             thread.call(load, config, lambda words: log.info(words, worker=worker_id))
         )
         worker = cls(config, pair, engine, control, thread, supervisor)
-        supervisor.keep("report buffer", worker.control.keep_bounded)
+        supervisor.keep("report buffer", worker.control.keep_bounded)  # while no controller is found, too
         supervisor.keep("reporting", functools.partial(follow_controller, worker.control, config, find_controller))
         supervisor.keep("first lengths", functools.partial(tell_first_lengths, worker.control, began))
         supervisor.watch_loop()

@@ -60,7 +60,7 @@ class Reporting:
                 self._stopping.wait(RESTART_S)
 
     async def _until_stopped(self) -> None:
-        client = asyncio.create_task(self.control.run_bounded(*self._arguments))
+        client = asyncio.create_task(self.control.run(*self._arguments))
         told = time.monotonic()
         while not self._stopping.is_set() and not client.done():
             await asyncio.sleep(0.1)

@@ -210,23 +210,11 @@ class ControlClient:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> None:
-        """Keep a stream to the controller open until cancelled; without a controller the last table stays in use.
-
-        Steps are kept from the first on, so `keep_bounded` has to run, too, and before.
-        """
-        await self._connect_forever(target, credentials, aio.Metadata(*metadata))
-
-    async def run_bounded(
-        self,
-        target: str,
-        credentials: grpc.ChannelCredentials | None = None,
-        metadata: Sequence[tuple[str, str | bytes]] = (),
-    ) -> None:
-        """Both at once, for who has nothing to keep running without a controller."""
-        await until_one_fails(self.run(target, credentials, metadata), self.keep_bounded())
+        """Keep a stream to the controller open until cancelled; without a controller the last table stays in use."""
+        await until_one_fails(self.keep_bounded(), self._connect_forever(target, credentials, aio.Metadata(*metadata)))
 
     async def keep_bounded(self) -> None:
-        """Drop the oldest of the reports that nobody took, until cancelled: also where there is no controller at all."""
+        """Drop the oldest of the reports that nobody took, until cancelled. Also for a worker that has no controller."""
         while True:
             self.buffer.trim()
             await asyncio.sleep(1.0)

@@ -182,7 +182,7 @@ class AsyncEngine:
         self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
     ) -> None:
         """Wait for the turn, then keep it until the request has ended; what goes wrong is the stream's failure."""
-        request_id, stream.begun = run.request.request_id, True
+        stream.begun = True
         try:
             if stream.aborted:
                 put_aborted(run.request, stream)
@@ -193,7 +193,7 @@ class AsyncEngine:
             stream.fail(error)
             run.trace.end(error)
         finally:
-            self._waiting.pop(request_id, None)
+            self._waiting.pop(run.request.request_id, None)
             run.timeline.abandon()
             run.trace.end()
 

@@ -127,9 +127,8 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
         running = start_engine(torch_thread, engine, supervisor)
         await server.start()
         stopping = stop_event()
-        supervisor.keep("report buffer", control.keep_bounded)
-        if config.controller:
-            supervisor.keep("reporting", functools.partial(control.run, config.controller, credentials, metadata))
+        reporting = functools.partial(control.run, config.controller, credentials, metadata)
+        supervisor.keep("reporting", reporting if config.controller else control.keep_bounded)
         if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
             choice = ThreadChoice(engine.num_threads)
             supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -225,30 +225,18 @@ class Context:
         self.mix += (1.0 - np.exp(-seen / MIX_REPORTS)) * (rows / np.maximum(seen, 1e-9) - self.mix)
         self.by_class = self.by_class * np.exp(-seen / CLASS_REPORTS) + put_out
 
-    def usual_s(self, worker: str) -> Callable[[StepObservation], float]:
-        """Seconds that steps of a worker usually take, of what length they are; their own while nothing is decided."""
-        group = self.group_of(worker)
-
-        def of(step: StepObservation) -> float:
-            if not group.choice.decided:
-                return step.latency_s
-            return float(group.choice.step_s[group.times.bucket_of[step.batch_size], step.speculation_length])
-
-        return of
-
     def learn_resuming(self, steps: Sequence[StepObservation], worker: str) -> None:
         """Track what the first step with draft tokens after plans without takes longer: the draft catches up in it.
 
         Workers flag such a step, so that it teaches no latency. Other flags may fall on it, hence the bounds.
         """
-        decided, usual_s = self.group_of(worker).choice.decided, self.usual_s(worker)
-        previous = self.last_length.pop(worker, -1)
+        group, previous = self.group_of(worker), self.last_length.pop(worker, -1)
         for step in steps:
             copying = step.copying
             drafts = step.speculation_length if copying is None else copying.plan.draft_length
             flagged = not (step.teaches_latency if copying is None else copying.teaches_latency)
-            if flagged and previous == 0 < step.speculation_length and step.num_steps == 1 and decided:
-                usual = usual_s(step)
+            if flagged and previous == 0 < step.speculation_length and step.num_steps == 1 and group.choice.decided:
+                usual = group.usual_s(step)
                 extra = min(max(step.latency_s - usual, 0.0), LARGEST_RESUME_STEPS * usual)
                 self.num_resumes += 1
                 self.resume_s += (extra - self.resume_s) / min(self.num_resumes, RESUMES_REMEMBERED)

@@ -8,7 +8,7 @@ import numpy as np
 
 from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.choice import LengthChoice
-from speclen.controller.estimator.core import Decision
+from speclen.controller.estimator.core import Decision, StepObservation
 from speclen.controller.estimator.plans.choice import PlanChoice
 from speclen.controller.estimator.plans.plan import Plan
 from speclen.controller.estimator.times.step_time import StepTimes
@@ -40,3 +40,9 @@ class Group:
         if self.plans is None:
             return self.lengths
         return [plan or length for length, plan in zip(self.lengths, self.plans.chosen, strict=False)]
+
+    def usual_s(self, step: StepObservation) -> float:
+        """Seconds that a step of this length usually takes; its own while nothing is decided."""
+        if not self.choice.decided:
+            return step.latency_s
+        return float(self.choice.step_s[self.times.bucket_of[step.batch_size], step.speculation_length])

@@ -42,7 +42,7 @@ def learn(context: Context, observations: Sequence[StepObservation], senders: Se
         events += _learn_soundly(context, group, Reports(*mine, context.limits))
     for worker, span in sent_by:
         context.learn_resuming(observations[span], worker)
-        context.prompts.learn(observations[span], worker, context.usual_s(worker))
+        context.prompts.learn(observations[span], worker, context.group_of(worker).usual_s)
     return events + compare(context, len(steps))
 
 
