@@ -8,11 +8,9 @@ MAKERS = {
     **dict.fromkeys(
         (
             "headline",
-            "headline_slower",
             "aims",
             "policies",
             "closed",
-            "closed_slower",
             "survey",
             "paper",
             "peers",

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from speclen.console.errors import UserError
+
+
+def check_place(file: Path) -> None:
+    """Whether a file can be made there, told before the work whose result it takes. Raises UserError naming it."""
+    if file.exists():
+        fits = not file.is_dir() and os.access(file, os.W_OK)
+    else:
+        folder = next(folder for folder in file.absolute().parents if folder.exists())
+        fits = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not fits:
+        raise UserError(f"{file} cannot be written: choose another place")
 
 
 def write_whole(file: Path, text: str) -> None:

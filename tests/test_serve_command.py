@@ -57,7 +57,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
         "--out",
         str(out),
         "--compare",
-        "adaptive,none,fixed:2,copy,copy-reporting",
+        "adaptive,adaptive-lengths,none,fixed:2,copy,copy-reporting",
     ]
     done = speclen(*arguments, "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
@@ -70,7 +70,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     assert printed["errors"] == {}
     for row in printed["rounds"]:
         blocks = row["blocks"]
-        assert set(blocks) == {"adaptive", "none", "fixed:2", "copy", "copy-reporting"}
+        assert set(blocks) == {"adaptive", "adaptive-lengths", "none", "fixed:2", "copy", "copy-reporting"}
         assert len({block["num_tokens"] for block in blocks.values()}) == 1
         assert blocks["none"]["num_proposed"] == 0
         assert blocks["fixed:2"]["num_proposed"] > 0
@@ -148,6 +148,7 @@ def test_sigterm_leaves_no_processes_behind(pair, survey):
         (["--capacity", "0"], "--capacity is 0"),
         (["--add"], "--add needs --out"),
         (["--compare", "none", "--reports", "here.db"], "name it with --compare"),
+        (["--compare", "adaptive", "--reports", f"{__file__}/here.db"], "here.db cannot be written"),
         (["--compare", "none", "--target", "/no/such/model"], "/no/such/model"),
     ],
 )

@@ -16,7 +16,7 @@ from speclen.bench.comparison.outputs import OutputCheck
 from speclen.bench.comparison.plot import plot
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, from_rows, run_rounds, to_rows
-from speclen.bench.comparison.tables import aims_table, closed_table, made_where, ratio_table, read_results
+from speclen.bench.comparison.tables import aims_table, closed_table, made_where, ratio_cell, ratio_table, read_results
 from speclen.bench.serving.block import Bin, BlockFigures
 from speclen.bench.serving.load import RequestOutcome
 from speclen.bench.serving.tracks import Arrival
@@ -24,6 +24,7 @@ from speclen.console.errors import UserError
 
 # Mean latency of each policy, in units of what the requests take at best.
 SLOWNESS = {"adaptive": 1.0, "none": 2.0, "fixed:2": 1.2, "fixed:4": 1.21, "oracle": 1.0}
+HOPELESS = {"fixed:8": 2.0}
 REQUESTS = 50
 
 
@@ -39,7 +40,8 @@ def figures(slowness, rng, failed=0, settled=0.0):
 def make_round(number, order, failed=()):
     rng = np.random.default_rng(number)
     shared = rng.lognormal(0, 0.5)
-    return Round(number, tuple(order), {n: figures(shared * SLOWNESS[n], rng, 3 * (n in failed)) for n in order})
+    slowness = SLOWNESS | HOPELESS
+    return Round(number, tuple(order), {n: figures(shared * slowness[n], rng, 3 * (n in failed)) for n in order})
 
 
 def comparison_with(rounds=20, make=make_round, resolution=0.001, minutes=1e9, policies=tuple(SLOWNESS)):
@@ -81,14 +83,31 @@ def test_a_run_stops_when_time_is_up_and_says_so():
 
 
 def test_a_length_that_is_surely_not_the_best_is_served_no_longer():
-    """none takes 1.67 times the latency of fixed:2; fixed:4 is 1% behind it, and stays."""
-    comparison, said = comparison_with()
-    assert set(comparison.dropped) == {"none"}
-    assert sum("none" in one.blocks for one in comparison.rounds) < 12
-    assert all("fixed:4" in one.blocks for one in comparison.rounds)
-    assert any("none is served no longer" in line for line in said)
-    assert comparison.ratio("adaptive", "none").interval is not None
-    assert any("none was dropped" in note for note in comparison.notes())
+    """fixed:8 takes 1.67 times the latency of fixed:2; fixed:4 is 1% behind it, and stays, and so does plain decoding."""
+    comparison, said = comparison_with(policies=(*SLOWNESS, "fixed:8"))
+    assert set(comparison.dropped) == {"fixed:8"}
+    assert sum("fixed:8" in one.blocks for one in comparison.rounds) < 12
+    assert all({"fixed:4", "none"} < set(one.blocks) for one in comparison.rounds)
+    assert any("fixed:8 is served no longer" in line for line in said)
+    assert comparison.ratio("adaptive", "fixed:8").interval is not None
+    assert any("fixed:8 was dropped" in note for note in comparison.notes())
+
+
+def test_the_best_length_is_the_best_of_all_blocks_also_when_another_length_was_dropped():
+    """fixed:2 is the best of the first six blocks, fixed:4 of all; the first fixed length is dropped in between."""
+    comparison = Comparison(("adaptive", "fixed:1", "fixed:2", "fixed:4"), 0.001)
+    for number in range(1, 21):
+        slowness = {"adaptive": 1.0, "fixed:1": 2.0, "fixed:2": 1.0 if number <= 6 else 1.5, "fixed:4": 1.2}
+        served = [name for name in slowness if name not in comparison.dropped]
+        rng = np.random.default_rng(number)
+        blocks = {name: figures(slowness[name], rng) for name in served}
+        comparison.rounds.append(Round(number, tuple(served), blocks))
+        if number == 6:
+            assert comparison.drop_the_hopeless()[0] == "fixed:1"
+            assert comparison.best_fixed() == "fixed:2"
+            comparison.dropped = {"fixed:1": "after 6 rounds"}
+    assert comparison.best_fixed() == "fixed:4"
+    assert ratio_cell(comparison, "adaptive", "fixed:1").endswith(", 6 rounds")
 
 
 def by_turns(rounds, resolution=0.001):
@@ -303,18 +322,23 @@ def test_the_page_says_what_the_results_say(folder):
     assert "| `copying` | best fixed length | 0.65 | not measured | |" in page
 
 
-def test_another_machines_results_have_tables_of_their_own(folder):
-    beside = folder / "serve" / "slower-machine"
-    beside.mkdir()
-    comparison, _ = comparison_with(rounds=7)
-    write_document(to_document(comparison, FACTS), beside / "mixed.json")
-    (beside / "profile.json").write_text("{}")
+def test_what_learned_lengths_alone_has_a_row_of_its_own(folder):
+    policies = ("adaptive", "adaptive-lengths", "none", "fixed:2")
+
+    def make(number, order):
+        rng = np.random.default_rng(number)
+        slowness = SLOWNESS | {"adaptive-lengths": 1.5}
+        return Round(number, tuple(order), {name: figures(slowness[name], rng) for name in order})
+
+    comparison, _ = comparison_with(rounds=7, make=make, policies=policies)
+    write_document(to_document(comparison, FACTS), folder / "serve" / "mixed.json")
+    (folder / "serve" / "profile.json").write_text("{}")
     assert run_headline(folder).exit_code == 0
     page = (folder / "README.md").read_text()
-    assert "[`mixed`](serve/mixed.json)" in page
-    assert "[`mixed`](serve/slower-machine/mixed.json)" in page
-    assert "Rounds: mixed 20." in page
-    assert "Rounds: mixed 7." in page
+    lengths = next(line for line in page.splitlines() if "the draft model's lengths alone |" in line)
+    interval = comparison.ratio("adaptive-lengths", "none").interval
+    assert f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})" in lengths
+    assert f"(`{comparison.best_fixed()}` of 2)" in lengths
 
 
 def test_a_page_that_says_something_else_is_noticed(folder):

@@ -80,6 +80,9 @@ def test_tables_of_every_kind(profile):
     assert make_policy("adaptive", 4, 3, None, survey).learns
     assert table("copy-reporting") == table("copy")
     assert make_policy("copy-reporting", 4, 3, None, survey).learns, "it has a controller"
+    assert make_policy("adaptive", 4, 3, None, survey).copies
+    lengths = make_policy("adaptive-lengths", 4, 3, None, survey)
+    assert (lengths.learns, lengths.copies, lengths.table) == (True, False, None)
     with pytest.raises(UserError, match="paper needs --profile"):
         make_policy("paper", 4, 3, None, survey)
 

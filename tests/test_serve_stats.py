@@ -60,3 +60,9 @@ def test_power_says_beforehand_how_many_blocks_a_resolution_takes():
     widths = [ratio_of_sums(*blocks(rng, needed), seed=trial).half_width for trial in range(20)]
     assert np.median(widths) == pytest.approx(0.03, rel=0.34)
     assert blocks_needed([1.0], [1.0], 0.03) is None
+
+
+def test_power_counts_a_block_by_what_it_weighs_in_the_sums():
+    """Of the long blocks, which make nearly all of the sums, none differs from another, whatever the short ones do."""
+    above, below = [100.0, 1.0] * 50, [100.0, 2.0, 100.0, 0.5] * 25
+    assert blocks_needed(above, below, 0.03) == 2

@@ -48,6 +48,16 @@ def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(cv):
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
 
 
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_short_stretches_have_the_rate_that_was_asked_for(cv):
+    """Seven requests each on average, also where they come in bursts of twice as many: as if it had gone on for long."""
+    rng = np.random.default_rng(3)
+    numbers = [len(arrival_times(rng, rate=3.5, rate_end=3.5, length_s=2.0, cv=cv)) for _ in range(4000)]
+    assert np.mean(numbers) == pytest.approx(7.0, rel=0.06)
+    bounds = arrival_times(np.random.default_rng(4), rate=3.5, rate_end=3.5, length_s=2.0, cv=cv)
+    assert all((bounds >= 0) & (bounds < 2.0))
+
+
 def test_a_ramp_brings_a_quarter_of_its_requests_in_its_first_half():
     times = arrival_times(np.random.default_rng(2), rate=0.0, rate_end=10.0, length_s=4_000.0, cv=1.0)
     assert len(times) == pytest.approx(20_000, rel=0.03)

@@ -14,7 +14,21 @@ from speclen.console.files import write_whole
 
 FORMAT = "speclen-serve-2"
 # What must be alike in two runs whose rounds are put together.
-ALIKE = ("track", "seed", "scale", "block_s", "capacity_tokens_per_s", "worker", "context", "profile", "policies")
+ALIKE = (
+    *(
+        "commit",
+        "track",
+        "seed",
+        "scale",
+        "block_s",
+        "capacity_tokens_per_s",
+        "worker",
+        "context",
+        "profile",
+        "policies",
+    ),
+    *("learn_s", "oracle", "processor"),
+)
 
 
 def to_document(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +101,9 @@ def add_to(path: Path, comparison: Comparison, facts: dict[str, Any]) -> dict[st
 def check_alike(path: Path, before: dict[str, Any], facts: dict[str, Any]) -> None:
     """facts: what is known so far of the run that is to go on. Raises ValueError for the first that is another."""
     for name in ALIKE:
-        if name in facts and before[name] != (now := json.loads(json.dumps(facts[name]))):
+        if name in facts and before.get(name) != (now := json.loads(json.dumps(facts[name]))):
             raise ValueError(
-                f"{path} cannot be added to: its {name} is {before[name]!r}, not {now!r}; name another --out"
+                f"{path} cannot be added to: its {name} is {before.get(name)!r}, not {now!r}; name another --out"
             )
 
 

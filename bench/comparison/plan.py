@@ -28,6 +28,7 @@ from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.drafting.plan import PLAIN, parse_plan
 from speclen.worker.drafting.plan import Plan as DraftPlan
+from speclen.worker.models.devices import processor_model
 
 SURVEY_ROUNDS, MOST_ROUNDS = 2, 1000
 DRAWN_TOGETHER = 64  # requests of a mix, among which conversations go on
@@ -41,9 +42,7 @@ class Plan:
     track: str = setting("mixed", f"{', '.join([*SCENARIOS, *ALIASES])}; or segments.")
     compare: str = setting("adaptive,none,fixed:3", "Policies, the one it is about first.")
     minutes: float = setting(15.0, "Time for the rounds, after the survey.", least=0.05)
-    repeats: int = setting(
-        0, "Rounds at most, the first of which is not counted; 0: as many as there is time for.", least=0
-    )
+    repeats: int = setting(0, "Rounds at most, one more not counted; 0: as many as there is time for.", least=0)
     resolution: float = setting(0.03, "Stop when every interval is so narrow: 0.03 is ±3%.", least=0.001, most=1)
     learn_s: float = setting(120.0, "Seconds of the track that `adaptive` serves and learns from beforehand.", least=0)
     profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and what tables and rules are made of.")
@@ -84,6 +83,7 @@ class Plan:
             "seed": self.seed,
             "scale": self.scale,
             "learn_s": self.learn_s,
+            "processor": processor_model(),
         }
 
     @property
@@ -132,7 +132,8 @@ def capacity_now(plan: Plan, worker: WarmWorker, survey: Survey) -> float:
 class Visitor:
     """Serves so many requests at a time by a plan, the same ones for every plan: what `measure` calls.
 
-    There are as many of them as keep the worker busy for the plan's seconds without speculation.
+    There are as many of them as keep the worker busy for the plan's seconds without speculation, once it has served so many
+    at a time: shapes that are new take longer.
     """
 
     def __init__(self, plan: Plan, worker: WarmWorker, rounds: int) -> None:
@@ -145,7 +146,8 @@ class Visitor:
     def __call__(self, number: int, concurrency: int, drafting: DraftPlan) -> Yield:
         """One visit. Raises ValueError with a sentence."""
         if concurrency not in self._num_requests:
-            found = self._serve(concurrency, PLAIN, self._requests(MOST_ROUNDS, concurrency), self._visit_s)
+            for _ in range(2):  # the first is not counted
+                found = self._serve(concurrency, PLAIN, self._requests(MOST_ROUNDS, concurrency), self._visit_s)
             self._num_requests[concurrency] = concurrency + math.ceil(found.tokens / MEAN_OUTPUT_TOKENS)
         place = number, concurrency
         if place not in self._drawn:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from speclen.bench.comparison.document import comparison_of
 from speclen.bench.serving.block import Bin
 from speclen.console.errors import UserError
 
@@ -32,15 +33,15 @@ def plot(document: dict[str, Any], path: Path) -> None:
         raise UserError('--plot needs matplotlib: pip install "speclen[plot]"') from error
     figure, axes = pyplot.subplots(3, 1, figsize=(9, 9), height_ratios=(2, 1, 1.3), layout="constrained", sharex=True)
     names = drawn(document)
+    rounds = [row["blocks"] for row in document["rounds"] if all(name in row["blocks"] for name in names)]
     for axis, (label, above, below) in zip(axes, PANELS, strict=True):
         for name in names:
-            seconds, values = course(document, name, above, below)
+            seconds, values = course(rounds, name, above, below)
             axis.plot(seconds, values, label=name, **style(name, names))
         axis.set(ylabel=label)
         axis.set_ylim(bottom=0)
-    rounds = document["num_rounds"]
     axes[0].set_title(
-        f"{document['track']}: means over {rounds} blocks that every policy served, by second of the block"
+        f"{document['track']}: means over {len(rounds)} blocks that all of these served, by second of the block"
     )
     axes[-1].set_xlabel("seconds since the block began")
     handles, labels = axes[0].get_legend_handles_labels()
@@ -54,16 +55,17 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def drawn(document: dict[str, Any]) -> list[str]:
     """Policies that are drawn: of the fixed lengths, the best one and none."""
-    best = document["best_fixed"]
+    best = comparison_of(document).best_fixed()
     return [name for name in document["policies"] if not name.startswith("fixed:") or name == best]
 
 
-def course(document: dict[str, Any], name: str, above: str, below: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Seconds of the block, and one sum over another in them, of the blocks that this policy served."""
-    bins = [row["blocks"][name]["bins"] for row in document["rounds"] if name in row["blocks"]]
-    if not bins:
+def course(
+    rounds: Sequence[dict[str, Any]], name: str, above: str, below: str
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Seconds of the block, and one sum over another in them, of this policy's part of these rounds."""
+    if not rounds:
         return [], []
-    sums = np.array(bins, dtype=float).sum(axis=0)  # [seconds, fields]
+    sums = np.array([blocks[name]["bins"] for blocks in rounds], dtype=float).sum(axis=0)  # [seconds, fields]
     known = np.flatnonzero(sums[:, FIELDS.index(below)] > 0)
     values = sums[known, FIELDS.index(above)] / sums[known, FIELDS.index(below)]
     return (known + 0.5).tolist(), values.tolist()

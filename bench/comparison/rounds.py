@@ -90,20 +90,25 @@ class Comparison:
         return sum(block.latency_sum_s for block in whole) / sum(block.num_requests for block in whole)
 
     def best_fixed(self) -> str | None:
-        """The fixed length with the least latency against `none` or the shortest, over the blocks that both served."""
-        fixed = [name for name in self.policies if name == "none" or name.startswith("fixed:")]
+        """The fixed length with the least latency, of those that are still served: over all blocks, not only over those
+        that one of the dropped had its part in.
+        """
+        fixed = [name for name in self.active if is_fixed(name)]
         against = {name: ratio.interval.value for name in fixed if (ratio := self.ratio(name, fixed[0])).interval}
         return min(against, key=lambda name: against[name]) if against else None
 
     def drop_the_hopeless(self) -> list[str]:
-        """Fixed lengths that are surely not the best one; served no longer. Returns the new ones."""
+        """Fixed lengths that are surely not the best one; served no longer. Returns the new ones.
+
+        Plain decoding stays: readers want to know of it, over as many blocks as of the others.
+        """
         best = self.best_fixed()
         # A length that is hopeless at some numbers of rows may be the best one at others.
         if best is None or len(self.rounds) < LEAST_BLOCKS or self.turns > 1:
             return []
         found = []
         for name in self.active:
-            if name == best or not (name.startswith("fixed:") or name == "none") or name == self.policies[0]:
+            if name in (best, "none", self.policies[0]) or not is_fixed(name):
                 continue
             interval = self.ratio(name, best).interval
             if interval is not None and interval.low > DROP_BEHIND:
@@ -156,6 +161,11 @@ class Comparison:
                 for reason, count in block.errors.items():
                     found[f"{name}: {reason}"] = found.get(f"{name}: {reason}", 0) + count
         return found
+
+
+def is_fixed(name: str) -> bool:
+    """Whether that policy is one length at every batch size."""
+    return name == "none" or name.startswith("fixed:")
 
 
 def run_rounds(

@@ -28,12 +28,13 @@ from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Prompt
-from speclen.bench.serving.policies import make_policy
+from speclen.bench.serving.policies import WARMED, make_policy
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError
+from speclen.console.files import check_place
 from speclen.console.flags import flags_from
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
@@ -61,6 +62,9 @@ def serve(
     """
     if add and out is None:
         raise UserError("--add needs --out FILE, whose rounds it goes on with")
+    for place in (out, reports, plot, others["survey"]):
+        if place is not None:
+            check_place(place)
     try:
         plan = plan_of(target, max_batch_size, quick, others)
         if reports is not None and "adaptive" not in plan.names:
@@ -108,7 +112,7 @@ def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> 
     capacity = plan.capacity
     if earlier is not None and earlier.exists():
         before = read_document(earlier)
-        check_alike(earlier, before, plan.facts())  # before a survey of minutes
+        check_alike(earlier, before, {**provenance(), **plan.facts()})  # before a survey of minutes
         capacity = capacity or before["capacity_tokens_per_s"]  # all rounds have the same loads
     comparison = Comparison(tuple(names), plan.resolution, turns=turns)
     with WarmWorker(plan.settings, plan.profile) as worker:
@@ -127,8 +131,9 @@ def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> 
         session.open_policies(comparison.active)
         say(f"warming up: one round of {session.block(0).duration_s:g} s a policy, which is not counted")
         session.serve_round(0, comparison.active)
-        if "adaptive" in comparison.active:
-            session.learn()
+        for name in comparison.active:
+            if name in WARMED:
+                session.learn(name)
         begun = time.monotonic()
         run_rounds(
             *(comparison, session.serve_round, time.monotonic, begun + 60 * plan.minutes),
@@ -181,13 +186,13 @@ class Session:
         blocks = {name: figures_of(one, block, at_s) for name, one in served.items()}
         return Round(number, tuple(order), blocks)
 
-    def learn(self) -> None:
+    def learn(self, name: str) -> None:
         """What adapts has served the track for a while when it is compared, as profiles and surveys have been measured."""
         blocks = math.ceil(self.plan.learn_s / self.block(0).duration_s)
-        say(f"`adaptive` learns from {blocks} blocks, which are not counted")
+        say(f"`{name}` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
             block = self.block(number)
-            self._serve("adaptive", block, self.drawer.for_arrivals(block.arrivals))
+            self._serve(name, block, self.drawer.for_arrivals(block.arrivals))
 
     def _serve(self, name: str, block: Block, prompts: Sequence[Prompt]) -> ServedBlock:
         """One block by one policy; who starts from nothing does so in every block."""

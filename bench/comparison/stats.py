@@ -70,12 +70,13 @@ def student_quantile(freedom: int) -> float:
 
 
 def blocks_needed(numerators: Sequence[float], denominators: Sequence[float], resolution: float) -> int | None:
-    """Blocks after which the interval's half-width is about `resolution`, by the spread of those seen.
+    """Blocks after which the half-width of `ratio_of_sums` is about `resolution`, by the spread of those seen.
 
     Those seen are a pilot: with three of them the answer is right within a factor of two or so. None from fewer than two.
     """
     if len(numerators) < 2:
         return None
-    logs = np.log(np.array(numerators, float) / np.array(denominators, float))
-    spread = float(logs.std(ddof=1))
+    above, below = np.array(numerators, float), np.array(denominators, float)
+    # What a block moves the logarithm of the ratio of sums by, times the number of blocks: long ones move it more.
+    spread = float((above / above.mean() - below / below.mean()).std(ddof=1))
     return max(2, math.ceil((NORMAL_QUANTILE * spread / math.log1p(resolution)) ** 2))

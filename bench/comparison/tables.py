@@ -1,4 +1,4 @@
-"""Tables of docs/results/README.md, from the results that are committed. Nothing else is said on that page in numbers."""
+"""Tables of docs/results/README.md, from the results that are committed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from speclen.bench.comparison import paper_table, peers_table
 from speclen.bench.comparison.document import comparison_of, read_document
 from speclen.bench.comparison.outputs import MAX_EXAMINED
-from speclen.bench.comparison.rounds import Comparison
+from speclen.bench.comparison.rounds import Comparison, is_fixed
 from speclen.bench.comparison.stats import Interval
+from speclen.bench.serving.policies import LENGTHS_ONLY
 from speclen.bench.serving.recipes import SCENARIOS
 from speclen.bench.serving.survey import load_survey
 
-# heading, policy that adaptive is put against; the best fixed length differs by track
+# heading, policy that the row's is put against; the best fixed length differs by track
 COLUMNS = (
     ("no speculation", "none"),
     ("best fixed length", None),
@@ -37,8 +38,8 @@ COLD_AIM = 1.05
 CLOSED_AIM = 1.02  # at every number of requests at a time, against the best of all policies there
 # The track whose picture README shows.
 SHOWN = "mixed"
-# Results of another machine, in a folder beside those of the first.
-SLOWER = "slower-machine"
+# What learns, and has a row of the first table on every track that it took part in.
+LEARNERS = {"adaptive": "", LENGTHS_ONLY: ", the draft model's lengths alone"}
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -60,23 +61,34 @@ def with_arrivals(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
     return {track: document for track, document in results.items() if not document.get("at_once")}
 
 
-def ratio_table(results: dict[str, dict[str, Any]], place: str = "serve/") -> str:
-    """adaptive against the others, a row a track. place: of the results, from the page."""
+def ratio_table(results: dict[str, dict[str, Any]]) -> str:
+    """adaptive against the others, a row a track; below it, where that took part, what learns lengths alone."""
     lines = [
         f"| mean latency of `adaptive` against | {' | '.join(heading for heading, _ in COLUMNS)} |",
         "|---|" + "---|" * len(COLUMNS),
     ]
     for track, document in with_arrivals(results).items():
         comparison = comparison_of(document)
-        best = comparison.best_fixed()
-        cells = []
-        for heading, reference in COLUMNS:
-            name = reference or best
-            interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
-            text = "–" if interval is None else in_words(interval)
-            cells.append(f"{text} (`{best}`)" if heading == "best fixed length" and interval else text)
-        lines.append(f"| [`{track}`]({place}{document['file']}) | {' | '.join(cells)} |")
+        for learner, words in LEARNERS.items():
+            if learner in comparison.policies:
+                cells = [ratio_cell(comparison, learner, reference) for _, reference in COLUMNS]
+                lines.append(f"| [`{track}`](serve/{document['file']}){words} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *footnotes(results)])
+
+
+def ratio_cell(comparison: Comparison, learner: str, reference: str | None) -> str:
+    """reference: None for the best fixed length, which is named, and out of how many."""
+    name = reference or comparison.best_fixed()
+    if name is None or name not in comparison.policies:
+        return "–"
+    ratio = comparison.ratio(learner, name)
+    if ratio.interval is None:
+        return "–"
+    text = in_words(ratio.interval)
+    if reference is None:
+        text += f" (`{name}` of {sum(map(is_fixed, comparison.policies))})"
+    # Who was dropped early was not measured for as long as the others.
+    return text if ratio.num_blocks == len(comparison.rounds) else f"{text}, {ratio.num_blocks} rounds"
 
 
 def in_words(interval: Interval) -> str:
@@ -97,16 +109,17 @@ def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
         {f"{r['outputs'][0]['tie_logits']:g} is allowed in {r['context']['dtype']}" for r in results.values()}
     )
     notes = [
-        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1. Rounds: "
-        f"{', '.join(rounds)}. {made_where(results)}",
+        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1. The best fixed "
+        f"length is the best of those that took part by the same blocks, which favours it. Rounds: {', '.join(rounds)}. "
+        f"{made_where(results)}",
         "",
-        f"Of {compared:,} outputs {same:,} were the same under both policies in every token. Where the other "
-        f"{compared - same:,} parted, the target alone was asked in {sum(one['num_examined'] for one in outputs):,} cases, "
-        f"chosen at random where a run had more than {MAX_EXAMINED}: all are ties, at most {worst:.2f} logits apart, where "
-        f"{' and '.join(ties)}.",
+        f"Of {compared:,} pairs of outputs, of one request under two policies, {same:,} were the same in every token. Of "
+        f"the other {compared - same:,} the first difference was examined in {sum(o['num_examined'] for o in outputs):,}, "
+        f"chosen at random where a run had more than {MAX_EXAMINED}: all are ties for the target alone, at most {worst:.2f} "
+        f"logits apart, where {' and '.join(ties)}. What comes after a first difference is not compared.",
     ]
     for track, r in results.items():
-        remarks = [note for note in r["notes"] if "dropped" not in note]
+        remarks = [note for note in comparison_of(r).notes() if "dropped" not in note]
         notes += ["", f"`{track}`: {'; '.join(remarks)}."] if remarks else []
     return notes
 
@@ -131,7 +144,7 @@ def aims_table(results: dict[str, dict[str, Any]], peers: Path) -> str:
             lines.append(f"| `{track}` | {reference or 'best fixed length'} | {aim:.2f} | not measured | |")
             continue
         comparison = comparison_of(results[track])
-        name = reference or comparison.best_fixed()
+        name = reference or str(comparison.best_fixed())
         interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
         lines.append(aim_row(track, reference or f"best fixed length (`{name}`)", aim, interval))
     if "cold" in results:
@@ -183,14 +196,14 @@ def policies_table(results: dict[str, dict[str, Any]]) -> str:
 def cell_of(comparison: Comparison, name: str) -> str:
     if name not in comparison.policies:
         return "–"
-    interval = comparison.ratio(name, "adaptive").interval
-    if interval is None:
+    ratio = comparison.ratio(name, "adaptive")
+    if ratio.interval is None:
         return "–"
-    text = f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
-    return f"{text}, dropped" if name in comparison.dropped else text
+    text = f"{ratio.interval.value:.2f} ±{100 * ratio.interval.half_width:.0f}%"
+    return text if ratio.num_blocks == len(comparison.rounds) else f"{text}, {ratio.num_blocks} rounds"
 
 
-def closed_table(results: dict[str, dict[str, Any]], place: str = "serve/") -> str:
+def closed_table(results: dict[str, dict[str, Any]]) -> str:
     """Every policy's latency over adaptive's, by requests at a time: over 1 is slower than adaptive."""
     closed = {track: document for track, document in results.items() if document.get("at_once")}
     if not closed:
@@ -202,7 +215,7 @@ def closed_table(results: dict[str, dict[str, Any]], place: str = "serve/") -> s
         parts = dict(zip(document["at_once"], comparison_of(document).parts, strict=True))
         for name in document["policies"][1:]:
             cells = [closed_cell(parts[size], name) if size in parts else "–" for size in sizes]
-            lines.append(f"| [`{track}`]({place}{document['file']}), `{name}` | {' | '.join(cells)} |")
+            lines.append(f"| [`{track}`](serve/{document['file']}), `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -262,7 +275,6 @@ def survey_table(path: Path) -> str:
 def tables(folder: Path) -> dict[str, str]:
     """Everything between markers, by name."""
     results = read_results(folder / "serve")
-    slower = read_results(folder / "serve" / SLOWER)
     return {
         "figure": picture_of(SHOWN, results, "serve/"),
         "figure_copying": picture_of("copying", results, "serve/"),
@@ -270,8 +282,6 @@ def tables(folder: Path) -> dict[str, str]:
         "aims": aims_table(results, folder / "peers.json"),
         "policies": policies_table(results),
         "closed": closed_table(results),
-        "headline_slower": ratio_table(slower, f"serve/{SLOWER}/"),
-        "closed_slower": closed_table(slower, f"serve/{SLOWER}/"),
         "reporting": reporting_table(folder / "reporting.json"),
         "survey": survey_table(folder / "serve" / "survey.json"),
         "paper": paper_table.table(folder / "lengths.json"),
@@ -298,12 +308,13 @@ def in_sentences(results: dict[str, dict[str, Any]]) -> str:
     cores, target, learned_s = document["machine"]["cores"], document["worker"]["target"], document.get("learn_s", 0.0)
     first = (
         f"On {cores} CPU cores with `{target}`, a load that varies, and {learned_s / 60:g} minutes of it to learn from,\n"
-        "mean latency with requests of all kinds and temperatures is\n"
+        f"mean latency with requests of all kinds and temperatures is (commit `{document['commit']}`)\n"
     )
     found = first + against_others(document)
     if "copying" in results:
-        found += "\nWith edits, extraction and quotes, whose answers repeat their prompts, it is\n"
-        found += against_others(results["copying"])
+        copying = results["copying"]
+        found += "\nWith edits, extraction and quotes, whose answers repeat their prompts, it is"
+        found += f" (commit `{copying['commit']}`)\n{against_others(copying)}"
     return found
 
 
@@ -316,6 +327,7 @@ def against_others(document: dict[str, Any]) -> str:
         if best == "none"
         else f"that of the best fixed length (`{best}`)",
         "copy": "that of copying alone",
+        LENGTHS_ONLY: "that of learning the draft model's lengths alone",
         "profile": "that of a frozen table",
     }
     found = []

@@ -17,7 +17,9 @@ from speclen.worker.profiling.file import table_from_file
 
 Table = tuple[Plan, ...]  # the plan of every batch size, that of 1 first
 REPORTING = "copy-reporting"
-LEARNING = ("adaptive", "cold", REPORTING)
+LENGTHS_ONLY = "adaptive-lengths"
+LEARNING = ("adaptive", LENGTHS_ONLY, "cold", REPORTING)
+WARMED = ("adaptive", LENGTHS_ONLY)  # of those, the ones that have learned before they are compared
 TABLES = ("none", "copy", "profile", "paper", "oracle", "oracle-plans")
 RULES = ("throughput-aware",)
 FROM_PROFILE = ("profile", "paper", *RULES)
@@ -27,6 +29,7 @@ FROM_PROFILE = ("profile", "paper", *RULES)
 class Policy:
     """One policy: `adaptive`, `cold` (which begins every block with an empty database), somebody else's rule, or a table.
 
+    `adaptive-lengths` is `adaptive` for a worker that cannot copy: what the draft model's lengths alone are worth, learned.
     table: of those that never change; None for the others. `copy-reporting` has one, and tells a controller all the same.
     """
 
@@ -37,6 +40,11 @@ class Policy:
     def learns(self) -> bool:
         """Whether it has a controller."""
         return self.name in LEARNING
+
+    @property
+    def copies(self) -> bool:
+        """Whether the controller of one that learns may plan copies."""
+        return self.name != LENGTHS_ONLY
 
 
 def parse_policies(text: str, max_length: int) -> list[str]:

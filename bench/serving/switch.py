@@ -122,7 +122,7 @@ class Desk:
     async def open_learning(self, command: Command) -> None:
         """A control client, joined to the controller at that address. profile: what the worker begins with, or none.
 
-        ranges: plans that are played instead of the controller's, or none.
+        ranges: plans that are played instead of the controller's, or none. copies: whether the controller may plan them.
         """
         from speclen.worker.service.assembly import card_of, make_control  # here: it imports torch
 
@@ -134,6 +134,7 @@ class Desk:
             controller=command["controller"],
             profile=Path(profile) if profile else None,
             worker_id=name,
+            max_copied_tokens=self.config.max_copied_tokens if command["copies"] else 0,
         )
         engine = self.front.engine
         client = make_control(config, engine.pair, engine.backend)

@@ -132,13 +132,16 @@ def draw_arrivals(
 def arrival_times(rng: np.random.Generator, rate: float, rate_end: float, length_s: float, cv: float) -> np.ndarray:
     """Times in [0, length_s) of a gamma renewal process whose rate goes linearly from rate to rate_end per second.
 
-    Drawn at rate 1 in the time scale of the integrated rate, then mapped back, so that a ramp keeps its burstiness.
+    Drawn at rate 1 in the time scale of the integrated rate, then mapped back, so that a ramp keeps its burstiness. It has
+    been going on for long when the stretch begins, so that the rate is kept from the start: of the gap that is under way
+    then, which is a long one the more often the longer it is, any part may be over. Had an arrival just come, a short
+    stretch of bursty traffic would have a burst in it, however low its rate.
     """
     expected = (rate + rate_end) / 2 * length_s
     if expected <= 0:
         return np.zeros(0)
-    gaps: list[np.ndarray] = []
-    total = 0.0
+    total = float(rng.random() * rng.gamma(1 / cv**2 + 1, cv**2))
+    gaps = [np.array([total])]
     while total < expected:
         drawn = rng.gamma(1 / cv**2, cv**2, size=max(16, int(expected)))
         gaps.append(drawn)

@@ -43,6 +43,7 @@ class WarmWorker:
     address: str = field(default_factory=free_address)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory("-speclen"))
     controllers: dict[str, Child] = field(default_factory=dict)
+    databases: dict[str, Path] = field(default_factory=dict)  # of the controllers, also of those that have ended
     process: subprocess.Popen[str] | None = None
     # One event loop for all that is asked of the worker: gRPC's queue of events stays with the loop that it met first.
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
@@ -82,8 +83,8 @@ class WarmWorker:
 
     def keep_reports(self, name: str, target: Path) -> None:
         """Copy the database of a policy that learns. Raises UserError when that cannot be written."""
-        (database,) = Path(self.folder.name).glob(f"{name}-*/speclen.db")
-        copy_database(database, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy_database(self.databases[name], target)
 
     def context(self) -> control_pb2.ContextKey:
         """What a controller knows this worker's models and machine as."""
@@ -143,7 +144,7 @@ class WarmWorker:
         folder = Path(self.folder.name) / f"{policy.name}-{number}"
         arguments = ["controller", "--listen", address, "--data-dir", str(folder)]
         child = Child("controller", arguments, address, folder.with_suffix(".log"), takes_settings=False)
-        self.controllers[policy.name] = child
+        self.controllers[policy.name], self.databases[policy.name] = child, folder / "speclen.db"
         child.start()
         child.wait_until_serving(START_TIMEOUT_S)
         profile = None if policy.name == "cold" else self.profile
@@ -151,7 +152,8 @@ class WarmWorker:
             seed_controller(address, self.address, profile)
         ranges = None if policy.table is None else in_words(policy.table)
         file = profile and str(profile.resolve())
-        self._tell(do="learning", name=policy.name, controller=address, profile=file, ranges=ranges)
+        command = {"name": policy.name, "controller": address, "profile": file, "ranges": ranges}
+        self._tell(do="learning", copies=policy.copies, **command)
 
     def _open_rule(self, policy: Policy) -> None:
         assert self.profile is not None

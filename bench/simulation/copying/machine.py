@@ -110,7 +110,7 @@ def reading_of(done: Outcome) -> tuple[tuple[int, int, int], ...]:
 
 
 EVEN = np.ones((65, 40))  # up to 64 rows
-# A pair of 60 million parameters on two cores (docs/results/serve/slower-machine/profile.json, within 7%), and a machine
+# A pair of 60 million parameters on two cores (docs/results/serve/profile.json, within 7%), and a machine
 # with a tenth of its time per verified token, as accelerators have. UNEVEN: kernels that are not made for every shape alike.
 TWO_CORES = CopyingMachine(0.0094, 0.00023, 0.0, 0.00042, 4.0, 0.0001, EVEN)
 FLAT = CopyingMachine(0.0094, 0.0010, 0.00001, 0.00002, 100.0, 0.00006, EVEN)
