@@ -32,7 +32,9 @@ def backup(
     every: float = typer.Option(
         0.0, min=0, max=1e6, help="With --to: a copy every so many seconds, until Ctrl-C; 0: one."
     ),
-    keep: int = typer.Option(24, min=1, max=100_000, help="With --to: copies to keep, the newest."),
+    keep: int = typer.Option(
+        24, min=1, max=100_000, help="With --to: copies to keep, the newest; one that is further stays besides."
+    ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the file."),
     as_json: bool = typer.Option(False, "--json", help="Print what was written as JSON."),
 ) -> None:
@@ -100,6 +102,8 @@ def tell_made(place: BackupPlace, db: Path, last_commit: int, as_json: bool) -> 
         return last_commit
     made = place.add(db)
     took_s = time.monotonic() - started
+    if made.warning:
+        say(made.warning)
     if as_json:
         print(
             json.dumps({"name": made.name, "bytes": made.num_bytes, "commit": made.commit, "took_s": took_s}),

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from speclen.console.database import DB_OPTION, examining
 from speclen.console.errors import UserError
+from speclen.store.backup import is_empty
 from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, in_one_line, sqlite3
 from speclen.store.files import is_locked
 from speclen.store.queries import view_rows
@@ -25,8 +26,10 @@ from speclen.store.schema.steps import STEPS
 
 # Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
 LOW_SPACE_BYTES = 1 << 30
-# Workers that turned out to be unlike others are told of for so long, and so many of them.
-UNLIKE_WITHIN_S, MOST_UNLIKE = 7 * 86_400.0, 20
+# Workers that turned out to be unlike others are told of for so long.
+UNLIKE_WITHIN_S = 7 * 86_400.0
+# So many workers are named for one reason: where each life has a name of its own, thousands are stale.
+MOST_NAMED = 20
 UNLIKE_ADVICE = "look at its machine: throttled, shared, or not the device it says? The others' lengths are not touched"
 
 
@@ -63,7 +66,7 @@ def doctor(
 
 def examine(db: Path, quick: bool = False) -> list[Finding]:
     """Every finding about the database. Raises UserError if there is no file; what is wrong with one is a finding."""
-    if not db.is_file():
+    if not db.is_file() or is_empty(db):
         raise UserError(f"there is no database at {db}: name one with --db, or start a controller first")
     checks: list[Check] = [version, space, workers, unlike, given_up]
     if not quick:
@@ -156,14 +159,17 @@ def workers(db: Path, connection: Connection) -> Iterator[Finding]:
     known = view_rows(connection, "worker_health")
     stale = [row for row in known if row["status"] == "stale"]
     yield Finding("workers", "ok", f"{len(known)} known, {len(known) - len(stale)} heard within the hour")
-    for row in stale:
+    for row in stale[:MOST_NAMED]:  # the view has those heard last first
         found = f"last heard {row['last_seen_at']} UTC"
         advice = "restart it, or ignore this if it was taken out of service"
         yield Finding(f"worker {row['worker_id']}", "warning", found, advice)
-    for row in known:
-        if row["num_refused"] > max(10, row["num_reports"] // 100):
-            found = f"{row['num_refused']} of its reports were refused"
-            yield Finding(f"worker {row['worker_id']}", "warning", found, "see the controller's log for the reason")
+    if len(stale) > MOST_NAMED:
+        found = f"{len(stale) - MOST_NAMED} more are stale, unheard for longer than those named here"
+        yield Finding("workers", "warning", found, "the view worker_health has them all")
+    refused = [row for row in known if row["num_refused"] > max(10, row["num_reports"] // 100)]
+    for row in refused[:MOST_NAMED]:
+        found = f"{row['num_refused']} of its reports were refused"
+        yield Finding(f"worker {row['worker_id']}", "warning", found, "see the controller's log for the reason")
 
 
 def unlike(db: Path, connection: Connection) -> Iterator[Finding]:
@@ -171,7 +177,7 @@ def unlike(db: Path, connection: Connection) -> Iterator[Finding]:
     query = """SELECT detail, count(*) AS times, strftime('%Y-%m-%d %H:%M', max(detected_at), 'unixepoch') AS last
       FROM drift_events WHERE factor = 'worker' AND detected_at > (SELECT max(last_seen_at) FROM workers) - ?
       GROUP BY detail ORDER BY max(detected_at) DESC LIMIT ?"""
-    for row in connection.execute(query, (UNLIKE_WITHIN_S, MOST_UNLIKE)).fetchall():
+    for row in connection.execute(query, (UNLIKE_WITHIN_S, MOST_NAMED)).fetchall():
         often = f", {row['times']} times" if row["times"] > 1 else ""
         shared = "call themselves" in row["detail"]
         advice = "give each a --worker-id of its own" if shared else UNLIKE_ADVICE

@@ -11,7 +11,8 @@ from speclen.console.database import DB_OPTION
 from speclen.console.errors import UserError
 from speclen.console.learned.state import check_usable, commit_of, damaged, read_document, store_now
 from speclen.store.connection import StoreError
-from speclen.store.database import Store
+from speclen.store.database import Store, StoreConfig
+from speclen.store.retention import KEEP_REPORTS
 
 
 def import_state(
@@ -30,7 +31,7 @@ def import_state(
     document = read_document(file)
     check_usable(file, document)
     try:
-        store = Store.open(db)
+        store = Store.open(db, StoreConfig(retention=KEEP_REPORTS))
     except StoreError as error:
         raise UserError(str(error)) from error
     try:

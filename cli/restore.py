@@ -14,7 +14,9 @@ from speclen.store.connection import StoreError
 
 
 def restore(
-    source: str = typer.Argument(help="Backup file; or the place of backups: the newest that is sound is taken."),
+    source: str = typer.Argument(
+        help="Backup file, or its URL; or the place of backups: the newest that is sound is taken."
+    ),
     db: Path = DB_OPTION,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace the database."),
     if_missing: bool = typer.Option(
@@ -45,8 +47,14 @@ def restore(
 
 
 def from_place(source: str, db: Path, if_missing: bool) -> None:
-    from speclen.store.backup_place import BackupPlace, restore_newest  # here: fsspec takes time to import
+    from speclen.store.backup_place import NAME, BackupPlace, restore_newest  # here: fsspec takes time to import
 
+    url, _, file = source.rpartition("/")
+    if "://" in url and (match := NAME.fullmatch(file)):
+        with BackupPlace(url, match["stem"]).fetched(file) as copy:
+            put_in_place(copy, db)
+        say(f"{db}: restored from {source}")
+        return
     if "://" not in source and not Path(source).is_dir() and not if_missing:
         raise UserError(
             f"there is no backup at {source}: name a file, or the place that `speclen backup --to` was given"

@@ -10,11 +10,13 @@ from pathlib import Path
 from speclen.store.connection import (
     ANOTHER_COPY,
     Connection,
+    CorruptStoreError,
     FileErrors,
     StoreError,
     checking,
     connect_reader,
     in_one_line,
+    primary_code,
     refusal,
     sqlite3,
 )
@@ -70,14 +72,17 @@ def first_problem(connection: Connection) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Raises StoreError for a file that is no sound database of ours."""
+    """Raises CorruptStoreError for a file that is damaged, StoreError for one that is not ours or cannot be read."""
+    if path.is_file() and is_empty(path):
+        raise CorruptStoreError(f"{path} is damaged (it is empty): {ANOTHER_COPY}")
     with checking(path, ANOTHER_COPY) as connection:
         try:
             found = first_problem(connection)
         except FileErrors as error:
-            raise refusal(path, error, damaged=True, advice=ANOTHER_COPY) from error
+            of_the_disk = primary_code(error) == sqlite3.SQLITE_IOERR  # which says nothing of what is on it
+            raise refusal(path, error, damaged=not of_the_disk, advice=ANOTHER_COPY) from error
     if found:
-        raise StoreError(f"{path} is damaged ({found}): {ANOTHER_COPY}")
+        raise CorruptStoreError(f"{path} is damaged ({found}): {ANOTHER_COPY}")
 
 
 def is_empty(database: Path) -> bool:
@@ -85,11 +90,12 @@ def is_empty(database: Path) -> bool:
     return not database.exists() or database.stat().st_size == 0
 
 
-def put_in_place(backup: Path, database: Path) -> None:
+def put_in_place(backup: Path, database: Path, aside: str = "") -> None:
     """Make a checked copy the database, in one rename. Raises StoreError, also while a controller writes to it.
 
     The copy may be any database, with a WAL beside it, as a controller leaves it that was killed; a link stays one.
     The lock's note of how many commits were told durable stays: the controller's next start says how many are missing.
+    aside: the name, in its folder, that the database so far gets; without one it goes.
     """
     database = Path(os.path.realpath(database))
     with unfinished(database) as copied:
@@ -99,6 +105,10 @@ def put_in_place(backup: Path, database: Path) -> None:
             with contextlib.closing(connect_reader(backup, ANOTHER_COPY)) as source:
                 fill(copied, source)
             move_wal_in(database)
+            if aside:
+                for old, kept in zip(files_of(database), files_of(database.with_name(aside)), strict=True):
+                    if old.exists():
+                        old.rename(kept)
             for beside in files_of(database)[1:]:  # of the old content: SQLite would play them into the new one
                 beside.unlink(missing_ok=True)
             move_into_place(copied, database)

@@ -18,7 +18,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from speclen.store.backup import check_file, copy, is_empty, put_in_place
-from speclen.store.connection import StoreError, connect_reader
+from speclen.store.connection import CorruptStoreError, StoreError, connect_reader
+from speclen.store.files import HEAD_OF_DATABASE, USER_VERSION, number
 
 STAMP = "%Y%m%dT%H%M%S.%f"
 NAME = re.compile(r"(?P<stem>.+)-(?P<stamp>\d{8}T\d{6}\.\d{3})Z\.db")
@@ -26,15 +27,19 @@ NAME = re.compile(r"(?P<stem>.+)-(?P<stamp>\d{8}T\d{6}\.\d{3})Z\.db")
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One backup. commit: the number of the newest commit in it."""
+    """One backup. commit: the number of the newest commit in it. warning: a sentence, once, where another is further."""
 
     name: str
     num_bytes: int
     commit: int
+    warning: str = ""
 
 
 class BackupPlace:
-    """Backups of one database, by the stem of its name. keep: how many are kept, the newest.
+    """Backups of one database, by the stem of its name.
+
+    keep: how many are kept, the newest. Where the database has fewer commits than a backup, it was begun anew or put back:
+    the backup with the most stays besides, or those of a young database would push out all that an old one had learned.
 
     Raises StoreError for a place that does not exist and cannot be made, or whose kind is unknown.
     """
@@ -45,6 +50,8 @@ class BackupPlace:
             self._fs, self._root = fsspec.core.url_to_fs(url)
             self._fs.makedirs(self._root, exist_ok=True)
         self._cleared = False
+        self._commits: dict[str, int] = {}
+        self._further = ""  # the backup of which a warning was told
 
     def names(self) -> list[str]:
         """Names of whole backups, oldest first."""
@@ -66,24 +73,57 @@ class BackupPlace:
                 commit = commit_of(target)
         finally:
             connection.close()
+        most, furthest = max(((held, each) for each, held in self.commits(names).items()), default=(0, ""))
+        further = furthest if most > commit else ""
         with self._telling():
             for old in [*names, name][: -self._keep]:
-                self._fs.rm_file(self._path(old))
-        return Made(name, num_bytes, commit)
+                if old != further:
+                    self._fs.rm_file(self._path(old))
+        warning = ""
+        if further not in ("", self._further):
+            kept = f"{self.url.rstrip('/')}/{further}"
+            warning = (
+                f"{database} is at commit {commit} and {kept} at {most}, so the database was begun anew or put back: that "
+                f"copy stays while it is further; to go on from it stop the controller and `speclen restore {kept} --db "
+                f"{database} --overwrite`, else delete it"
+            )
+        self._further = further
+        return Made(name, num_bytes, commit, warning)
 
-    def add_if_changed(self, database: Path, last_commit: int) -> int:
-        """Add a backup unless the newest commit is the one that the last held; its number. Raises StoreError."""
+    def add_if_changed(self, database: Path, last_commit: int) -> Made | None:
+        """Add a backup unless the newest commit is the one that the last held. Raises StoreError."""
         if is_empty(database) or commit_of(database) == last_commit:
-            return last_commit
-        return self.add(database).commit
+            return None
+        return self.add(database)
+
+    def commits(self, names: list[str]) -> dict[str, int]:
+        """The number of the newest commit in each of these backups, as its head says; -1 where it is no database's."""
+        known = {name: self._commits[name] for name in names if name in self._commits}
+        unknown = [name for name in names if name not in known]
+        with self._telling():
+            heads = self._fs.cat_ranges([self._path(name) for name in unknown], 0, HEAD_OF_DATABASE, on_error="raise")
+        self._commits = known | dict(zip(unknown, map(commit_in, heads), strict=True))
+        return self._commits
 
     @contextlib.contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
-        """A backup, checked, as a file of this machine for the block. Raises StoreError where it is damaged or gone."""
-        with tempfile.TemporaryDirectory(prefix="speclen-") as folder:
-            local = Path(folder) / name
-            with self._telling():
+        """A backup, checked, as a file of this machine for the block.
+
+        Raises CorruptStoreError where it is damaged, and StoreError where it cannot be had, which says nothing of it.
+        """
+        if isinstance(self._fs, LocalFileSystem):
+            check_file(Path(self._path(name)))
+            yield Path(self._path(name))
+            return
+        with folder_for_a_copy() as folder:
+            local = folder / name
+            advice = (
+                f"try again when that is mended ({folder.parent} needs room, too), or restore an older copy by its name"
+            )
+            with self._telling(f"does not give {name}", advice):
                 self._fs.get_file(self._path(name), str(local))
+                if self._fs.size(self._path(name)) != local.stat().st_size:
+                    raise OSError("it did not arrive whole")
             check_file(local)
             yield local
 
@@ -93,8 +133,8 @@ class BackupPlace:
         if isinstance(self._fs, LocalFileSystem):
             yield Path(self._path(name))
             return
-        with tempfile.TemporaryDirectory(prefix="speclen-") as folder:
-            local, unfinished = Path(folder) / name, self._path(f".{name}.part")
+        with folder_for_a_copy() as folder:
+            local, unfinished = folder / name, self._path(f".{name}.part")
             yield local
             with self._telling():
                 self._fs.put_file(str(local), unfinished)
@@ -126,8 +166,12 @@ class BackupPlace:
         return f"{self._root.rstrip('/')}/{name}"
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Whatever a file system raises, each its own kinds, becomes one sentence."""
+    def _telling(
+        self,
+        what: str = "cannot be used for backups",
+        advice: str = "see that it can be reached, or name another place",
+    ) -> Iterator[None]:
+        """Whatever a file system raises, each its own kinds, becomes one sentence: what the place does, and the way out."""
         try:
             yield
         except StoreError:
@@ -136,9 +180,7 @@ class BackupPlace:
             raise StoreError(f"{self.url} needs a package that is not installed ({error}): install it") from error
         except Exception as error:
             reason = str(error) or type(error).__name__
-            raise StoreError(
-                f"{self.url} cannot be used for backups ({reason}): name another place with --to"
-            ) from error
+            raise StoreError(f"{self.url} {what} ({reason}): {advice}") from error
 
 
 def stamp(now: datetime, names: list[str]) -> str:
@@ -151,6 +193,23 @@ def stamp(now: datetime, names: list[str]) -> str:
     return text
 
 
+@contextlib.contextmanager
+def folder_for_a_copy() -> Iterator[Path]:
+    """A folder of this machine, which goes after the block. Raises StoreError where none can be made."""
+    with contextlib.ExitStack() as opened:
+        try:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="speclen-"))
+        except OSError as error:
+            raise StoreError(f"there is no room for a copy ({error}): make some, or name a folder in TMPDIR") from error
+        yield Path(folder)
+
+
+def commit_in(head: bytes) -> int:
+    """The number of the newest commit in a backup, which has no WAL, by its first bytes; -1 where it is no database's."""
+    whole = len(head) == HEAD_OF_DATABASE and head.startswith(b"SQLite format 3\0")
+    return number(head, USER_VERSION) if whole else -1
+
+
 def commit_of(database: Path) -> int:
     """The number of the newest commit in a database. Raises StoreError."""
     connection = connect_reader(database)
@@ -160,20 +219,30 @@ def commit_of(database: Path) -> int:
         connection.close()
 
 
-def restore_newest(place: BackupPlace, database: Path, tell: Callable[[str], None]) -> str:
+def is_behind(database: Path, place: BackupPlace) -> bool:
+    """Whether the newest backup has commits that the database has not. Raises StoreError where that cannot be known."""
+    newest = place.names()[-1:]
+    return any(commit > commit_of(database) for commit in place.commits(newest).values())
+
+
+def restore_newest(place: BackupPlace, database: Path, tell: Callable[[str], None], aside: str = "") -> str:
     """Make the newest sound backup the database; its name, empty where there is none. tell: gets a sentence a damaged one.
 
-    Raises StoreError where all are damaged, and for a database that is in use or cannot be written.
+    aside: for a database that stays unless the backup is further; then this is its new name.
+    Raises StoreError where all are damaged or the newest cannot be had, which makes it no damaged one, and for a database
+    that is in use or cannot be written.
     """
     names = place.names()
     for name in reversed(names):
         with contextlib.ExitStack() as opened:
             try:
                 local = opened.enter_context(place.fetched(name))
-            except StoreError as error:
+            except CorruptStoreError as error:
                 tell(f"{name} is left out: {error}")
                 continue
-            put_in_place(local, database)
+            if aside and commit_of(local) <= commit_of(database):
+                return ""
+            put_in_place(local, database, aside)
             return name
     if names:
         raise StoreError(

@@ -93,6 +93,9 @@ def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Co
         raise StoreError(f"There is no database at {path}: start a controller with --db {path}, or name another file.")
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        if connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
+            what = f"{path} has no tables, as a first start leaves it that was killed or found no room"
+            raise StoreError(f"{what}: start a controller on it, or delete it.")
         require_ours(path, connection)
     except FileErrors as error:
         raise refusal(path, error, advice=advice) from error

@@ -21,6 +21,7 @@ from speclen.store.connection import (
     StoreError,
     connect_reader,
     is_corruption,
+    refusal,
     sqlite3,
 )
 from speclen.store.failpoints import Failpoints
@@ -32,6 +33,9 @@ from speclen.store.transaction import Outcome, write
 
 # Seconds after which it is looked whether the file is still there when nothing is written.
 LOOK_INTERVAL_S = 0.5
+
+# What to do about damage that was found while writing. A start may miss it: it leaves the raw reports of a large file out.
+MOVE_AWAY = "restore a backup over it, or move it and its -wal away, and start the controller again."
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +127,8 @@ class Store:
         """Have a commit stored after all earlier ones; never waits for the disk.
 
         on_done is called by the writer's thread: with None once it is on the disk, with an error if the store was
-        closed before or the commit is malformed. While the disk is full, commits wait and are tried again.
+        closed before, the file is damaged or gone, or the commit is malformed. While the disk is full, commits wait and are
+        tried again.
         """
         with self._changed:
             if self._closing_at is not None:
@@ -221,13 +226,17 @@ class Store:
         self._num_in_flight_commits, self._num_in_flight_reports = batches.num_commits, batches.num_reports
 
     def _store(self, batches: Batches) -> Outcome:
-        """Try until it is stored; what is submitted in between joins. All scopes have failed if closed before."""
+        """Try until it is stored; what is submitted in between joins. All scopes have failed if closed before.
+
+        Raises StoreGoneError, CorruptStoreError: no pause mends that.
+        """
         delay = self.config.first_retry_s
         while True:
             started = time.perf_counter()
             try:
                 outcome = self._commit(batches)
             except sqlite3.Error as error:
+                self._refuse_damage(error)
                 if not self._wait_to_retry(batches, error, delay):
                     closed = StoreError(f"The store was closed before this could be stored ({error}).")
                     return Outcome(dict.fromkeys(batches.by_scope, closed))
@@ -248,11 +257,17 @@ class Store:
         self._lock_file.note(number)
         return outcome
 
+    def _refuse_damage(self, error: Exception) -> None:
+        """Raises CorruptStoreError if SQLite says that the file is damaged, StoreGoneError where that is why."""
+        if is_corruption(error):
+            self._presence.check(self._commit_number)
+            raise refusal(self.path, error, advice=MOVE_AWAY) from error
+
     def _wait_to_retry(self, batches: Batches, error: Exception, delay: float) -> bool:
         """Note the failure, wait, and add what came meanwhile; False when it is time to give up."""
         with self._changed:
             self._num_failures += 1
-            self._failure = f"the database is damaged: {error}" if is_corruption(error) else str(error)
+            self._failure = str(error)
             if self._closing_at is not None:
                 if time.monotonic() > self._closing_at:
                     return False
@@ -279,6 +294,7 @@ class Store:
             if give_back_space(self._connection):
                 self._failpoints.reach("after_vacuum")
         except sqlite3.Error as error:  # nothing is lost; the next commit tells if the trouble is real
+            self._refuse_damage(error)
             with self._changed:
                 self._num_failures += 1
                 self._failure = str(error)

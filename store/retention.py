@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from speclen.store.connection import Connection
@@ -27,6 +28,9 @@ class Retention:
             if not days > 0:
                 raise ValueError(f"retention of {days} days keeps nothing: give a positive number of days.")
 
+
+# For whoever opens a database in place of its controller, and does not know how many reports that one was told to keep.
+KEEP_REPORTS = Retention(max_report_rows=2**62, max_days=math.inf)
 
 DAY_S = 86400.0
 

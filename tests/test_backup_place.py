@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from datetime import UTC, datetime, timedelta
@@ -18,7 +19,7 @@ from store_rows import moment, report, rows, spoil_a_value, store_now
 
 from speclen.store.backup import check_file
 from speclen.store.backup_place import BackupPlace, restore_newest, stamp
-from speclen.store.connection import StoreError
+from speclen.store.connection import StoreError, sqlite3
 from speclen.store.database import Store
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -116,6 +117,90 @@ def test_a_backup_with_a_damaged_value_is_left_out_for_the_one_before(tmp_path):
         check_file(tmp_path / "backups" / damaged.name)
     assert "--move-corrupt-aside" not in str(refused.value)
     assert {file.name for file in (tmp_path / "backups").iterdir()} == names
+
+
+def test_a_copy_that_cannot_be_fetched_is_no_damaged_one(tmp_path, monkeypatch):
+    """Story: a store that timed out on the newest copy had an older one restored, and nobody was told of a failure."""
+    database, place = write_database(tmp_path / "s.db"), BackupPlace(f"memory://{uuid.uuid4().hex}", "s")
+    place.add(database)
+    newest = place.add(database).name
+    get_file = MemoryFileSystem.get_file
+
+    def timed_out(fs: MemoryFileSystem, remote: str, local: str, **more: object) -> None:
+        if newest in remote:
+            raise TimeoutError("timed out")
+        get_file(fs, remote, local, **more)
+
+    def broken_off(fs: MemoryFileSystem, remote: str, local: str, **more: object) -> None:
+        get_file(fs, remote, local, **more)
+        if newest in remote:
+            Path(local).write_bytes(Path(local).read_bytes()[:5000])
+
+    for failing, words in ((timed_out, "timed out"), (broken_off, "did not arrive whole")):
+        monkeypatch.setattr(MemoryFileSystem, "get_file", failing)
+        with pytest.raises(StoreError, match=rf"{newest} \(.*{words}\): try again.* by its name") as refused:
+            restore_newest(place, tmp_path / "new.db", tell=pytest.fail)
+        assert "--to" not in str(refused.value)
+        assert not (tmp_path / "new.db").exists()
+    monkeypatch.undo()
+    assert restore_newest(place, tmp_path / "new.db", tell=pytest.fail) == newest
+
+
+def test_a_disk_that_fails_while_a_copy_is_read_does_not_make_it_a_damaged_one(tmp_path, monkeypatch):
+    database, place = write_database(tmp_path / "s.db"), BackupPlace(str(tmp_path / "backups"), "s")
+    place.add(database)
+    place.add(database)
+
+    def failing(_: object) -> str:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise error
+
+    monkeypatch.setattr("speclen.store.backup.first_problem", failing)
+    with pytest.raises(StoreError, match=r"cannot be opened \(disk I/O error\)"):
+        restore_newest(place, tmp_path / "new.db", tell=pytest.fail)
+
+
+def test_a_full_temporary_folder_is_told_where_one_is_needed(tmp_path, url, monkeypatch):
+    """A folder's copy is made and read in its place."""
+    database, place = write_database(tmp_path / "s.db"), BackupPlace(url, "s")
+    made = place.add(database)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    if url.startswith("memory://"):
+        with pytest.raises(StoreError, match="TMPDIR"):
+            place.add(database)
+        with pytest.raises(StoreError, match="TMPDIR"):
+            restore_newest(place, tmp_path / "new.db", tell=pytest.fail)
+    else:
+        assert restore_newest(place, tmp_path / "new.db", tell=pytest.fail) == made.name
+        assert place.add(database).name in place.names()
+
+
+def begin_anew(database: Path) -> None:
+    """As a controller does that finds none: one commit."""
+    for file in database.parent.glob(f"{database.name}*"):
+        file.unlink()
+    store = Store.open(database)
+    assert store_now(store, moment([1])) is None
+    store.close()
+
+
+def test_copies_of_a_database_begun_anew_do_not_push_out_what_was_learned(tmp_path, url):
+    """Story: the database was deleted, and as many minutes later as copies are kept all that was learned was gone."""
+    database, place = tmp_path / "s.db", BackupPlace(url, "s", keep=2)
+    learned = [place.add(write_database(database), NOON + timedelta(seconds=at)).name for at in range(2)]
+    begin_anew(database)
+    made = [place.add(database, NOON + timedelta(minutes=1 + at)) for at in range(4)]
+    assert place.names() == [learned[1], made[2].name, made[3].name]
+    assert f"speclen restore {url}/{learned[1]} --db {database} --overwrite" in made[0].warning
+    assert [bool(each.warning) for each in made] == [True, False, False, False]
+    later = BackupPlace(url, "s", keep=2)
+    assert learned[1] in later.add(database, NOON + timedelta(minutes=9)).warning
+    for _ in range(2):
+        write_database(database)  # at last it has more commits than the one of before
+    assert not later.add(database, NOON + timedelta(minutes=10)).warning
+    assert learned[1] not in later.names()
+    assert len(later.names()) == 2
 
 
 def test_a_place_that_cannot_be_is_one_sentence(tmp_path):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
+import time
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from database_rows import write_database
@@ -12,6 +16,7 @@ from store_rows import moment, report, rows, spoil_a_value, store_now
 from speclen.cli.backup import backup
 from speclen.console.errors import UserError
 from speclen.store.backup import copy as backup_copy
+from speclen.store.backup_place import BackupPlace
 from speclen.store.connection import StoreError, sqlite3
 from speclen.store.database import Store
 
@@ -126,3 +131,22 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(UserError, match=r"folder cannot be written"):
         to_file(tmp_path / "folder", original, overwrite=True)
     assert [path.name for path in tmp_path.iterdir() if "s.db" not in path.name] == ["folder"]
+
+
+def test_again_and_again_goes_on_over_a_full_temporary_folder(tmp_path, monkeypatch, capsys):
+    """Story: the loop ended with a traceback, though it says that the next copy is tried."""
+    database, url = write_database(tmp_path / "s.db"), f"memory://{uuid.uuid4().hex}"
+    num_copies: list[int] = []
+
+    def sleep(_: float) -> None:
+        num_copies.append(len(BackupPlace(url, "s").names()))
+        if len(num_copies) == 2:
+            raise KeyboardInterrupt
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # there is room again
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    monkeypatch.setattr("speclen.cli.backup.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr("speclen.cli.backup.end_as_by_ctrl_c", lambda: None)
+    backup(None, database, url, every=60.0, keep=1, overwrite=False, as_json=False)
+    assert num_copies == [0, 1]
+    assert "no copy was made, the next is tried in 60 s: there is no room for a copy" in capsys.readouterr().err

@@ -14,14 +14,14 @@ from unittest import mock
 
 import pytest
 from database_rows import write_database
-from store_rows import moment, report, rows, spoil_a_value, store_now
+from store_rows import moment, report, rows, spoil_a_value, store_now, worker
 from typer.testing import CliRunner
 
 from speclen.cli import doctor as module
 from speclen.cli.app import app
 from speclen.cli.doctor import examine
 from speclen.console.errors import UserError
-from speclen.store.connection import CorruptStoreError, connect_writer, sqlite3
+from speclen.store.connection import APPLICATION_ID, CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
 from speclen.store.schema import migrations
 from speclen.store.schema.migrations import migrate
@@ -148,6 +148,22 @@ def test_a_stale_worker_and_one_whose_reports_are_refused_are_named(tmp_path):
     assert "50 of its reports were refused" in named[1].found
 
 
+def test_thousands_of_stale_workers_are_told_in_a_few_lines(tmp_path):
+    """Each pod of a cluster has a name of its own, and a line was printed for every one that there ever was."""
+    store = Store.open(tmp_path / "s.db")
+    seen = [time.time() - 7200 - number for number in range(100)]
+    gone = [worker(0, number, last_seen_at=at, num_refused=50) for number, at in enumerate(seen, start=1)]
+    assert store_now(store, moment([], workers=gone)) is None
+    store.close()
+    findings = examine(store.path)
+    named = [finding for finding in findings if finding.check.startswith("worker ")]
+    assert len(named) == 2 * module.MOST_NAMED
+    assert [finding.check for finding in named[:2]] == ["worker worker-1", "worker worker-2"], "heard last"
+    [total, rest] = [finding.found for finding in findings if finding.check == "workers"]
+    assert total == "100 known, 0 heard within the hour"
+    assert rest.startswith(f"{100 - module.MOST_NAMED} more are stale")
+
+
 def test_what_was_given_up_is_told(tmp_path):
     store = Store.open(tmp_path / "s.db")
     store_now(store, moment([1, 2], reports=[report(1), report(2, latency_s=-1.0)]))
@@ -205,6 +221,20 @@ def test_older_and_newer_schemas_are_told_apart(tmp_path, monkeypatch):
     connection.close()
     assert statuses(path)["schema"] == "failed"
     assert "upgrade speclen" in advice(path, "schema")
+
+
+def test_a_file_that_a_first_start_left_without_tables_is_told_with_the_way_out(tmp_path):
+    """Of a start that was killed: the verb ended with a traceback."""
+    path = tmp_path / "s.db"
+    with contextlib.closing(connect_writer(path)) as connection:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    assert statuses(path) == {"file": "failed"}
+    assert advice(path, "file") == "start a controller on it, or delete it"
+    Store.open(path).close()
+    assert statuses(path)["schema"] == "ok"
+    (tmp_path / "empty.db").touch()
+    with pytest.raises(UserError, match="there is no database"):
+        examine(tmp_path / "empty.db")
 
 
 def test_a_file_that_is_no_database_fails_and_a_missing_one_is_refused(tmp_path):

@@ -12,16 +12,24 @@ from typing import Any
 import grpc
 import pytest
 import tiny_models
+from control_fakes import registration, run, served
+from store_rows import NOW, context, report, rows, store_now, worker
 from typer.testing import CliRunner
 
 import speclen.cli.profile
 from speclen.bench.profile.analysis import analyse, ms_per_token
 from speclen.bench.profile.document import ProfileDocument, read_document
+from speclen.bench.profile.importing import Destination
+from speclen.console.client import Client
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
 from speclen.store.connection import connect_reader
+from speclen.store.database import Store, StoreConfig
 from speclen.store.profiles import stored_profiles
 from speclen.store.queries import view_rows
+from speclen.store.records import Commit
+from speclen.store.retention import KEEP_REPORTS
+from speclen.store.transaction import RefusedError
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.profiling.file import foreign_parts, table_from_file
@@ -273,6 +281,48 @@ def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> N
         assert batch.estimator_excess is not None
         assert batch.estimator_excess < 0.1
     assert ms_per_token(document(1.0).profile, document(1.0).profile.cells[3]) == pytest.approx(14.5 / 2.6)
+
+
+def own_import(db: Path, key: ContextKey = KEY) -> int:
+    """Import a made-up profile while no controller runs."""
+    return Destination(db, "", Client()).take(document(1.0).to_request(key, as_prior=False))
+
+
+def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`profile import` said under which number it was stored, and it was nowhere."""
+
+    def refuse(*arguments: object) -> None:
+        raise RefusedError("the database refuses a row of profiles")
+
+    monkeypatch.setattr("speclen.store.transaction._write_rows", refuse)
+    with pytest.raises(UserError, match=r"s\.db lacks what was learned last: the database refuses a row of profiles"):
+        own_import(tmp_path / "s.db")
+    monkeypatch.undo()
+    assert own_import(tmp_path / "s.db") == 1
+
+
+def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> None:
+    """How many are kept is for the controller to say, and it may have been told to keep them for years."""
+    store = Store.open(tmp_path / "s.db", StoreConfig(retention=KEEP_REPORTS))
+    reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(3)], reports=reports)) is None
+    store.close()
+    own_import(store.path)
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_import_without_a_controller_chooses_as_the_last_one_did(tmp_path: Path, known: bool) -> None:
+    """What was learned by another policy was stored as of `adaptive`, and lengths were chosen anew twice."""
+
+    async def story() -> None:
+        async with served(tmp_path, policy="fixed:2") as at:
+            await at.stub.RegisterWorker(registration())
+
+    run(story)
+    own_import(tmp_path / "test.db", ContextKey("t", "d", "cpu:test", "float32") if known else KEY)
+    query = "SELECT json_extract(state, '$.policy[0]') FROM learned_states WHERE scope = 'context'"
+    assert rows(tmp_path / "test.db", query) == [("fixed:2",)] * (1 if known else 2)
 
 
 class KnowingController(rpc.ControlServiceServicer):

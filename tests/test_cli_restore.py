@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from test_controller_process import address_of, report_some, start
 from speclen.cli.backup import backup
 from speclen.cli.restore import restore
 from speclen.console.errors import UserError
+from speclen.store.backup_place import BackupPlace
 from speclen.store.database import Store
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -146,6 +148,18 @@ def test_backups_that_make_no_sense_are_refused(tmp_path, options, words):
     given = {"target": tmp_path / "f", "to": str(tmp_path / "p"), "every": 0.0, "keep": 1, "overwrite": False}
     with pytest.raises(UserError, match=words):
         backup(db=tmp_path / "s.db", as_json=False, **(given | options))
+
+
+def test_one_copy_is_brought_back_by_its_name(tmp_path):
+    database, place = write_database(tmp_path / "s.db"), f"memory://{uuid.uuid4().hex}"
+    back_up(database, place)
+    [name] = BackupPlace(place, "s").names()
+    write_database(database)
+    back_up(database, place)
+    bring_back(f"{place}/{name}", tmp_path / "new.db")
+    assert rows(tmp_path / "new.db", "PRAGMA user_version") == [(2,)]
+    with pytest.raises(UserError, match=r"does not give s-20000101T000000\.000Z\.db"):
+        bring_back(f"{place}/s-20000101T000000.000Z.db", tmp_path / "other.db")
 
 
 def test_what_is_no_backup_is_refused_by_name(tmp_path):

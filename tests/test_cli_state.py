@@ -6,15 +6,16 @@ import json
 
 import pytest
 from database_rows import KEY, estimator, write_database
-from store_rows import context, rows, store_now
+from store_rows import NOW, context, report, rows, store_now, worker
 
 from speclen.cli.export import export_state
 from speclen.cli.import_state import import_state
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
-from speclen.store.database import Store
+from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit, StateRow, StoredState
+from speclen.store.retention import KEEP_REPORTS
 
 
 def load(path) -> StoredState:
@@ -68,6 +69,17 @@ def test_a_known_context_is_only_replaced_when_told(tmp_path, exported):
     import_state(exported, tmp_path / "new.db", replace_known=True)
     assert load(tmp_path / "new.db").contexts[0].decision_version == 1
     assert rows(tmp_path / "new.db", "SELECT count(*) FROM learned_table") == [(4,)]
+
+
+def test_an_import_lets_no_report_go(tmp_path, exported):
+    """How many are kept is for the controller to say, and it may have been told to keep them for years."""
+    store = Store.open(tmp_path / "new.db", StoreConfig(retention=KEEP_REPORTS))
+    reports = [report(seq, context_id=5, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
+    known = Commit(contexts=[context(5, "gpu")], workers=[worker(3, context_id=5)], reports=reports)
+    assert store_now(store, known) is None
+    store.close()
+    import_state(exported, store.path, replace_known=False)
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
 
 
 def test_a_known_pair_keeps_its_own_acceptance(tmp_path, exported, capsys):

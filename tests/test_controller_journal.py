@@ -8,7 +8,7 @@ import pytest
 from control_fakes import report
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.estimator.core import Bucket, ContextKey, Limits
 from speclen.controller.service.assembly import create_service
 from speclen.controller.service.journal import JournalSettings
 from speclen.controller.service.learning_service import MANY_REPORTS, MANY_WORKERS, LearningService, batches
@@ -117,9 +117,11 @@ def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks():
         await store.land(0, RuntimeError("no"))
         assert (worker.durable_seq, told) == (0, [])
         assert service.journal.num_failed_commits == 1
+        assert [str(error) for error in service.journal.given_up.values()] == ["no"]
         service.journal.commit()
         assert store.commits[1][0].workers[0].applied_seq == 2
         await store.land(1)
+        assert service.journal.given_up == {}
         assert (worker.durable_seq, told) == (2, ["w"])
 
     asyncio.run(story())
@@ -310,6 +312,28 @@ def test_marks_do_not_add_up_while_the_disk_is_full():
         assert {each.durable_seq for each in others} == {100}
         assert set(told) == {"w", *(each.worker_id for each in others)}
         assert service.journal.num_waiting_reports == 0
+
+    asyncio.run(story())
+
+
+def test_what_is_shown_no_more_is_taken_out_of_the_database():
+    """A plan stayed in the views as the one in use where none is: after a reset, or where nobody reached its batch size."""
+
+    async def story() -> None:
+        service, store, worker, _ = setting()
+        first, second = Bucket(0, 1, 1), Bucket(1, 2, 2)
+        for seq, shown in enumerate([(first, second), (first, second), (first,), (first,), (first, second)], start=1):
+            service.estimator.plan_estimates = lambda key, shown=shown: {bucket: [] for bucket in shown}
+            send(service, worker, seq)
+            service.journal.commit()
+        at_start, same, fewer, as_few, more = (commit.replaced_contexts for commit, _done in store.commits)
+        assert (at_start, same, fewer, as_few, more) == ((1,), (), (1,), (), ())
+        send(service, worker, *range(6, 46))
+        service.journal.commit()
+        assert store.commits[-1][0].latency_cells
+        service._start_anew(worker.context)
+        service.journal.commit()
+        assert (store.commits[-1][0].replaced_contexts, store.commits[-1][0].latency_cells) == ((1,), [])
 
     asyncio.run(story())
 

@@ -14,6 +14,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.controller.service.server import end
+from speclen.store.connection import sqlite3
 from speclen.transport.supervision import Supervisor
 
 PATIENCE_S = 60
@@ -113,7 +114,8 @@ def test_health_and_streams_tell_of_a_failure(tmp_path):
             assert ending.value.code().name == "UNAVAILABLE"
             assert "a part has ended: no more" in ending.value.details()
 
-    run(story)
+    with pytest.raises(OSError, match="lacks what was learned last: a part has ended: no more"):
+        run(story)
 
 
 def test_health_is_not_serving_while_the_failed_controller_is_still_there(tmp_path):
@@ -126,7 +128,33 @@ def test_health_is_not_serving_while_the_failed_controller_is_still_there(tmp_pa
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
             at.service.journal.store._ended = None
 
-    run(story)
+    with pytest.raises(OSError, match="gone"):
+        run(story)
+
+
+def test_a_controller_that_cannot_store_what_it_has_says_so_as_it_ends(tmp_path, monkeypatch):
+    """It ended as if all had been well, and the log alone said that the last commit was lost."""
+
+    def full(*arguments):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def story():
+        async with served(tmp_path, drain_timeout_s=0.3) as at:
+            monkeypatch.setattr("speclen.store.database.write", full)
+            await at.stub.RegisterWorker(registration())
+
+    with pytest.raises(OSError, match=r"test\.db lacks what was learned last: .*disk is full"):
+        run(story)
+
+
+def test_a_store_that_ended_before_the_last_commit_is_told_at_the_end(tmp_path):
+    async def story():
+        async with served(tmp_path, commit_interval_s=60.0) as at:
+            await at.stub.RegisterWorker(registration())
+            (tmp_path / "test.db").unlink()
+
+    with pytest.raises(OSError, match=r"test\.db lacks what was learned last: .*was deleted"):
+        run(story)
 
 
 def test_what_is_stopped_on_purpose_is_no_failure():

@@ -22,14 +22,17 @@ import grpc
 import httpx
 import pytest
 from control_fakes import registration
+from database_rows import write_database
 from store_rows import rows
+from structlog.testing import capture_logs
 
 from speclen.cli.app import with_ray_address
 from speclen.cli.up import OF_FLEETS, refuse_without_ray
 from speclen.console.errors import UserError
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
+from speclen.integrations.ray.hosting import RefusedError
 from speclen.integrations.ray.room import check_reachable, check_room
-from speclen.integrations.ray.serving import ServedWorker, guarded
+from speclen.integrations.ray.serving import ServedWorker, follow_controller, guarded
 from speclen.integrations.ray.settings import FleetConfig, fleet_from
 from speclen.store.backup_place import BackupPlace
 from speclen.transport.keyring import Keyring
@@ -83,6 +86,7 @@ def test_arguments_of_serve_run_become_settings_by_their_type(tmp_path):
         ({"insecure": "maybe"}, "true or false"),
         ({"policy": "best"}, "--policy 'best'"),
         ({"controller_cert": "c.pem"}, "belong together"),
+        ({"metrics_listen": "0.0.0.0:9070"}, "--metrics-listen 0.0.0.0:9070 is open"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(arguments, words):
@@ -96,6 +100,7 @@ def test_a_controller_that_others_reach_must_be_protected(tmp_path):
     with pytest.raises(ValueError, match="open to other machines"):
         config.controller_config("10.0.0.5", {})
     assert FleetConfig(insecure=True).controller_config("10.0.0.5", {}).insecure
+    assert FleetConfig(metrics_listen="[::1]:9070").controller_config("127.0.0.1", {}).metrics_listen == "[::1]:9070"
     # As docs/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
     assert {"controller_cert", "controller_key"} <= set(OF_FLEETS)
     cert, key, token = (tmp_path / name for name in ("cert", "key", "token"))
@@ -218,12 +223,12 @@ def test_a_wrong_token_is_refused_before_anything_is_done():
 # The controller inside a process of Ray's.
 
 
-# In a process of its own, as on Ray: what waits for an answer, in words or an address, until its input ends.
+# In a process of its own, as on Ray: it answers with an address or in words, until its input ends.
 HOSTED = """
 import json, sys
 from pathlib import Path
 from speclen.controller.config import ControllerConfig
-from speclen.integrations.ray.hosting import HostedController
+from speclen.integrations.ray.hosting import HostedController, RefusedError
 from speclen.transport.logs import set_up_logs
 set_up_logs()
 folder, options = sys.argv[1], json.loads(sys.argv[2])
@@ -232,15 +237,16 @@ controller = HostedController(ControllerConfig(listen="127.0.0.1:0", data_dir=Pa
 controller.start()
 for line in sys.stdin:
     try:
-        print("at", controller.address(float(line)), flush=True)
+        print("at", controller.address(float(line)), sep=": ", flush=True)
     except ValueError as error:
-        print("not", error, flush=True)
+        print("never" if isinstance(error, RefusedError) else "not yet", error, sep=": ", flush=True)
 controller.stop()
+sys.exit(1 if controller.error else 0)
 """
 
 
 class Hosted:
-    """A controller as an actor of Ray's holds it. broken: code that breaks something of it."""
+    """A controller as an actor of Ray's holds it. broken: code that breaks something of it, or sets it up otherwise."""
 
     def __init__(self, folder: Path, broken: str = "", **options: Any) -> None:
         self.process = subprocess.Popen(
@@ -251,14 +257,14 @@ class Hosted:
         )
 
     def address(self, timeout_s: float = PATIENCE_S) -> str:
-        """Raises ValueError with the controller's sentence."""
+        """Raises what the controller raises."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{timeout_s}\n")
         self.process.stdin.flush()
-        word, _, rest = self.process.stdout.readline().strip().partition(" ")
+        word, _, rest = self.process.stdout.readline().strip().partition(": ")
         if word != "at":
-            raise ValueError(rest)
+            raise (RefusedError if word == "never" else ValueError)(rest)
         return rest
 
     def stop(self) -> None:
@@ -301,16 +307,21 @@ def test_a_successor_waits_for_what_its_predecessor_still_holds(tmp_path):
     with hosted(tmp_path) as first:
         first.address()
         with hosted(tmp_path, patient=True) as second:
-            with pytest.raises(ValueError, match="did not serve within"):
+            with pytest.raises(ValueError, match="did not serve within") as waiting:
                 second.address(0.5)
+            assert waiting.type is ValueError
             first.stop()
             assert second.address()
 
 
 BROKEN_START = """
 from speclen.store.database import Store
-def load(self): raise RuntimeError("of another kind")
+def load(self): raise {error}
 Store.load = load
+"""
+WITH_PAGE = """
+import functools
+ControllerConfig = functools.partial(ControllerConfig, metrics_listen="{page}")
 """
 HANGING_BACKUP = """
 import time
@@ -319,11 +330,19 @@ BackupPlace.add_if_changed = lambda *_: time.sleep(3600)
 """
 
 
-def test_what_cannot_start_says_so_whatever_the_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("RuntimeError('of another kind')", "RuntimeError: of another kind"),
+        ("OSError('busy')", "^busy"),
+        ("OSError", "OSError"),  # it has no words of its own
+    ],
+)
+def test_what_cannot_start_says_so_whatever_the_reason(tmp_path, error, words):
     """Story: an error that nobody had thought of ended the thread, and the actor lived on without a controller."""
     with (
-        hosted(tmp_path, broken=BROKEN_START) as controller,
-        pytest.raises(ValueError, match="RuntimeError: of another kind"),
+        hosted(tmp_path, broken=BROKEN_START.format(error=error)) as controller,
+        pytest.raises(RefusedError, match=words),
     ):
         controller.address()
 
@@ -335,6 +354,16 @@ def test_a_controller_that_has_failed_ends_its_process_while_a_backup_hangs(tmp_
         controller.address()
         (tmp_path / "volume" / "speclen.db").unlink()
         assert controller.process.wait(PATIENCE_S) == 1
+
+
+def test_its_metrics_page_ends_with_it_and_is_no_failure(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        page = f"127.0.0.1:{probe.getsockname()[1]}"
+    with hosted(tmp_path, broken=WITH_PAGE.format(page=page)) as controller:
+        register(controller.address())
+        assert "speclen_controller_workers 1.0" in httpx.get(f"http://{page}/metrics").text
+    assert controller.process.returncode == 0
+    assert rows(tmp_path / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
 
 
 def test_on_another_machine_it_goes_on_from_the_last_backup(tmp_path):
@@ -353,6 +382,39 @@ def test_on_another_machine_it_goes_on_from_the_last_backup(tmp_path):
         assert rows(folder / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
 
 
+def test_back_on_its_old_machine_it_goes_on_from_what_another_one_added(tmp_path):
+    """Story: it went on from what it had when it left, and what was learned elsewhere since was out of use."""
+    place, folder = tmp_path / "backups", tmp_path / "volume"
+    folder.mkdir()
+    write_database(folder / "speclen.db")
+    for num_missing in (0, 7):
+        elsewhere = write_database(tmp_path / "speclen.db", num_missing=num_missing)
+    BackupPlace(str(place), "speclen").add(elsewhere)
+    with hosted(folder, backup_to=str(place)) as controller:
+        controller.address()
+        assert rows(folder / "speclen.db", "SELECT num_missing FROM workers") == [(7,)]
+    [kept] = folder.glob("speclen.db.behind-*[0-9]")
+    assert rows(kept, "SELECT num_missing FROM workers") == [(0,)]
+    write_database(folder / "speclen.db", num_missing=8)
+    with hosted(folder, backup_to=str(place)) as controller:
+        controller.address()
+        assert rows(folder / "speclen.db", "SELECT num_missing FROM workers") == [(8,)]
+
+
+def test_while_the_place_of_backups_is_away_it_goes_on_from_the_database_it_has(tmp_path):
+    place, folder = tmp_path / "backups", tmp_path / "volume"
+    with hosted(folder) as controller:
+        controller.address()
+    place.write_text("no folder")
+    with hosted(folder, backup_to=str(place)) as controller:
+        assert controller.address()
+    with (
+        hosted(tmp_path / "empty", backup_to=str(place)) as controller,
+        pytest.raises(ValueError, match="cannot be used for backups"),
+    ):
+        controller.address()
+
+
 def wait_until(holds: Any) -> None:
     async def look() -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -365,17 +427,48 @@ def wait_until(holds: Any) -> None:
 # A worker inside a process of Ray's.
 
 
-def test_without_a_token_nobody_is_answered_over_http_either():
-    async def status(config: WorkerConfig) -> int:
-        engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
-        engine.entrance = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
-        engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))
-        front = guarded(config, engine, None)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://ray") as client:
-            return (await client.get("/v1/models")).status_code
+def asked(config: WorkerConfig, path: str) -> httpx.Response:
+    """What the HTTP front of a worker without a model answers."""
+    engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
+    engine.entrance = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
+    engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))
 
-    assert asyncio.run(status(WorkerConfig())) == 401
-    assert asyncio.run(status(WorkerConfig(insecure=True))) == 200
+    async def ask() -> httpx.Response:
+        front: Any = guarded(config, engine)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://ray") as client:
+            return await client.get(path)
+
+    return asyncio.run(ask())
+
+
+def test_without_a_token_nobody_is_answered_over_http_either():
+    assert asked(WorkerConfig(), "/v1/models").status_code == 401
+    assert asked(WorkerConfig(insecure=True), "/v1/models").status_code == 200
+
+
+def test_one_address_of_many_workers_has_no_metrics():
+    """Story: each look was at some worker, and the counters of all of them were taken for one that jumped."""
+    answer = asked(WorkerConfig(insecure=True), "/metrics")
+    assert answer.status_code == 404
+    assert "several workers answer at this address" in answer.json()["error"]["message"]
+
+
+def test_a_controller_that_does_not_answer_is_told_with_words():
+    async def find() -> str:
+        raise TimeoutError
+
+    async def scenario() -> str:
+        control: Any = None  # nothing is reported while no controller is found
+        with capture_logs() as logs:
+            following = asyncio.create_task(follow_controller(control, WorkerConfig(), find))
+            async with asyncio.timeout(PATIENCE_S):
+                while not logs:
+                    await asyncio.sleep(0.01)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        return str(logs[0]["reason"])
+
+    assert asyncio.run(scenario()) == "TimeoutError"
 
 
 def test_a_worker_serves_both_edges_and_follows_a_controller_that_moves(tmp_path):

@@ -78,3 +78,19 @@ def test_the_kept_reports_say_which_class_accepted_what(tmp_path):
     texts = [row[0] for row in connection.execute("SELECT class_histograms FROM step_reports ORDER BY seq LIMIT 2")]
     connection.close()
     assert texts == ['{"greedy":[0,2],"hot":[1,1]}', '{"greedy":[0,0,2],"hot":[1,1,0]}']
+
+
+def test_a_plan_that_is_stored_as_in_use_and_is_not_goes_with_the_first_commit(tmp_path):
+    async def story():
+        await life(tmp_path, 1, 20)
+        connection = connect_writer(tmp_path / "test.db")
+        plan = (1, 1, 8, 0, "copy>=3 up to 8", 0, 0.01, 2.0, 4.0, 6.0, 1, 1.0)
+        connection.execute(f"INSERT INTO plan_estimates VALUES ({', '.join('?' * len(plan))})", plan)
+        connection.close()
+        await life(tmp_path, 21, 21)
+
+    run(story)
+    connection = connect_reader(tmp_path / "test.db")
+    assert connection.execute("SELECT count(*) FROM plan_estimates").fetchone()[0] == 0
+    assert connection.execute("SELECT count(*) FROM current_choice").fetchone()[0] > 0
+    connection.close()

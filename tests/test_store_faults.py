@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,6 +132,28 @@ def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path
         store._failpoints, "reach", lambda name: path.unlink() if name == "after_commit" else reach(name)
     )
     assert isinstance(store_now(store, moment([1])), StoreGoneError)
+    store.close()
+
+
+def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_again(tmp_path):
+    """It was taken for a full disk: tried again every two seconds for ever, and nothing was acknowledged any more."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
+    with path.open("r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(b"\x5a" * 4096)
+    store._connection.execute("PRAGMA shrink_memory")  # what it had read of the file is read again
+    error = store_now(store, moment([2]))
+    assert isinstance(error, CorruptStoreError)
+    assert re.search(r"s\.db is damaged \(.*\): restore a backup over it, or move it .* away", str(error))
+    assert not store.health().alive
+    assert store.health().detail == str(error)
+    with pytest.raises(CorruptStoreError):
+        store.submit(moment([3]), lambda error: None)
     store.close()
 
 

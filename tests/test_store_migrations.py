@@ -9,7 +9,7 @@ import pytest
 from sqlite_utils import Database
 
 import speclen.store
-from speclen.store.connection import StoreError, connect_writer, sqlite3
+from speclen.store.connection import StoreError, connect_reader, connect_writer, sqlite3
 from speclen.store.schema import migrations
 from speclen.store.schema.migrations import applied_steps, migrate, newest_schema, schema_text
 from speclen.store.schema.steps import STEPS
@@ -63,6 +63,26 @@ def test_a_failing_step_rolls_back_whole_and_can_be_repeated(tmp_path, monkeypat
     migrate(path, connection)
     assert applied_steps(connection)[-1] == "m999_bad"
     connection.close()
+
+
+def test_a_first_start_that_is_cut_off_leaves_no_file_that_says_it_is_ours(tmp_path, monkeypatch):
+    """It said so and had no tables, of which whoever read it heard in words of SQLite's."""
+    path = tmp_path / "new.db"
+    connection = connect_writer(path)
+    first = next(iter(STEPS))
+    monkeypatch.setattr(migrations, "STEPS", {first: STEPS[first], "m002_bad": ("CREATE TABLE nonsense (",)})
+    with pytest.raises(Exception, match="incomplete input"):
+        migrate(path, connection)
+    monkeypatch.undo()
+    assert applied_steps(connection) == []
+    assert schema_text(connection) == "\n"
+    connection.close()
+    with pytest.raises(StoreError, match=r"has no tables"):
+        connect_reader(path)
+    with closing(connect_writer(path)) as connection:
+        migrate(path, connection)
+        assert applied_steps(connection) == list(STEPS)
+    connect_reader(path).close()
 
 
 def test_a_file_of_a_newer_program_is_refused_and_not_touched(tmp_path, monkeypatch):

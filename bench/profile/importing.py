@@ -16,6 +16,7 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import ContextKey
 from speclen.controller.service.server import running
 from speclen.store.files import is_locked
+from speclen.store.retention import KEEP_REPORTS
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -34,7 +35,7 @@ class Destination:
         return f"{self.db}, by the controller at {self.address}" if self.address else str(self.db)
 
     def take(self, request: pb.ImportProfileRequest) -> int:
-        """Id of the stored profile. Raises UserError when it is refused."""
+        """Id of the stored profile. Raises UserError when it is refused or could not be stored."""
         if self.address:
             return send(request, self.address, self.client)
         try:
@@ -77,10 +78,16 @@ def owner(controller: str, client: Client) -> pb.ServerIdentity | None:
 
 
 async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
-    """Import through a controller of this process. Raises ValueError when the database is in use or unusable."""
+    """Import through a controller of this process, which lets no report go and chooses as the last one did.
+
+    Raises ValueError when the database is in use or unusable, OSError when it does not take the profile.
+    """
     db.parent.mkdir(parents=True, exist_ok=True)
+    config = ControllerConfig(
+        listen="127.0.0.1:0", db=db, keep_reports=KEEP_REPORTS.max_report_rows, keep_days=KEEP_REPORTS.max_days
+    )
     async with (
-        running(ControllerConfig(listen="127.0.0.1:0", db=db)) as controller,
+        running(config, as_stored=True) as controller,
         grpc.aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel,
     ):
         response = await rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S)

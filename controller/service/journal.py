@@ -114,6 +114,7 @@ class Journal:
         self.settings = settings or JournalSettings()
         self.num_commits = 0
         self.num_failed_commits = 0
+        self.given_up: dict[Pair, Exception] = {}  # why, by pair; until a later commit of it lands
         self._profile_ids = itertools.count(last_profile_id + 1)
         self._unsaved: dict[Pair, Unsaved] = {}
         self._flights: dict[int, Flight] = {}
@@ -256,7 +257,7 @@ class Journal:
             drift_events=changes.drift_events,
             profiles=changes.profiles,
             context_limits=changes.limits,
-            replaced_contexts=tuple(changes.relearned),
+            replaced_contexts=tuple({*changes.relearned, *estimates.replaced}),
             scope=" + ".join(pair),
         )
 
@@ -265,6 +266,7 @@ class Journal:
         self._num_collected -= flight.num_reports
         if error is None:
             self.num_commits += 1
+            self.given_up.pop(flight.pair, None)
             self._acknowledge(flight)
         else:
             self._try_again(flight, error)
@@ -277,6 +279,7 @@ class Journal:
     def _try_again(self, flight: Flight, error: Exception) -> None:
         """The raw rows of a commit that was given up are lost; what was learned from them goes into the next."""
         self.num_failed_commits += 1
+        self.given_up[flight.pair] = error
         log.error("a commit was given up, what was learned goes into the next", reason=str(error))
         for mark in flight.marks.values():
             self.note_worker(mark.worker)
@@ -309,7 +312,7 @@ class Journal:
         return max(0.0, self.clock() - min(waiting)) if waiting else 0.0
 
     async def finish(self, timeout_s: float) -> bool:
-        """Commit what is left and wait for the disk; False if it did not answer in time."""
+        """Commit what is left and wait for the disk; False if it did not answer in time. What it refused is in given_up."""
         self.commit()
         try:
             async with asyncio.timeout(timeout_s):

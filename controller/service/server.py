@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import structlog
@@ -15,6 +16,8 @@ from grpc_health.v1 import health, health_pb2
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import SERVICE, Running, create, open_store
+from speclen.controller.service.snapshots import stored_policy
+from speclen.store.connection import StoreError
 from speclen.store.database import Store
 from speclen.store.records import StoredState
 from speclen.transport.address import check_free
@@ -31,13 +34,19 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @contextlib.asynccontextmanager
-async def running(config: ControllerConfig) -> AsyncIterator[Running]:
-    """A controller that serves until the block ends, and then drains. Raises ValueError, OSError with one sentence."""
+async def running(config: ControllerConfig, as_stored: bool = False) -> AsyncIterator[Running]:
+    """A controller that serves until the block ends, and then drains. Raises ValueError, OSError with one sentence.
+
+    OSError also at the end, where what was learned last is not in the database. as_stored: the policy is the one that is
+    stored, if one is, and not the configuration's.
+    """
     store = open_store(config)
     try:
         stored = store.load() if store is not None else StoredState()
         if store is not None and store.num_commits_missing:
             log.error("the database lacks commits that were acknowledged", num=store.num_commits_missing)
+        if as_stored:
+            config = replace(config, policy=stored_policy(stored) or config.policy)
         controller = await create(config, store, stored)
         start_work(controller, store)
         await controller.server.start()
@@ -50,6 +59,8 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
     finally:
         if store is not None:
             await asyncio.to_thread(store.close, config.drain_timeout_s)
+    if store is not None and (reason := unstored(controller, store)):
+        raise OSError(f"{store.path} lacks what was learned last: {reason}")
 
 
 def start_work(controller: Running, store: Store | None) -> None:
@@ -78,10 +89,21 @@ async def end(controller: Running, timeout_s: float) -> None:
 
 
 async def save(controller: Running, timeout_s: float) -> None:
-    """Learn what waits and commit it."""
+    """Learn what waits and commit it; `unstored` says what became of it."""
     await controller.servicer.service.learn_all()
-    if not await controller.journal.finish(timeout_s):
-        log.error("the disk did not take the last commit in time", timeout_s=timeout_s)
+    with contextlib.suppress(StoreError):  # the store has ended
+        if not await controller.journal.finish(timeout_s):
+            log.error("the disk did not take the last commit in time", timeout_s=timeout_s)
+
+
+def unstored(controller: Running, store: Store) -> str:
+    """Why what a controller that has ended learned last is not on the disk; "" if it is. store: closed."""
+    failure, health = controller.supervisor.failure, store.health()
+    if failure.done():
+        return str(failure.result())
+    if not health.alive:
+        return health.detail
+    return "; ".join(dict.fromkeys(map(str, controller.journal.given_up.values())))
 
 
 async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:

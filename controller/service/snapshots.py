@@ -15,6 +15,7 @@ from speclen.controller.estimator.acceptance import Acceptance
 from speclen.controller.estimator.core import Bucket, ContextKey, Limits, ObserveOutcome, Profile
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.choice import ShownPlan
+from speclen.controller.estimator.policies import is_policy
 from speclen.controller.service.registry import RegisteredContext, Registry, Worker
 from speclen.controller.service.sequence import SeqWindow
 from speclen.store.records import (
@@ -46,6 +47,7 @@ class Estimates:
     latency_cells: list[LatencyCellRow] = field(default_factory=list)
     states: list[StateRow] = field(default_factory=list)
     plan_estimates: list[PlanEstimateRow] = field(default_factory=list)
+    replaced: list[int] = field(default_factory=list)  # contexts of which rows may be stored that are shown no more
 
 
 class Snapshots:
@@ -55,6 +57,8 @@ class Snapshots:
         self.estimator = estimator
         self.registry = registry
         self.unknown: list[RegisteredContext] = []  # contexts whose stored state could not be used
+        # By context_id: buckets whose plans and cells the last commit held.
+        self._shown: dict[int, set[tuple[str, int]]] = {}
 
     def of_pair(self, pair: tuple[str, str], contexts: Collection[RegisteredContext], now: float) -> Estimates:
         """contexts: at least one of the pair's. The tables of others with workers move along with the acceptance."""
@@ -80,11 +84,17 @@ class Snapshots:
         )
 
     def _add_table(self, estimates: Estimates, context: RegisteredContext, now: float) -> None:
-        for bucket, plans in self.estimator.plan_estimates(context.key).items():
+        found, rows = self.estimator.plan_estimates(context.key), self.estimator.learned_rows(context.key)
+        buckets = {("plan", bucket.batch_min) for bucket in found} | {("cell", row.bucket.batch_min) for row in rows}
+        before = self._shown.get(context.context_id)
+        if before is None or not before <= buckets:  # a row that none replaces would be shown for ever, as in use
+            estimates.replaced.append(context.context_id)
+        self._shown[context.context_id] = buckets
+        for bucket, plans in found.items():
             estimates.plan_estimates += [
                 plan_row(context.context_id, bucket, place, shown, now) for place, shown in enumerate(plans)
             ]
-        for row in self.estimator.learned_rows(context.key):
+        for row in rows:
             estimate = row.estimate
             estimates.latency_cells.append(
                 LatencyCellRow(
@@ -195,6 +205,17 @@ def set_aside(what: str, reason: str, content: str) -> StoreEventRow:
     """Note that something stored is not used, and keep it."""
     log.error("something stored cannot be used and is set aside", what=what, reason=reason)
     return StoreEventRow("state_set_aside", 1, f"{what}: {reason}", time.time(), content)
+
+
+def stored_policy(stored: StoredState) -> str:
+    """The policy of the context that was saved last; "" where no state names one."""
+    for (kind, _), text in reversed(stored.states.items()):
+        if kind == "context":
+            with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+                name = json.loads(text)["policy"][0]
+                if isinstance(name, str) and is_policy(name):
+                    return name
+    return ""
 
 
 def state_text(state: dict[str, Any]) -> str:

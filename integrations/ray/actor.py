@@ -10,17 +10,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from speclen.integrations.ray.hosting import HostedController
+from speclen.integrations.ray.hosting import HostedController, RefusedError
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.logs import set_up_logs
 
 NAME, NAMESPACE = "speclen-controller", "speclen"
 START_S = 60.0  # for a controller to open its database and serve
 ASK_S = 5.0  # for one that serves to say where
-
-
-class RefusedError(ValueError):
-    """The controller cannot work as it was told to."""
+REPLACE_S = 5.0  # between two controllers that could not start: each is a process anew
 
 
 class ControllerActor:
@@ -41,7 +38,7 @@ class ControllerActor:
         self._hosted.start()
 
     def address(self, timeout_s: float = START_S) -> str:
-        """Where it serves. Raises ValueError with one sentence where it cannot, RefusedError where it never will."""
+        """Where it serves. Raises RefusedError with one sentence where it never will, ValueError where not in time."""
         if self._hosted is None:
             raise RefusedError(self._refused)
         return self._hosted.address(timeout_s)
@@ -70,7 +67,15 @@ def controller_of(config: FleetConfig) -> Any:
         num_cpus=0,
         scheduling_strategy=place,
     )
-    return actor.remote(config, host_of_cluster())
+    return actor.remote(config, host_of_controller(config))
+
+
+def host_of_controller(config: FleetConfig) -> str:
+    """Where it listens unless told: loopback, or "" for the address of its node.
+
+    It keeps what it is told now, whoever joins later: so it is on loopback only where nothing protects it.
+    """
+    return host_of_cluster() if config.controller_cert is None and not config.insecure else ""
 
 
 def host_of_cluster() -> str:
@@ -80,21 +85,29 @@ def host_of_cluster() -> str:
 
 
 async def find_controller(config: FleetConfig) -> str:
-    """Where the controller is now. Raises Ray's errors while it is started again."""
+    """Where the controller is now. Raises Ray's errors while it is started again, RefusedError where it could not start."""
     handle = await asyncio.to_thread(controller_of, config)
-    async with asyncio.timeout(2 * ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled
-        try:
+    try:
+        async with asyncio.timeout(2 * ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled
             return str(await handle.address.remote(ASK_S))
-        except RefusedError:
-            await asyncio.to_thread(ray.kill, handle)  # the next one may be told better
-            raise
+    except RefusedError:
+        await asyncio.sleep(REPLACE_S)
+        await asyncio.to_thread(ray.kill, handle)  # or it would be given to whoever asks; the next may be told better
+        raise
+
+
+def present_controller() -> Any:
+    """A handle of the controller that is on the cluster; None where there is none."""
+    try:
+        return ray.get_actor(NAME, NAMESPACE)
+    except ValueError:
+        return None
 
 
 def end_controller(timeout_s: float = 20.0) -> None:
     """Let the controller commit, and end its actor for good. None at all is no error."""
-    try:
-        handle = ray.get_actor(NAME, NAMESPACE)
-    except ValueError:
+    handle = present_controller()
+    if handle is None:
         return
     with contextlib.suppress(ray.exceptions.RayError):  # it is dying, or has to be killed
         ray.get(handle.stop.remote(), timeout=timeout_s)

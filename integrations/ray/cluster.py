@@ -15,10 +15,18 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
-from speclen.integrations.ray.actor import LOOPBACK, controller_of, end_controller, host_of_cluster
+from speclen.integrations.ray.actor import (
+    LOOPBACK,
+    NAME,
+    NAMESPACE,
+    controller_of,
+    end_controller,
+    host_of_cluster,
+    present_controller,
+)
 from speclen.integrations.ray.room import check_room
 from speclen.integrations.ray.settings import FleetConfig
-from speclen.transport.address import check_free, split_address
+from speclen.transport.address import check_free, is_loopback, split_address
 
 APPLICATION = "speclen"
 SERVICERS = [
@@ -50,23 +58,22 @@ def join(address: str) -> None:
 def fleet(config: FleetConfig, listen: str, http_listen: str, say: Say) -> Iterator[FleetConfig]:
     """A fleet that serves, for the length of the block; the value: its configuration, with the token of its callers.
 
-    listen: the one address for gRPC, whose host is always all interfaces (Ray's choice); http_listen: for HTTP. Raises
-    ValueError with one sentence for what cannot work.
+    Serve and the controller are begun here, and end with the block. listen: the one address for gRPC, whose host is always
+    all interfaces (Ray's choice); http_listen: for HTTP. Raises ValueError or OSError, one sentence, for what cannot work.
     """
+    check_unused()
+    check_addresses(config, listen, http_listen)
     config = protected(config)
     check_room(config, ray.nodes())
-    started = start_proxies(listen, http_listen)
     try:
+        start_proxies(listen, http_listen)
         # The controller first, alone: what is wrong with its database is told before a worker loads anything.
         say(f"the controller serves on {start_controller(config)}")
         deploy(config, say)
         yield config
     finally:
         try:
-            if started:
-                serve.shutdown()
-            else:
-                serve.delete(APPLICATION)
+            serve.shutdown()
         finally:  # it is detached: an interrupt of the above must not leave it
             end_controller()
 
@@ -93,35 +100,57 @@ def write_secret(path: Path) -> None:
         file.write(secrets.token_hex(32) + "\n")
 
 
-def start_proxies(listen: str, http_listen: str) -> bool:
-    """Ray Serve with both proxies on the head node; False where it runs already. Raises ValueError, OSError."""
+def check_unused() -> None:
+    """Raises ValueError where Serve or a controller is on the cluster already: it is somebody's, and would end with us.
+
+    Nor would a Serve that runs do: its ports are what they are, and for two applications its gRPC proxy needs to be told
+    with each call which one is meant.
+    """
+    status = serve.status()
+    if status.proxies or status.applications:
+        names = ", ".join(sorted(status.applications)) or "none"
+        raise ValueError(
+            f"Ray Serve runs on this cluster already (applications: {names}): deploy speclen there with `serve deploy`, "
+            "or end all that it serves with `serve shutdown`"
+        )
+    if present_controller() is not None:
+        raise ValueError(
+            f"a controller is on this cluster already, the actor {NAME}: end it with "
+            f"`python -c \"import ray; ray.init('auto'); ray.kill(ray.get_actor('{NAME}', '{NAMESPACE}'))\"`"
+        )
+
+
+def check_addresses(config: FleetConfig, listen: str, http_listen: str) -> None:
+    """Raises ValueError for no address, or one where others would send tokens and texts in the clear; OSError for a port
+    that is taken.
+    """
+    host, _ = split_address("--http-listen", http_listen)
+    if not is_loopback(host) and not config.insecure:
+        raise ValueError(
+            f"--http-listen {http_listen} is open to other machines, in plain HTTP: use 127.0.0.1 with a proxy that has "
+            "TLS before it, or accept the risk with --insecure"
+        )
     _, port = split_address("--listen", listen)
-    host, http_port = split_address("--http-listen", http_listen)
-    if running_applications() is not None:
-        return False
     check_free("--listen", f"0.0.0.0:{port}")
     check_free("--http-listen", http_listen)
+
+
+def start_proxies(listen: str, http_listen: str) -> None:
+    """Ray Serve with both proxies on the head node."""
+    _, port = split_address("--listen", listen)
+    host, http_port = split_address("--http-listen", http_listen)
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=http_port),
         grpc_options=gRPCOptions(port=port, grpc_servicer_functions=SERVICERS),
     )
-    return True
-
-
-def running_applications() -> Any:
-    """The applications of a Serve that runs on the cluster; None where none runs."""
-    status = serve.status()
-    return status.applications if status.proxies else None
 
 
 def start_controller(config: FleetConfig) -> str:
-    """Its address, once it serves. Raises ValueError with its sentence, and ends its actor, where it cannot."""
-    handle = controller_of(config)
+    """Its address, once it serves. Raises ValueError with its sentence where it cannot."""
     try:
-        return str(ray.get(handle.address.remote()))
+        return str(ray.get(controller_of(config).address.remote()))
     except ray.exceptions.RayTaskError as error:
-        end_controller()
         raise ValueError(str(error.cause or error).strip().splitlines()[-1]) from error
 
 

@@ -1,7 +1,7 @@
 """A controller inside a process of Ray's: it serves from a thread, backs its database up, and begins anew when told.
 
 Ray starts the process again when it dies, on the same machine or another. Where the database is there, the controller goes
-on from it; where it is not, from the last backup.
+on from it; where it is not, or the newest backup is further, from that one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ log = structlog.get_logger()
 END_S = 0.6  # in which a controller that has failed tells its workers
 SLOW_BACKUP_S = 60.0
 RETRY_S = 0.5  # between attempts to start where a predecessor may still hold port and database
+
+
+class RefusedError(ValueError):
+    """The controller cannot work as it was told to, and has ended."""
 
 
 class HostedController:
@@ -60,12 +64,16 @@ class HostedController:
         self._thread.start()
 
     def address(self, timeout_s: float) -> str:
-        """Where it serves, as soon as it does. Raises ValueError with one sentence where it cannot, or not in time."""
+        """Where it serves, as soon as it does. Raises RefusedError with one sentence where it never will, ValueError where
+        not in time.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._address or self.error, timeout_s)
             if self._address:
                 return self._address
-            raise ValueError(self.error or f"the controller did not serve within {timeout_s:g} s: its log says why")
+            if self.error:
+                raise RefusedError(self.error)
+            raise ValueError(f"the controller did not serve within {timeout_s:g} s: its log says why")
 
     def stop(self, timeout_s: float = 15.0) -> None:
         """Drain, commit, and end the thread."""
@@ -86,9 +94,12 @@ class HostedController:
         quiet_interpreter()
         while not self._stopping.is_set():
             try:
-                await asyncio.to_thread(self._restore_if_gone)
+                await asyncio.to_thread(self._restore_if_behind)
                 async with running(self.config) as controller:
+                    page = serve_page(controller, self.config)
                     await self._serve(controller, self._stopping)
+                if page is not None:  # after the end of supervision, which would take it for a failure
+                    page.server.shutdown()
                 return
             except Exception as error:
                 if self._address and not self._stopping.is_set():
@@ -96,12 +107,12 @@ class HostedController:
                 expected = isinstance(error, ValueError | OSError | StoreError)
                 log.error("the controller cannot serve", reason=describe(error), exc_info=not expected)
                 if not self._patient:
-                    self._tell("", str(error) if expected else describe(error))
+                    words = str(error) if expected else ""
+                    self._tell("", words or describe(error))  # without words it would seem to be still starting
                     return
                 await asyncio.sleep(RETRY_S)
 
     async def _serve(self, controller: Running, stopping: asyncio.Event) -> None:
-        page = serve_page(controller, self.config)
         if self._backup_to:
             controller.supervisor.keep("backups", self._back_up_for_ever)
         controller.supervisor.watch_loop()
@@ -115,25 +126,37 @@ class HostedController:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(end(controller, 0.0), END_S)
             self._on_end()  # here, since a thread that hangs would hold up the way out
-        finally:
-            if page is not None:
-                page.server.shutdown()
 
     def _tell(self, address: str, error: str) -> None:
         with self._changed:
             self._address, self.error = address, error
             self._changed.notify_all()
 
-    def _restore_if_gone(self) -> None:
-        """Take the last backup where there is no database. Raises StoreError where that cannot be known."""
-        if not self._backup_to or not is_empty(self.config.database):
-            return
-        from speclen.store.backup_place import BackupPlace, restore_newest  # here: fsspec takes time to import
+    def _restore_if_behind(self) -> None:
+        """Take the newest backup where there is no database, or one that another machine has got ahead of: it is kept aside.
 
-        place = BackupPlace(self._backup_to, self.config.database.stem)
-        name = restore_newest(place, self.config.database, lambda words: log.error("a backup is damaged", reason=words))
+        Raises StoreError where a backup is needed and cannot be had.
+        """
+        if not self._backup_to:
+            return
+        from speclen.store.backup_place import BackupPlace, is_behind, restore_newest  # here: fsspec imports slowly
+
+        database, aside = self.config.database, ""
+        try:
+            place = BackupPlace(self._backup_to, database.stem)
+            if not is_empty(database):
+                if not is_behind(database, place):
+                    return
+                aside = f"{database.name}.behind-{time.strftime('%Y%m%dT%H%M%S')}"
+        except StoreError as error:
+            if is_empty(database):
+                raise
+            # While the place is away this one is better than none; and a damaged one is told as it is opened.
+            log.error("it is not known whether a backup is further than the database", reason=str(error))
+            return
+        name = restore_newest(place, database, lambda words: log.error("a backup is damaged", reason=words), aside)
         if name:
-            log.warning("the database was gone and is restored", backup=name, database=str(self.config.database))
+            log.warning("the database was gone or behind: a backup is restored", backup=name, kept_aside=aside or None)
 
     async def _back_up_for_ever(self) -> None:
         from speclen.store.backup_place import BackupPlace
@@ -146,7 +169,10 @@ class HostedController:
             while not (await asyncio.wait([backup], timeout=max(self._backup_every_s, SLOW_BACKUP_S)))[0]:
                 log.error("a backup takes long, and no other is made", seconds=round(time.monotonic() - started))
             try:
-                last = backup.result()
+                if made := backup.result():
+                    last = made.commit
+                    if made.warning:
+                        log.warning("another backup is further", advice=made.warning)
             except StoreError as error:
                 log.error("no backup was made, the next is tried", reason=str(error), in_s=self._backup_every_s)
             await asyncio.sleep(max(0.0, self._backup_every_s - (time.monotonic() - started)))

@@ -65,10 +65,10 @@ class ServedWorker:
     ) -> None:
         security = config.server_security()
         self.config, self.control, self.supervisor = config, control, supervisor
-        self.engine, page = make_entrance(config, pair, engine, control, supervisor, security)
+        self.engine, _ = make_entrance(config, pair, engine, control, supervisor, security)
         self._keyring = security.keyring()
         self.servicer = GenerationServicer(self.engine, pair, control, model_facts(pair, control), self._keyring)
-        self.http = guarded(config, self.engine, page)
+        self.http = guarded(config, self.engine)
         self._running = start_engine(thread, engine, supervisor)
         if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
             choice = ThreadChoice(engine.num_threads)
@@ -130,7 +130,7 @@ class ServedWorker:
         await self.engine.close()
 
 
-def guarded(config: WorkerConfig, engine: AsyncEngine, page: Any) -> ASGIApp:
+def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
     """The HTTP front behind its guard, as `speclen worker --http-listen` has it.
 
     Without a token nobody may call, unless insecure, as over gRPC: a file of Serve's opens its proxy to other machines.
@@ -139,7 +139,7 @@ def guarded(config: WorkerConfig, engine: AsyncEngine, page: Any) -> ASGIApp:
         engine,
         config.served_model_name or config.target,
         installed_version(),
-        page,
+        None,  # a look at the metrics page would be at some worker, each time another
         lambda: engine.serving,
         read_template(config.chat_template),
         int(time.time()),
@@ -161,7 +161,7 @@ async def follow_controller(control: ControlClient, config: WorkerConfig, find: 
             try:
                 found, told = await find() or address, ""
             except Exception as error:  # Ray's own kinds; a worker goes on with its table, whatever becomes of it
-                found, words = address, str(error).strip().rpartition("\n")[2]
+                found, words = address, str(error).strip().rpartition("\n")[2] or type(error).__name__
                 if words != told:  # once: it is looked for every second
                     told = words
                     log.warning("the controller is not to be found", reason=words)

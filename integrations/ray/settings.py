@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from speclen.controller.config import ControllerConfig
-from speclen.transport.credentials import ServerSecurity
+from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.settings import check_bounds, setting, settings_of
 from speclen.worker.config import WorkerConfig
 
@@ -38,8 +38,11 @@ class FleetConfig:
     data_dir: Path = setting(Path(".speclen"), "Folder of the controller's database, on the machine that it runs on.")
     controller_host: str = setting("", "Where the controller listens; default: the address of its node.")
     controller_port: int = setting(7070, "Its port; 0: one that is free.", least=0, most=65_535)
-    backup_to: str = setting("", "Folder or URL for backups of the database; where it is gone, the last one is taken.")
+    backup_to: str = setting(
+        "", "Folder or URL for backups of the database; where that is gone or behind, the newest is taken."
+    )
     backup_every_s: float = setting(60.0, "Seconds between backups: what can be lost with a machine.", least=1)
+    metrics_listen: str = setting("", "Address of the controller's Prometheus page, on its machine; empty for none.")
     controller_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")
     insecure: bool = setting(False, "Let other machines in without a token, and reach the controller without TLS.")
@@ -51,6 +54,8 @@ class FleetConfig:
             raise ValueError(f"--max-workers {self.max_workers} is less than --workers {self.workers}: give more, or 0")
         if (self.controller_cert is None) != (self.controller_key is None):
             raise ValueError("--controller-cert and --controller-key belong together: give both or none")
+        if self.metrics_listen:
+            check_pages(self.metrics_listen, ServerSecurity(self.controller_cert, self.controller_key), self.insecure)
         for name in self.worker:
             if name in NOT_OF_WORKERS or name not in settings_of(WorkerConfig):
                 raise ValueError(f"{name} is no setting of workers on Ray{nearest(name)}")
@@ -81,6 +86,7 @@ class FleetConfig:
         return ControllerConfig(
             listen=f"{address}:{self.controller_port}",
             data_dir=self.data_dir,
+            metrics_listen=self.metrics_listen,
             tls_cert=self.controller_cert,
             tls_key=self.controller_key,
             token_file=self.worker_config(environment).controller_token_file,

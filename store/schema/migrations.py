@@ -32,17 +32,24 @@ def migrate(path: Path, connection: Connection, stop_before: str | None = None) 
     stop_before: name of the first step not to apply (for tests of old versions).
     Raises StoreError if the file is another program's, or newer than this program.
     """
-    if connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    require_ours(path, connection)
-    applied = applied_steps(connection)
-    refuse_newer(path, applied)
-    if len(applied) == len(STEPS):
-        return
+    new = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
+    if not new:
+        require_ours(path, connection)
+        applied = applied_steps(connection)
+        refuse_newer(path, applied)
+        if len(applied) == len(STEPS):
+            return
     # Imported here because it costs more than all the rest of a restart, and almost no start needs it.
     from sqlite_utils import Database
 
-    migrations().apply(Database(connection, recursive_triggers=False, execute_plugins=False), stop_before=stop_before)
+    steps, database = migrations(), Database(connection, recursive_triggers=False, execute_plugins=False)
+    if not new:
+        steps.apply(database, stop_before=stop_before)
+        return
+    # In one transaction: a start that is cut off leaves no file that says it is ours and has no tables.
+    with database.atomic():
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        steps.apply(database, stop_before=stop_before)
 
 
 def migrations() -> Migrations:

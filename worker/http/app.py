@@ -24,18 +24,24 @@ from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service.async_engine import AsyncEngine
 
+SEVERAL_WORKERS = (
+    "several workers answer at this address, each with counters of its own: scrape the page of their controller "
+    "(metrics_listen), and for requests and replicas Ray's own"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Front:
     """What the routes answer from. model: the name that clients use. page: registry of the metrics page.
 
-    healthy: whether the worker can serve. chat_template: in place of the tokenizer's own, if given.
+    None where several workers answer at one address, since their counters would mix in one series. healthy: whether the
+    worker can serve. chat_template: in place of the tokenizer's own, if given.
     """
 
     engine: AsyncEngine
     model: str
     version: str
-    page: CollectorRegistry
+    page: CollectorRegistry | None
     healthy: Callable[[], bool]
     chat_template: str | None = None
     started_at: int = 0
@@ -149,6 +155,8 @@ def add_facts(app: FastAPI, front: Front) -> None:
 
     @app.get("/metrics", responses=errors("text/plain"), response_class=Response)
     async def metrics() -> Response:
+        if front.page is None:
+            raise ApiError(404, SEVERAL_WORKERS)
         return Response(generate_latest(front.page), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
