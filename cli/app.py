@@ -2,8 +2,8 @@
 
 A verb is imported only when it is used, so that `speclen tables` does not wait for torch. Settings of a verb come from
 its flags, then `SPECLEN_<VERB>_<FLAG>` in the environment, then the verb's section of the TOML file that `--config` or
-`SPECLEN_CONFIG` names, then the default. How servers are reached is said once for all verbs: `SPECLEN_CLIENT_<FLAG>` and
-the section [client] are the defaults of the verbs that are clients.
+`SPECLEN_CONFIG` names, then the default. How servers are reached is said once for all verbs: `SPECLEN_CLIENT_<FLAG>`, then
+the section [client], stand behind all that is said for one verb.
 """
 
 from __future__ import annotations
@@ -140,13 +140,13 @@ def checked_client_keys(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_client_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
-    """Settings of all clients under each of their verbs: the environment's first, then the verb's own, then [client]'s."""
+    """Settings of all clients under each of their verbs: the verb's own first, then the environment's, then [client]'s."""
     of_all = defaults.pop("client", {})
     variables = {name: os.environ.get(f"SPECLEN_CLIENT_{name.upper()}") for name in CLIENT_SETTINGS}
     for verb, names in CLIENTS.items():
         given = {name: of_all[name] for name in names if name in of_all}
-        given |= defaults.get(verb, {})
         given |= {name: value for name in names if (value := variables[name])}
+        given |= defaults.get(verb, {})
         if verb in ("generate", "top") and isinstance(given.get("worker"), str):
             workers = given["worker"].replace(",", " ").split()
             given["worker"] = workers if verb == "top" else ",".join(workers)  # `top` takes the flag several times

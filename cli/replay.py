@@ -16,7 +16,7 @@ from rich.table import Table
 
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
-from speclen.console.history import events, key_of, name_of, policy_of, stored_state
+from speclen.console.history import MAX_REPORTS, events, key_of, name_of, policy_of, stored_state
 from speclen.controller.analysis.accuracy import Spread, spread
 from speclen.controller.analysis.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
 from speclen.controller.analysis.replay import replay as replay_events
@@ -46,6 +46,9 @@ def replay(
     db: Path = DB_OPTION,
     policies: str = typer.Option(COMPARED, help="Policies to estimate the cost of, separated by commas; '' for none."),
     seed: int = typer.Option(0, help="Seed of the controller, and of policies that draw."),
+    newest: int = typer.Option(
+        MAX_REPORTS, min=1, metavar="N", help="Reports to replay at most, the newest; each takes about 2 kB of memory."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Repeat what the controller decided from the stored reports, and estimate what other policies would have cost.
@@ -59,23 +62,26 @@ def replay(
     with reading(db) as connection:
         connection.execute("BEGIN")  # all of one moment, though the controller goes on
         stored = load_state(connection)
-        history = list(events(connection))
+        history = list(events(connection, newest))
+        num_kept = connection.execute("SELECT count(*) FROM step_reports").fetchone()[0]
         decisions = view_rows(connection, "decisions")
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
     state = stored_state(stored, next(row for row in stored.contexts))
     result = replay_events(history, policy_of(state), seed)
     agreement = compare(result, decisions, stored)
+    num_left_out = max(0, num_kept - newest)
     again = track(history, "Estimating costs", console=Console(stderr=True))
     costs = cost_of(again, names, seed) if names else []
     if as_json:
         document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
+        document["num_left_out"] = num_left_out
         document["accuracy"] = {name: each and asdict(each) for name, each in told_beforehand(result).items()}
         document["changes"] = changes_found(result)
         document["costs"] = [asdict(cost) | {"policy_s": cost.policy_s, "ratio": cost.ratio} for cost in costs]
         print(json.dumps(document))
     else:
-        show(result, agreement, costs, missing_groups(history))
+        show(result, agreement, costs, missing_groups(history), num_left_out)
 
 
 def compare(result: Replay, stored_decisions: Sequence[dict[str, Any]], stored: StoredState) -> Agreement:
@@ -111,7 +117,7 @@ def compare(result: Replay, stored_decisions: Sequence[dict[str, Any]], stored: 
 
 
 def missing_groups(history: Sequence[Event]) -> int:
-    """Groups before the first one kept: retention deleted them, so the replay starts too late to agree exactly."""
+    """Groups before the first one: deleted by retention, or left out, so the replay starts too late to agree exactly."""
     return next((event.group_id - 1 for event in history if isinstance(event, GroupObserved)), 0)
 
 
@@ -146,14 +152,19 @@ def compared(costs: Sequence[PolicyCost]) -> str:
     return f"{100 * steps:.3g}% of the reported steps ({100 * seconds:.3g}% of their time{others})"
 
 
-def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int) -> None:
-    """Agreement in words, costs as a table."""
+def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int, num_left_out: int) -> None:
+    """Agreement in words, costs as a table. num_missing: groups; num_left_out: reports that --newest left out."""
     console = Console()
     console.print(
         f"{result.num_reports} reports in {result.num_groups} groups: {agreement.num_equal} of {agreement.num_stored} "
         f"stored decisions came out the same{', to the last bit' if agreement.exact else ''}."
     )
-    if num_missing:
+    if num_left_out:
+        console.print(
+            f"The {num_left_out:,} oldest reports are left out, so the replay starts without what they taught: "
+            "--newest takes more, with 2 kB of memory each."
+        )
+    elif num_missing:
         console.print(
             f"The first {num_missing} groups are no longer kept, so the replay starts without what they taught."
         )

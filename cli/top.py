@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from speclen.console.client import SECURITY, Client, ClientConfig, client_from
 from speclen.console.errors import UserError, wrapped
@@ -25,8 +26,7 @@ from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
-Sample = tuple[float, pb.GetServerInfoResponse | None]
-
+Sample = tuple[float, pb.GetServerInfoResponse | str]  # when the worker was asked, and what it said, or why it did not
 
 HERE = settings_of(ClientConfig)["worker"].default
 
@@ -48,7 +48,7 @@ def top(
         if as_json:
             print_json(channels, client)
             return
-        watch(channels, interval_s)
+        watch(channels, client, interval_s)
     except KeyboardInterrupt:
         pass
     finally:
@@ -73,22 +73,23 @@ def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:
         print(wrapped(f"speclen: {reason}"), file=sys.stderr)
 
 
-def watch(channels: dict[str, grpc.Channel], interval_s: float) -> None:
-    previous: dict[str, Sample] = {address: ask(channel) for address, channel in channels.items()}
+def watch(channels: dict[str, grpc.Channel], client: Client, interval_s: float) -> None:
+    previous = {address: ask(address, channel, client) for address, channel in channels.items()}
     with Live(console=Console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
-            current = {address: ask(channel) for address, channel in channels.items()}
+            current = {address: ask(address, channel, client) for address, channel in channels.items()}
             live.update(overview(previous, current), refresh=True)
             previous = current
 
 
-def ask(channel: grpc.Channel) -> Sample:
-    """What the worker says of itself, with the time it was asked; None when it does not answer."""
+def ask(address: str, channel: grpc.Channel, client: Client) -> Sample:
+    """What the worker says of itself, with the time it was asked; why, in words, when it does not answer."""
+    answer: pb.GetServerInfoResponse | str
     try:
         answer = server_info(channel)
-    except grpc.RpcError:
-        answer = None
+    except grpc.RpcError as error:
+        answer = client.explain(error, "worker", address)
     return time.monotonic(), answer
 
 
@@ -103,7 +104,9 @@ def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
     return MessageToDict(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
-def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Table:
+def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> RenderableType:
+    """A row for every worker; below, at the terminal's width, why some did not answer."""
+    reasons = []
     table = Table(box=None, padding=(0, 1, 0, 0))  # nine columns have to fit into 80
     table.add_column("worker", no_wrap=True)
     for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
@@ -111,12 +114,13 @@ def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Table:
     table.add_column("table", no_wrap=True)
     table.add_column("lengths by batch", overflow="fold")
     for address, (asked_at, info) in current.items():
-        if info is None:
+        if isinstance(info, str):
             table.add_row(address, *[""] * 7, "no answer")
+            reasons.append(Text(info))
             continue
         before_at, before = previous[address]
         table.add_row(address, *state_cells(info), *rate_cells(info, before, asked_at - before_at), *table_cells(info))
-    return table
+    return Group(table, *reasons)
 
 
 def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
@@ -124,9 +128,12 @@ def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
     return [str(info.num_requests_running), str(info.num_requests_waiting), f"{used:.0%}"]
 
 
-def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse | None, elapsed_s: float) -> list[str]:
-    """Tokens per second, tokens per step of the whole batch, and share of drafted tokens accepted, since `before`."""
-    if before is None or elapsed_s <= 0:
+def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse | str, elapsed_s: float) -> list[str]:
+    """Tokens per second, tokens per step of the whole batch, and share of drafted tokens accepted, since `before`.
+
+    Blank where that was no answer, or of an earlier life of the worker: its counters began anew.
+    """
+    if isinstance(before, str) or before.worker != info.worker or elapsed_s <= 0:
         return ["", "", ""]
     tokens = info.num_generated_tokens - before.num_generated_tokens
     steps = info.num_steps - before.num_steps

@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import typer
 
 from speclen.console.client import SECURITY, Client, ClientConfig, client_from
 from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import arguments, flags_from
 from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
-from speclen.console.whose import check_available
+from speclen.console.whose import check_available, identity
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.naming import check_names, draft_of
 
 STALL_TIMEOUT_S = 180.0  # without any sign of work; a download of many gigabytes takes longer, and is one
+ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose workers have just started
 # Of every worker; what else it can be told, it reads from the environment and the configuration file by itself.
 OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
 
@@ -79,14 +81,19 @@ def up(
     children = [run.controller(), *run.workers(arguments({**options, "quick_profile_s": quick_profile_s}))]
     try:
         start_all(children, data_dir)
+        database = database_of(places.controller, client)
         if demo:
+            if database is None:
+                raise UserError(
+                    "--demo shows the database, and the controller has none: leave its setting in-memory away"
+                )
             from speclen.console.demo import run_demo
 
-            run_demo(places.workers, data_dir / "speclen.db", client)
+            run_demo(places.workers, database, client)
         if once:
-            print_what_is_left(data_dir)
+            print_what_is_left(database)
         else:
-            print_addresses(places, data_dir)
+            print_addresses(places, data_dir, database)
             supervise(children)
     except KeyboardInterrupt:
         say("\nstopping")
@@ -116,6 +123,19 @@ def start_all(children: list[Child], data_dir: Path) -> None:
     for child in children[1:]:
         child.wait_until_serving(STALL_TIMEOUT_S, say)
         say(f"the {child.name} is serving")
+
+
+def database_of(controller: str, client: Client) -> Path | None:
+    """The controller's database, by its own word: settings of its own may name another. None: it is in memory."""
+    try:
+        with client.channel(controller, "--controller") as channel:
+            database = identity(channel, "controller", ANSWER_TIMEOUT_S).database
+    except grpc.RpcError as error:
+        raise UserError(client.explain(error, "controller", controller)) from error
+    if not database:
+        return None
+    here = Path.cwd()
+    return Path(database).relative_to(here) if Path(database).is_relative_to(here) else Path(database)
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
@@ -230,9 +250,10 @@ def supervise(children: list[Child]) -> None:
         time.sleep(0.2)
 
 
-def print_addresses(places: Places, data_dir: Path) -> None:
+def print_addresses(places: Places, data_dir: Path, database: Path | None) -> None:
     worker = places.workers[0]
     fronts = f"http        {', '.join(places.fronts)}\n" if places.fronts else ""
+    tables = f"  speclen tables --db {database}\n" if database else ""
     print(
         f"""
 controller  {places.controller}    workers  {", ".join(places.workers)}
@@ -240,16 +261,18 @@ controller  {places.controller}    workers  {", ".join(places.workers)}
 
 In another terminal:
   speclen generate "def fibonacci(n):" --worker {worker}
-  speclen tables --db {data_dir / "speclen.db"}
-""",
+{tables}""",
         flush=True,
     )
 
 
-def print_what_is_left(data_dir: Path) -> None:
+def print_what_is_left(database: Path | None) -> None:
     """Nothing serves any more, so only commands that need no server."""
-    print(f"\nAll stopped. What was learned stays in {data_dir / 'speclen.db'}:\n")
-    print(f"  speclen tables --db {data_dir / 'speclen.db'}\n", flush=True)
+    if database is None:
+        print("\nAll stopped. Nothing that was learned stays.\n", flush=True)
+        return
+    print(f"\nAll stopped. What was learned stays in {database}:\n")
+    print(f"  speclen tables --db {database}\n", flush=True)
 
 
 def say(message: str) -> None:

@@ -21,6 +21,7 @@ from speclen.store.queries import context_limits, contexts, stored_reports, view
 from speclen.store.records import ContextRow, StoredState
 
 MOST_NAMED = 20  # workers in one sentence
+MAX_REPORTS = 200_000  # the newest that are read at once: as events they take about 2 kB of memory each
 
 
 def key_of(row: ContextRow) -> ContextKey:
@@ -119,13 +120,14 @@ def last_change(connection: Connection, context_id: int, batch_min: int) -> Chan
     return None
 
 
-def events(connection: Connection) -> Iterator[Event]:
+def events(connection: Connection, max_reports: int = MAX_REPORTS) -> Iterator[Event]:
     """Everything that the controller met, in order: contexts made and widened, profiles, groups of reports.
 
-    Raises UserError where a row is none that a controller writes.
+    max_reports: older ones are left out, as if they were no longer kept. Raises UserError where a row is none that a
+    controller writes.
     """
     try:
-        yield from _events(connection)
+        yield from _events(connection, max_reports)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(
             f"the reports in the database cannot be read, one of them is damaged ({error!r}): look at the file with "
@@ -133,10 +135,11 @@ def events(connection: Connection) -> Iterator[Event]:
         ) from error
 
 
-def _events(connection: Connection) -> Iterator[Event]:
+def _events(connection: Connection, max_reports: int) -> Iterator[Event]:
     keys = {row.context_id: key_of(row) for row in contexts(connection)}
     names = {worker.worker_key: worker.worker_id for worker in workers(connection)}
-    reports = sorted(stored_reports(connection), key=lambda report: report.group_id)
+    newest = deque(stored_reports(connection), maxlen=max_reports)
+    reports = sorted(newest, key=lambda report: report.group_id)
     groups = [(group_id, list(members)) for group_id, members in groupby(reports, key=lambda report: report.group_id)]
     beside = deque(_beside(connection, [(group_id, group[0].received_at) for group_id, group in groups]))
     for group_id, group in groups:

@@ -78,7 +78,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=None if self.takes_settings else without_settings(os.environ),
-                # Ctrl-C reaches the parent alone, which then stops the children in order.
+                # Ctrl-C reaches the parent alone, which then stops the children, the controller last.
                 start_new_session=True,
             )
         self.started_at = time.monotonic()
@@ -167,9 +167,17 @@ class Child:
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL when that did not help in time."""
-        if self.process is None or self.process.poll() is not None:
+        self.tell_to_end()
+        self.wait_for_end(timeout_s)
+
+    def tell_to_end(self) -> None:
+        if self.exit_code is None and self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """SIGKILL when it does not come in time."""
+        if self.process is None:
             return
-        self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -197,10 +205,19 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], timeout_s: float) -> None:
-    """Stop the last first, each within so many seconds. Whoever interrupts that wants an end: what is left is killed."""
+    """Stop all workers at once, within so many seconds, then the controller: their last reports are for it.
+
+    Whoever interrupts that wants an end: what is left is killed.
+    """
+    workers = [child for child in children if child.kind != "controller"]
     try:
-        for child in reversed(children):
-            child.stop(timeout_s)
+        for worker in workers:
+            worker.tell_to_end()
+        deadline = time.monotonic() + timeout_s
+        for worker in workers:
+            worker.wait_for_end(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            child.stop(timeout_s)  # the controller is all that is left
     finally:
         for child in children:
             child.stop(0.0)

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from speclen.cli.app import VERBS, main, settings_of_verb
-from speclen.cli.top import overview
+from speclen.cli.top import ask, overview, rate_cells
+from speclen.console.client import Client
 from speclen.console.environment import check_environment
 from speclen.console.errors import UserError
 from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
@@ -232,8 +233,33 @@ def test_top_shows_whole_addresses_at_80_columns():
     )
     console = Console(width=80, record=True, file=io.StringIO())
     names = ["127.0.0.1:7080", "gpu-worker-17:7080"]
-    console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, None)}))
+    console.print(overview(dict.fromkeys(names, (0.0, info)), {names[0]: (1.0, info), names[1]: (1.0, "it is away")}))
     shown = console.export_text()
     assert all(name in shown for name in names)
     assert "4:2" in shown
     assert "controller" in shown
+
+
+def test_top_says_why_a_worker_does_not_answer():
+    """It said "no answer" of a controller's address, a wrong token and wrong TLS, for as long as it was watched."""
+    client = Client()
+    with listening(worker=False) as other:
+        addresses = ("127.0.0.1:1", other)
+        seen = {address: ask(address, client.channel(address), client) for address in addresses}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(overview(seen, seen))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(line.strip() for line in lines)
+    assert "no worker answers at 127.0.0.1:1: start one with `speclen up`" in shown
+    assert f"what answers at {other} is no speclen worker: give the address of one with --worker" in shown
+
+
+def test_top_shows_no_rates_over_a_restart():
+    """They were negative: the counters of a process begin at 0."""
+    first, second = (control_pb2.WorkerIdentity(worker_id="w", epoch=epoch) for epoch in (1, 2))
+    info = generation_pb2.GetServerInfoResponse
+    before, after = info(worker=first, num_steps=900, num_generated_tokens=2000), info(worker=second, num_steps=9)
+    assert rate_cells(after, before, 1.0) == ["", "", ""]
+    later = info(worker=first, num_steps=910, num_generated_tokens=2020)
+    assert rate_cells(later, before, 1.0) == ["20", "2.0", ""]

@@ -23,7 +23,7 @@ from store_rows import NOW, cell, context, decision, report, rows, store_now
 from speclen.cli.dashboard import METADATA, address, create_application
 from speclen.console.errors import UserError
 from speclen.store.database import Store
-from speclen.store.records import Commit
+from speclen.store.records import Commit, PlanEstimateRow
 
 pytest.importorskip("datasette_dashboards", reason="needs pip install 'speclen[inspect]'")
 
@@ -250,6 +250,30 @@ def test_equal_lengths_are_one_range(tmp_path):
     store.close()
     rows = chart_rows(path, CHARTS["learned/now"], "")
     assert [(row["batch_sizes"], row["speculation_length"]) for row in rows] == [("1-3", 2), ("4", 1), ("5", 2)]
+
+
+def test_a_plan_in_use_is_no_length_in_use(database):
+    """Charts showed the length of its draft model, which is 0 where rows only copy, with the gain of the plan."""
+    plan = "copy>=3 up to 8"
+    estimate = PlanEstimateRow(1, 3, 4, 0, plan, 0, 0.012, 4.0, 2.8, 3.2, is_best=True, updated_at=NOW)
+    change = decision(2, 0, previous_length=2, plan=plan, decided_at=NOW + 1)
+    store = Store.open(database)
+    assert store_now(store, Commit(plan_estimates=[estimate], decisions=[change])) is None
+    store.close()
+    newest, *_ = chart_rows(database, CHARTS["learned/lengths"], "")
+    assert (newest["size"], newest["plan"], newest["played"]) == (4, plan, plan)
+    now = chart_rows(database, CHARTS["learned/now"], "")
+    assert [(row["batch_sizes"], row["plan"]) for row in now] == [("1-2", "plain"), ("3-4", plan)]
+    slower = {
+        (row["batch_min"], row["speculation_length"]): row for row in chart_rows(database, CHARTS["learned/table"], "")
+    }
+    assert slower[3, 2]["slower_percent"] == 50, "10 ms per token against 3 of the plan"
+    assert [key for key, row in slower.items() if row["in_use"] is not None] == [(1, 0)]
+    assert {row["size"] for row in chart_rows(database, CHARTS["learned/curves"], "") if row["in_use"]} == {1, 2}
+    labels = [row["label"] for row in chart_rows(database, CHARTS["learned/gain"], "")]
+    assert [str(label) for label in labels] == ["0", "copy"]
+    _, body = get(database, "/speclen/why.json?_shape=array&batch_size=4")
+    assert [row["plan"] for row in json.loads(body)] == [plan, None]
 
 
 def test_lengths_are_shown_from_when_to_when(database):

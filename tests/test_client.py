@@ -139,6 +139,17 @@ def test_the_environment_of_all_clients_stands_before_the_file(monkeypatch):
     assert defaults["up"] == {"ca": "x.pem"}  # where it listens is not where clients look
 
 
+def test_a_section_of_a_verb_stands_before_the_environment_of_all_clients(monkeypatch):
+    """For `profile` it did, for the other verbs it did not."""
+    monkeypatch.setenv("SPECLEN_CLIENT_WORKER", "all:1")
+    monkeypatch.setenv("SPECLEN_CLIENT_CA", "all.pem")
+    own = {"generate": {"worker": "own:1"}, "up": {"ca": "own.pem"}, "profile": {"run": {"ca": "own.pem"}}}
+    defaults = with_client_defaults({"client": {"ca": "file.pem"}, **own})
+    assert defaults["generate"] == {"worker": "own:1", "ca": "all.pem"}
+    assert defaults["up"] == {"ca": "own.pem"}
+    assert defaults["profile"] == {"run": {"ca": "own.pem"}, "import": {"ca": "all.pem"}}
+
+
 def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
     (tmp_path / "speclen.toml").write_text(
         f'[client]\nworker = "{guarded.address}"\nca = "{made.authority.cert}"\ntoken-file = "{token}"\n'

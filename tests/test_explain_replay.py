@@ -273,5 +273,16 @@ def test_what_part_of_the_reports_the_costs_are_of_is_said(database):
     )
 
 
+def test_a_replay_takes_the_newest_reports_and_says_so(database):
+    """It took all that are kept, into memory: at the default limit of the database more than 10 GB."""
+    arguments = ["--db", str(database), "--policies", "", "--newest"]
+    document = json.loads(call(replay_verb, *arguments, "100", "--json").stdout)
+    assert (document["num_reports"], document["num_left_out"], document["exact"]) == (100, 140, False)
+    assert "The 140 oldest reports are left out" in call(replay_verb, *arguments, "100").output
+    document = json.loads(call(replay_verb, *arguments, "240", "--json").stdout)
+    assert (document["num_reports"], document["num_left_out"], document["exact"]) == (240, 0, True)
+    assert "left out" not in call(replay_verb, *arguments, "240").output
+
+
 def test_an_unknown_policy_is_refused(database):
     assert "policy 'best' is unknown" in str(call(replay_verb, "--db", str(database), "--policies", "best").exception)

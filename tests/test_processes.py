@@ -11,7 +11,7 @@ import pytest
 from speclen.cli.app import settings_of_verb
 from speclen.console.environment import check_environment
 from speclen.console.errors import UserError
-from speclen.console.processes import FIRST_PAUSE_S, Child
+from speclen.console.processes import FIRST_PAUSE_S, Child, stop_all
 
 DYING = ["generate", "x", "--speculation", "many"]  # ends at once with exit code 2 and one sentence
 
@@ -97,6 +97,45 @@ def test_a_killed_child_is_said_to_be_killed(tmp_path):
 def test_stopping_what_is_gone_is_no_error(tmp_path):
     died(child(tmp_path)).stop(1.0)
     child(tmp_path).stop(1.0)
+
+
+# Says when it was told to end. A worker then takes until both were told, and notes how many had ended before.
+PEER = """
+import signal, sys, time
+from pathlib import Path
+
+def end(*_):
+    Path(f"told {sys.argv[1]}").touch()
+    while sys.argv[1] != "controller" and len([*Path().glob("told worker*")]) < 2:
+        time.sleep(0.01)
+    Path(f"ended {sys.argv[1]}").write_text(str(len([*Path().glob("ended *")])))
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+print(flush=True)
+time.sleep(120)
+"""
+
+
+class Peer(Child):
+    """A child that runs that instead of a verb."""
+
+    def start(self) -> None:
+        command = [sys.executable, "-c", PEER, self.name]
+        self.process = subprocess.Popen(command, cwd=self.log_file.parent, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+
+def test_workers_end_together_and_the_controller_after_them(tmp_path):
+    """Each was told when the one before had ended: the end of eight took the sum of their drains."""
+    names = ("controller", "worker 0", "worker 1")
+    children = [Peer(name, [name.split()[0]], "", tmp_path / "log") for name in names]
+    for one in children:
+        one.start()
+    stop_all(children, 20.0)
+    assert [one.exit_code for one in children] == [0, 0, 0]
+    assert (tmp_path / "ended controller").read_text() == "2"
 
 
 @pytest.mark.parametrize(("takes_settings", "words"), [(True, "SPECLEN_GENERATE_TPO_K"), (False, "'many' is unknown")])

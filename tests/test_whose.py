@@ -163,6 +163,22 @@ def test_every_worker_has_an_http_front_one_port_further(tmp_path):
         Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
 
 
+@pytest.mark.parametrize("options", [("--db", "elsewhere.db"), ("--in-memory",)])
+def test_up_names_the_database_that_its_controller_has(tmp_path, monkeypatch, capsys, options):
+    """It read and named the one in its data directory, though the controller was told another by a setting of its own."""
+    from speclen.cli.up import Places, database_of, print_addresses, print_what_is_left
+
+    monkeypatch.chdir(tmp_path)
+    with controller(tmp_path / "a", *options) as running:
+        database = database_of(running.address, Client())
+    assert database == (Path("elsewhere.db") if options[0] == "--db" else None)
+    print_addresses(Places(running.address, ["127.0.0.1:1"], []), Path("a"), database)
+    print_what_is_left(database)
+    shown = capsys.readouterr().out
+    assert shown.count("speclen tables --db elsewhere.db\n") == (2 if database else 0)
+    assert "a/speclen.db" not in shown
+
+
 def test_top_of_nobody_says_so(tmp_path):
     address = free_address()
     told = speclen("top", "--worker", address, "--json", cwd=tmp_path)
