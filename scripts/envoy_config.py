@@ -21,6 +21,7 @@ import typer
 import yaml
 
 from speclen.transport.address import split_address
+from speclen.transport.credentials import read_tokens
 
 HTTP_MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 ROUTER = "envoy.extensions.filters.http.router.v3.Router"
@@ -32,6 +33,13 @@ PREVIOUS = "envoy.retry_host_predicates.previous_hosts"
 PREVIOUS_TYPE = "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
 # A dead worker has the fewest in flight, so it wins every draw of two that it is in: of three workers, in more than half.
 MOST_DRAWS = 20
+# What is tried at another worker: what did not reach one, or was refused by one that drains. A full queue is told to the
+# client instead: the worker was chosen for having few requests, so the others' queues are hardly shorter.
+GRPC_RETRIES: dict[str, Any] = {"retry_on": "connect-failure,refused-stream,reset,unavailable"}
+HTTP_RETRIES: dict[str, Any] = {
+    "retry_on": "connect-failure,reset,retriable-status-codes",
+    "retriable_status_codes": [503],
+}
 # Requests that the proxy lets wait at all workers together; a worker's own bounded queue refuses before.
 MOST_REQUESTS = 100_000
 HEADER = "# Written by scripts/envoy_config.py, whose docstring says how.\n"
@@ -75,7 +83,12 @@ def cluster(
         "circuit_breakers": {
             "thresholds": [dict.fromkeys(("max_requests", "max_pending_requests", "max_retries"), MOST_REQUESTS)]
         },
-        "outlier_detection": {"consecutive_gateway_failure": 3, "base_ejection_time": "5s", "max_ejection_percent": 50},
+        "outlier_detection": {
+            "consecutive_gateway_failure": 3,
+            "enforcing_consecutive_gateway_failure": 100,  # percent; Envoy only counts by default
+            "base_ejection_time": "5s",
+            "max_ejection_percent": 50,
+        },
     }
     if health:
         often = {"timeout": "2s", "interval": "5s", "unhealthy_threshold": 2, "healthy_threshold": 1}
@@ -92,16 +105,25 @@ def cluster(
     return made
 
 
-def listener(name: str, flag: str, address: str, retry_on: str, tls: tuple[Path, Path] | None) -> dict[str, Any]:
+def health_check(kind: str, headers: str, token: str, **fields: Any) -> dict[str, Any]:
+    """A check of that kind. headers: the field for those that it sends; the token is one, "" for none."""
+    if token:
+        fields[headers] = [{"header": {"key": "authorization", "value": f"Bearer {token}"}}]
+    return {kind: fields}
+
+
+def listener(
+    name: str, flag: str, address: str, retries: dict[str, Any], tls: tuple[Path, Path] | None
+) -> dict[str, Any]:
     """Everything that comes to an address goes to the cluster of that name, however long its answer streams."""
     route = {
         "match": {"prefix": "/"},
         "route": {
             "cluster": name,
             "timeout": "0s",
-            # Only what no worker has begun to answer is tried at another one.
+            # Only what no worker has begun to answer is tried at another one: Envoy passes headers on, or retries.
             "retry_policy": {
-                "retry_on": retry_on,
+                **retries,
                 "num_retries": 2,
                 "retry_host_predicate": [{"name": PREVIOUS, "typed_config": typed(PREVIOUS_TYPE)}],
                 "host_selection_retry_max_attempts": MOST_DRAWS,
@@ -135,20 +157,18 @@ def config(
     http_listen: str,
     admin: str,
     token: str,
+    api_key: str,
     checks: bool,
     ca: Path | None,
     tls: tuple[Path, Path] | None,
 ) -> dict[str, Any]:
-    """Envoy's bootstrap. token: that health checks over gRPC carry; "" for none."""
-    grpc_health: dict[str, Any] = {"grpc_health_check": {}} if checks else {}
-    if token and checks:
-        header = {"header": {"key": "authorization", "value": f"Bearer {token}"}}
-        grpc_health["grpc_health_check"]["initial_metadata"] = [header]
-    listeners = [listener("grpc", "--listen", listen, "connect-failure,refused-stream,reset", tls)]
+    """Envoy's bootstrap. token, api_key: that health checks over gRPC and over HTTP carry; "" for none."""
+    grpc_health = health_check("grpc_health_check", "initial_metadata", token) if checks else {}
+    http_health = health_check("http_health_check", "request_headers_to_add", api_key, path="/health") if checks else {}
+    listeners = [listener("grpc", "--listen", listen, GRPC_RETRIES, tls)]
     clusters = [cluster("grpc", "--worker", workers, grpc_health, True, ca)]
     if http_workers:
-        http_health = {"http_health_check": {"path": "/health"}} if checks else {}
-        listeners.append(listener("http", "--http-listen", http_listen, "connect-failure,reset", tls))
+        listeners.append(listener("http", "--http-listen", http_listen, HTTP_RETRIES, tls))
         clusters.append(cluster("http", "--http", http_workers, http_health, False, ca))
     return {
         "admin": {"address": socket_address("--admin-listen", admin)},
@@ -162,7 +182,8 @@ def main(
     http: list[str] = typer.Option([], help="HOST:PORT of a worker's HTTP; may be given several times."),
     http_listen: str = typer.Option("127.0.0.1:8090", help="Where clients find HTTP."),
     admin_listen: str = typer.Option("127.0.0.1:9901", help="Envoy's own page."),
-    token_file: Path | None = typer.Option(None, help="Token of the workers, for the checks of their health."),
+    token_file: Path | None = typer.Option(None, help="Tokens of the workers; their health is asked with the first."),
+    api_key_file: Path | None = typer.Option(None, help="Keys of workers over HTTP, likewise; default: --token-file."),
     checks: bool = typer.Option(
         True, help="Check the workers' health; not where their name stands for ready ones alone."
     ),
@@ -173,10 +194,11 @@ def main(
     """Write a configuration for Envoy."""
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("--tls-cert and --tls-key go together: give both or none")
-    token = "" if token_file is None else token_file.read_text().split()[0]
     tls = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
     try:
-        made = config(worker, listen, http, http_listen, admin_listen, token, checks, worker_ca, tls)
+        token = "" if token_file is None else read_tokens("--token-file", token_file)[0]
+        api_key = token if api_key_file is None else read_tokens("--api-key-file", api_key_file)[0]
+        made = config(worker, listen, http, http_listen, admin_listen, token, api_key, checks, worker_ca, tls)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(HEADER + yaml.safe_dump(made, sort_keys=False), nl=False)

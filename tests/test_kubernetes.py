@@ -27,6 +27,7 @@ SCHEMAS = importlib.util.find_spec("kubernetes_validate")
 KUBERNETES = "1.33"
 WORKLOADS = [document for document in DOCUMENTS if document["kind"] in ("StatefulSet", "Deployment")]
 CONFIGS = {"controller": ControllerConfig, "worker": WorkerConfig}
+DRAIN = "SPECLEN_WORKER_DRAIN_TIMEOUT_S"
 
 
 @pytest.mark.skipif(SCHEMAS is None, reason="no schemas here: pip install kubernetes-validate")
@@ -72,14 +73,20 @@ def test_a_container_may_do_nothing_that_it_need_not(workload, container):
     assert mounted == {volume["name"] for volume in pod["volumes"]} | claimed
 
 
+def pod_and_container(name):
+    """The pod with a container of that name, and the container."""
+    (found,) = (
+        (workload["spec"]["template"]["spec"], container)
+        for workload in WORKLOADS
+        for container in workload["spec"]["template"]["spec"]["containers"]
+        if container["name"] == name
+    )
+    return found
+
+
 @pytest.mark.parametrize("kind", ["controller", "worker"])
 def test_settings_ports_and_probes_belong_together(kind):
-    (container,) = (
-        each
-        for workload in WORKLOADS
-        for each in workload["spec"]["template"]["spec"]["containers"]
-        if each["name"] == kind
-    )
+    _, container = pod_and_container(kind)
     prefix = f"SPECLEN_{kind.upper()}_"
     given = {entry["name"]: entry.get("value", "") for entry in container["env"]}
     fields = {field.name for field in dataclasses.fields(CONFIGS[kind])}
@@ -99,6 +106,37 @@ def test_settings_ports_and_probes_belong_together(kind):
         },
         insecure=True,
     )
+
+
+@pytest.mark.parametrize("name", ["worker", "envoy"])
+def test_a_pod_that_is_to_end_waits_until_nobody_sends_to_it(name):
+    """The grace period begins with preStop: what runs then has to end within it, too."""
+    pod, container = pod_and_container(name)
+    waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drains_s = {entry["name"]: entry.get("value") for entry in container.get("env", [])}.get(DRAIN, 0)
+    assert waits_s + float(drains_s) + 10 <= pod["terminationGracePeriodSeconds"]
+
+
+def test_clients_have_another_token_than_the_controller():
+    workers, theirs = secret_behind("worker", "TOKEN_FILE"), secret_behind("worker", "CONTROLLER_TOKEN_FILE")
+    assert theirs == secret_behind("controller", "TOKEN_FILE") != workers
+    page = (DEPLOY.parent / "docs" / "kubernetes.md").read_text()
+    for secret in (workers, theirs, "speclen-tls"):
+        assert f"| `{secret}` |" in page
+
+
+def secret_behind(kind, setting):
+    """Name of the secret that holds the file of a setting."""
+    pod, container = pod_and_container(kind)
+    (file,) = (each["value"] for each in container["env"] if each["name"] == f"SPECLEN_{kind.upper()}_{setting}")
+    (volume,) = (each["name"] for each in container["volumeMounts"] if each["mountPath"] == str(Path(file).parent))
+    return next(each["secret"]["secretName"] for each in pod["volumes"] if each["name"] == volume)
+
+
+def test_a_worker_with_a_gpu_does_not_serve_without_it():
+    _, container = pod_and_container("worker")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {"name": "SPECLEN_WORKER_DEVICE", "value": "cuda"} in container["env"]
 
 
 def test_selectors_find_what_they_are_for():
