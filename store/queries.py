@@ -62,6 +62,11 @@ def newest_reports(connection: Connection, context_id: int, limit: int) -> list[
     return [ReportRow(*row) for row in connection.execute(query, (context_id, limit))][::-1]
 
 
+def contexts_with_reports(connection: Connection) -> set[int]:
+    """Of which raw reports are kept, in one look at all of them: a look for those of one context takes as long."""
+    return {row[0] for row in connection.execute("SELECT DISTINCT context_id FROM step_reports")}
+
+
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:
     """Every context known, in order of context_id."""
     return tuple(_rows(connection, "contexts ORDER BY context_id", ContextRow))

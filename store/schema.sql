@@ -139,24 +139,6 @@ CREATE TABLE step_reports (
   received_at REAL NOT NULL CHECK (received_at >= 0)
 , class_histograms TEXT CHECK (class_histograms IS NULL OR json_valid(class_histograms)), num_steps INTEGER NOT NULL DEFAULT 1 CHECK (num_steps BETWEEN 1 AND 65536), latency_sd_s REAL CHECK (latency_sd_s IS NULL OR latency_sd_s >= 0), copying TEXT CHECK (copying IS NULL OR json_valid(copying)), draft_prompt_s REAL NOT NULL DEFAULT 0 CHECK (draft_prompt_s >= 0), num_new_rows INTEGER NOT NULL DEFAULT 0 CHECK (num_new_rows >= 0)) STRICT;
 
-CREATE VIEW decision_history AS
--- Every change of a choice, newest first, with both estimates of that moment.
-SELECT
-  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
-  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
-    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
-  CASE d.batch_min WHEN d.batch_max THEN '' || d.batch_min ELSE d.batch_min || '-' || d.batch_max END AS batch_bucket,
-  d.batch_min,
-  d.batch_max,
-  d.previous_length,
-  d.speculation_length,
-  d.previous_ms_per_token,
-  d.ms_per_token,
-  d.reason,
-  d.decision_version
-FROM decisions AS d JOIN contexts AS x USING (context_id)
-ORDER BY d.decision_id DESC;
-
 CREATE TABLE prediction_windows (
   -- Predicted against observed, by minute: what the estimates stored before each commit said of the commit's reports.
   context_id INTEGER NOT NULL REFERENCES contexts,
@@ -377,3 +359,23 @@ SELECT
   c.num_steps
 FROM c JOIN contexts AS x USING (context_id)
 ORDER BY c.context_id, c.batch_min;
+
+CREATE VIEW decision_history AS
+-- Every change of a choice, newest first, with both estimates of that moment. A plan is NULL where the length is all.
+SELECT
+  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
+  x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype
+    || CASE x.engine_fingerprint WHEN '' THEN '' ELSE ' [' || x.engine_fingerprint || ']' END AS context,
+  CASE d.batch_min WHEN d.batch_max THEN '' || d.batch_min ELSE d.batch_min || '-' || d.batch_max END AS batch_bucket,
+  d.batch_min,
+  d.batch_max,
+  d.previous_length,
+  d.speculation_length,
+  d.previous_ms_per_token,
+  d.ms_per_token,
+  d.reason,
+  d.decision_version,
+  d.previous_plan,
+  d.plan
+FROM decisions AS d JOIN contexts AS x USING (context_id)
+ORDER BY d.decision_id DESC;

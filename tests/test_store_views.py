@@ -87,12 +87,13 @@ def test_current_choice_has_one_row_per_bucket_with_the_gain_and_the_last_reason
 
 
 def test_decision_history_is_newest_first_with_both_estimates(store):
-    second = decision(2, 0, previous_length=2, previous_ms_per_token=12.0, ms_per_token=11.0)
+    second = decision(2, 0, previous_length=2, previous_ms_per_token=12.0, ms_per_token=11.0, plan="copy>=3 up to 8")
     store_now(store, Commit(contexts=[context()], decisions=[decision(1, 2), second]))
     newest, oldest = view(store, "decision_history")
     assert (newest["previous_length"], newest["speculation_length"]) == (2, 0)
     assert (newest["previous_ms_per_token"], newest["ms_per_token"]) == (12.0, 11.0)
     assert (oldest["previous_length"], oldest["decision_version"]) == (None, 1)
+    assert (newest["previous_plan"], newest["plan"], oldest["plan"]) == (None, "copy>=3 up to 8", None)
 
 
 def test_prediction_error_compares_reports_with_the_estimates_that_came_before_them(store):

@@ -90,7 +90,10 @@ async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
         running(config, as_stored=True) as controller,
         grpc.aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel,
     ):
-        response = await rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S)
+        try:
+            response = await rpc.ControlServiceStub(channel).ImportProfile(request, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise ValueError(f"{db} does not take the profile: {error.details()}") from error
     return response.profile_id
 
 

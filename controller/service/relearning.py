@@ -35,18 +35,23 @@ def relearn(estimator: Estimator, contexts: Iterable[RegisteredContext], databas
     connection = connect_reader(database)
     try:
         names = {row.worker_key: row.worker_id for row in queries.workers(connection)}
-        return sum(_relearn_one(estimator, context, connection, names) for context in contexts)
+        reported = queries.contexts_with_reports(connection)
+        return sum(
+            _relearn_one(estimator, each, connection, names, MOST_REPORTS * (each.context_id in reported))
+            for each in contexts
+        )
     finally:
         connection.close()
 
 
 def _relearn_one(
-    estimator: Estimator, context: RegisteredContext, connection: Connection, names: dict[int, str]
+    estimator: Estimator, context: RegisteredContext, connection: Connection, names: dict[int, str], most: int
 ) -> int:
+    """most: reports that are read."""
     for stored in stored_profiles(connection):
         if stored.profile.context_id == context.context_id:
             estimator.seed_profile(context.key, profile_of(stored.profile))
-    reports = queries.newest_reports(connection, context.context_id, MOST_REPORTS)
+    reports = queries.newest_reports(connection, context.context_id, most)
     log.info("learning again from the reports that are kept", context=context.context_id, num_reports=len(reports))
     done, told_at = 0, time.monotonic()
     for _, members in groupby(reports, key=attrgetter("group_id")):

@@ -1,4 +1,4 @@
-"""Plans that copy: columns, a table and views of the step m010."""
+"""Plans that copy: columns, a table and views of the steps m010 and m013."""
 
 from __future__ import annotations
 
@@ -142,4 +142,27 @@ CHANGES = (
     CURRENT_CHOICE_3,
     "DROP VIEW choices",
     CHOICES_3,
+)
+
+PLANNED_DECISIONS = (
+    "DROP VIEW decision_history",
+    f"""\
+CREATE VIEW decision_history AS
+-- Every change of a choice, newest first, with both estimates of that moment. A plan is NULL where the length is all.
+SELECT
+  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
+  {CONTEXT} AS context,
+  {BUCKET.format(t="d")} AS batch_bucket,
+  d.batch_min,
+  d.batch_max,
+  d.previous_length,
+  d.speculation_length,
+  d.previous_ms_per_token,
+  d.ms_per_token,
+  d.reason,
+  d.decision_version,
+  d.previous_plan,
+  d.plan
+FROM decisions AS d JOIN contexts AS x USING (context_id)
+ORDER BY d.decision_id DESC""",
 )
