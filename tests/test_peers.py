@@ -74,8 +74,9 @@ def test_a_wrong_number_of_tokens_is_an_error(peers: Any) -> None:
         module.Clients(lambda prompt, num_tokens: 3, module.Requests([[1]], 6), 2).run(0.1)
 
 
-def row(peer: str, mode: str, threads: int, rates: dict[int, float]) -> list[dict[str, Any]]:
+def row(peer: str, mode: str, threads: int, rates: dict[int, float], number: int = 1) -> list[dict[str, Any]]:
     common = {"peer": peer, "mode": mode, "threads": threads, "latency_mean_s": 1.0, "latency_p95_s": 1.0}
+    common["round"] = number
     return [common | {"concurrency": at, "tokens_per_s": rate} for at, rate in rates.items()]
 
 
@@ -102,7 +103,9 @@ def test_what_time_was_too_short_for_is_measured_by_going_on(
 
     def measure(one: Any, threads: int, *_: Any) -> list[dict[str, Any]]:
         calls.append((one.name, threads))
-        return row(one.peer, one.name, threads, {1: 100.0})
+        [printed] = row(one.peer, one.name, threads, {1: 100.0})
+        del printed["round"]  # a contestant does not know it
+        return [printed]
 
     monkeypatch.setattr(rounds, "measure", measure)
     monkeypatch.setattr(rounds.os, "cpu_count", lambda: 2)
@@ -139,12 +142,21 @@ def test_what_time_was_too_short_for_is_measured_by_going_on(
 
 def test_rounds_are_told_by_their_spread(peers: Any) -> None:
     table = peers("table")
-    lines = [*row("speclen", "none", 2, {1: 200.0}), *row("speclen", "none", 2, {1: 240.0})]
-    lines += [*row("vLLM", "no draft", 2, {1: 100.0}), *row("vLLM", "no draft", 2, {1: 100.0})]
+    lines = [*row("speclen", "none", 2, {1: 200.0}), *row("speclen", "none", 2, {1: 240.0}, 2)]
+    lines += [*row("vLLM", "no draft", 2, {1: 100.0}), *row("vLLM", "no draft", 2, {1: 100.0}, 2)]
     rows = table.best_threads(lines)
     page = table.markdown(rows, table.over_best(rows), {"cores": 2})
     assert "| speclen, none | 220 (200 to 240), " in page
     assert "| any of them | 2.20 (2.00 to 2.40), vLLM, no draft |" in page
+
+
+def test_a_round_that_failed_is_compared_with_none(peers: Any) -> None:
+    """The second round of a peer was put against the third of ours."""
+    table = peers("table")
+    lines = [line for number in (1, 2, 3) for line in row("speclen", "none", 2, {1: 100.0 * number}, number)]
+    lines += [*row("vLLM", "no draft", 2, {1: 100.0}, 1), *row("vLLM", "no draft", 2, {1: 300.0}, 3)]
+    [ratio] = [one for one in table.over_best(table.best_threads(lines)) if one["peer"] == "vLLM"]
+    assert (ratio["ratio_low"], ratio["ratio_high"]) == (1.0, 1.0)
 
 
 def test_the_ratio_is_to_the_best_mode_of_the_best_peer(peers: Any) -> None:

@@ -45,6 +45,7 @@ def best_threads(rows: Rows) -> Rows:
                 "tokens_per_s_low": min(rates),
                 "tokens_per_s_high": max(rates),
                 "tokens_per_s_by_round": rates,
+                "round_numbers": [row["round"] for row in rounds],
                 "latency_mean_s": statistics.fmean(row["latency_mean_s"] for row in rounds),
                 "latency_p95_s": statistics.fmean(row["latency_p95_s"] for row in rounds),
             }
@@ -132,8 +133,10 @@ def over(row: dict[str, Any], others: Rows) -> dict[str, Any] | None:
     if not others:
         return None
     best = max(others, key=lambda other: other["tokens_per_s"])
-    pairs = zip(row["tokens_per_s_by_round"], best["tokens_per_s_by_round"], strict=False)
-    rounds = [ours / theirs for ours, theirs in pairs]
+    ours, theirs = (dict(zip(one["round_numbers"], one["tokens_per_s_by_round"], strict=True)) for one in (row, best))
+    rounds = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()]
+    if not rounds:
+        return None
     return {
         "best_mode": f"{best['peer']}, {best['mode']}",
         "concurrency": row["concurrency"],
