@@ -72,7 +72,7 @@ def connect_writer(path: Path) -> Connection:
         # Has to come before the first table; without it a file never gives space back. Setting it again would write.
         if connection.execute("PRAGMA page_count").fetchone()[0] == 0:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        elif connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+        elif not is_new(connection):
             require_ours(path, connection)  # before the next line, which would change another program's file
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
@@ -93,7 +93,7 @@ def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Co
         raise StoreError(f"There is no database at {path}: start a controller with --db {path}, or name another file.")
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
-        if connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
+        if is_new(connection):
             what = f"{path} has no tables, as a first start leaves it that was killed or found no room"
             raise StoreError(f"{what}: start a controller on it, or delete it.")
         require_ours(path, connection)
@@ -126,6 +126,11 @@ def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
         for connection in (examiner, reader) if beside else (reader, examiner):
             if connection is not None:
                 connection.close()
+
+
+def is_new(connection: Connection) -> bool:
+    """Whether the file has no tables yet."""
+    return bool(connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0)
 
 
 def require_ours(path: Path, connection: Connection) -> None:

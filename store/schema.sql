@@ -361,7 +361,7 @@ FROM c JOIN contexts AS x USING (context_id)
 ORDER BY c.context_id, c.batch_min;
 
 CREATE VIEW decision_history AS
--- Every change of a choice, newest first, with both estimates of that moment. A plan is NULL where the length is all.
+-- Every change of a choice, newest first, with both estimates of that moment.
 SELECT
   strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
   x.target || ' + ' || x.draft || ' on ' || x.device || ', ' || x.dtype

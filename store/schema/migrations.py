@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speclen.store.connection import APPLICATION_ID, Connection, StoreError, require_ours, sqlite3
+from speclen.store.connection import APPLICATION_ID, Connection, StoreError, is_new, require_ours, sqlite3
 from speclen.store.schema.steps import STEPS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def migrate(path: Path, connection: Connection, stop_before: str | None = None) 
     stop_before: name of the first step not to apply (for tests of old versions).
     Raises StoreError if the file is another program's, or newer than this program.
     """
-    new = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
+    new = is_new(connection)
     if not new:
         require_ours(path, connection)
         applied = applied_steps(connection)

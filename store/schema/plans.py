@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speclen.store.schema.first_views import BUCKET, CONTEXT
+from speclen.store.schema.first_views import BUCKET, CONTEXT, DECISION_HISTORY
 from speclen.store.schema.seen import LATELY
 
 _COPIED = "ADD COLUMN max_copied_tokens INTEGER NOT NULL DEFAULT 0 CHECK (max_copied_tokens BETWEEN 0 AND 64)"
@@ -146,23 +146,6 @@ CHANGES = (
 
 PLANNED_DECISIONS = (
     "DROP VIEW decision_history",
-    f"""\
-CREATE VIEW decision_history AS
--- Every change of a choice, newest first, with both estimates of that moment. A plan is NULL where the length is all.
-SELECT
-  strftime('%Y-%m-%d %H:%M:%f', d.decided_at, 'unixepoch') AS decided_at,
-  {CONTEXT} AS context,
-  {BUCKET.format(t="d")} AS batch_bucket,
-  d.batch_min,
-  d.batch_max,
-  d.previous_length,
-  d.speculation_length,
-  d.previous_ms_per_token,
-  d.ms_per_token,
-  d.reason,
-  d.decision_version,
-  d.previous_plan,
-  d.plan
-FROM decisions AS d JOIN contexts AS x USING (context_id)
-ORDER BY d.decision_id DESC""",
+    # A plan is NULL where the length is all.
+    DECISION_HISTORY.replace("  d.decision_version\n", "  d.decision_version,\n  d.previous_plan,\n  d.plan\n"),
 )
