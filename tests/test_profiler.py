@@ -52,7 +52,7 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
     assert samples.largest_batch_size is None
     result = samples.result()
     for cell in result.cells:
-        assert cell.num_steps >= GRID.min_steps
+        assert cell.num_visits >= GRID.min_visits
         assert 0 < cell.step_s < 1
         assert cell.relative_error <= GRID.precision
     # A longer speculation costs more passes: the order holds whatever the machine does besides.
@@ -107,6 +107,15 @@ def test_tight_cells_end_the_profile_early_and_time_ends_it_otherwise(pair: Mode
     with profiler(pair, impossible) as running:
         samples = running.run()
     assert 1.0 <= samples.elapsed_s < 20.0
+
+
+def test_cells_of_a_batch_size_end_together(pair: ModelPair) -> None:
+    """Or those that chance makes look fast, and so certain, would be measured the least, and be what tables are made of."""
+    with profiler(pair) as running:
+        running._tight = {(1, GRID.lengths[0])}
+        assert running._open_lengths(1) == list(GRID.lengths)
+        running._tight = {(1, length) for length in GRID.lengths}
+        assert running._open_lengths(1) == []
 
 
 def test_an_interrupted_profile_goes_on_where_it_stopped(pair: ModelPair) -> None:

@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 from typer.testing import CliRunner
 
+from speclen.bench.serving.load import Yield
 from speclen.bench.serving.survey import Survey
 from speclen.cli.bench import app
 from speclen.console.database import reading
@@ -36,7 +37,7 @@ def survey(tmp_path):
     """As if it had been measured: a slow machine, so that few requests make a block."""
     found = Survey()
     for key in [(1, "plain"), (1, "draft 1"), (4, "plain"), (4, "draft 1")]:
-        found.tokens[key], found.seconds[key], found.steps_yield[key] = 300 + 10 * key[0], 1.0, [1.0]
+        found.add(key, Yield(300 + 10 * key[0], 1.0, 1.0))
     found.save(tmp_path / "survey.json", {})
     return tmp_path / "survey.json"
 

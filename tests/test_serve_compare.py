@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -16,7 +17,16 @@ from speclen.bench.comparison.outputs import OutputCheck
 from speclen.bench.comparison.plot import plot
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, from_rows, run_rounds, to_rows
-from speclen.bench.comparison.tables import aims_table, closed_table, made_where, ratio_cell, ratio_table, read_results
+from speclen.bench.comparison.stats import Interval
+from speclen.bench.comparison.tables import (
+    aims_table,
+    closed_table,
+    in_words,
+    made_where,
+    ratio_cell,
+    ratio_table,
+    read_results,
+)
 from speclen.bench.serving.block import Bin, BlockFigures
 from speclen.bench.serving.load import RequestOutcome
 from speclen.bench.serving.tracks import Arrival
@@ -110,6 +120,21 @@ def test_the_best_length_is_the_best_of_all_blocks_also_when_another_length_was_
     assert ratio_cell(comparison, "adaptive", "fixed:1").endswith(", 6 rounds")
 
 
+def test_the_worst_of_many_has_an_interval_for_all_of_them():
+    """Of 15 like intervals of 200 blocks: 2.94 standard errors where one alone has 1.96."""
+    one = Interval(1.02, 1.0, 1.02**2)
+    assert one.of_several(1, 200).low == pytest.approx(one.low, rel=1e-3)
+    ends = one.of_several(15, 200)
+    assert math.log(ends.high / one.value) == pytest.approx(2.94 / 1.96 * math.log(one.high / one.value), rel=0.03)
+
+
+def test_few_blocks_show_no_difference():
+    """Their intervals cover less often than they say."""
+    interval = Interval(0.8, 0.7, 0.9)
+    assert in_words(interval, 5) == "0.80 (0.70 to 0.90)"
+    assert in_words(interval, 6) == "**0.80 (0.70 to 0.90)**"
+
+
 def by_turns(rounds, resolution=0.001):
     """Blocks of two kinds take turns; fixed:2 is hopeless in those with odd numbers, and twice as fast in the others."""
 
@@ -137,7 +162,7 @@ def test_kinds_of_blocks_that_take_turns_are_judged_apart(tmp_path):
     assert [cell.split()[0] for cell in row.split("|")[2:4]] == [
         f"**{part.ratio('fixed:2', 'adaptive').interval.value:.2f}" for part in (odd, even)
     ]
-    ahead = f"at 8 at a time (`fixed:2`) | 1.02 | **{even.ratio('adaptive', 'fixed:2').interval.value:.2f}"
+    ahead = f"at 8 at a time `fixed:2` | 1.02 | **{even.ratio('adaptive', 'fixed:2').interval.value:.2f}"
     assert ahead in aims_table(read_results(tmp_path), tmp_path / "peers.json")
     assert "closed" not in ratio_table(read_results(tmp_path)).split("Rounds:")[0]
     text = io.StringIO()

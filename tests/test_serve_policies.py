@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from speclen.bench.serving.load import Yield
 from speclen.bench.serving.policies import expand, fitted_table, in_words, make_policy, parse_policies, stretched
 from speclen.bench.serving.rules import EVERY_STEPS, ThroughputAware
 from speclen.bench.serving.survey import Survey
@@ -64,7 +65,7 @@ def test_tables_of_every_kind(profile):
         (4, "draft 3"): 4,
         (4, "copy>=3 up to 8"): 6,
     }.items():
-        survey.tokens[key], survey.seconds[key] = rate, 1.0
+        survey.add(key, Yield(rate, 1.0, 1.0))
 
     def table(name):
         return in_words(make_policy(name, 4, 3, profile, survey).table)

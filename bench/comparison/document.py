@@ -25,9 +25,10 @@ ALIKE = (
         "worker",
         "context",
         "profile",
+        "profile_sha256",
         "policies",
     ),
-    *("learn_s", "oracle", "processor"),
+    *("learn_s", "oracle", "tables", "processor"),
 )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,26 @@ from speclen.bench.serving.load import Yield, closed_loop, explain, make_request
 from speclen.bench.serving.policies import Policy, parse_policies
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.recipes import ALIASES, SCENARIOS, TrackRecipe, scenario_of
-from speclen.bench.serving.survey import Survey, capacity_cells, exhaustive_cells, load_survey, measure
+from speclen.bench.serving.survey import (
+    FIRST_VISITS,
+    Survey,
+    capacity_cells,
+    exhaustive_cells,
+    load_survey,
+    measure,
+)
 from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, draw_requests
 from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
+from speclen.v1.control_pb2 import ContextKey
 from speclen.worker.drafting.plan import PLAIN, parse_plan
 from speclen.worker.drafting.plan import Plan as DraftPlan
 from speclen.worker.models.devices import processor_model
 
-SURVEY_ROUNDS, MOST_ROUNDS = 2, 1000
+MOST_ROUNDS = 1000
+CAPACITY_VISIT_S, AGREE, MOST_CAPACITY_VISITS = 8.0, 1.05, 6
 DRAWN_TOGETHER = 64  # requests of a mix, among which conversations go on
 
 
@@ -80,6 +90,7 @@ class Plan:
             "policies": self.names,
             "worker": {name: getattr(self.settings, name) for name in self.settings.__slots__},
             "profile": None if self.profile is None else self.profile.name,
+            "profile_sha256": None if self.profile is None else digest_of(self.profile),
             "seed": self.seed,
             "scale": self.scale,
             "learn_s": self.learn_s,
@@ -104,41 +115,66 @@ def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
     limits = (settings.max_batch_size, settings.max_length)
     cells = exhaustive_cells(*limits) if plan.wants_oracle else capacity_cells(*limits)
     say(
-        f"survey of {len(cells)} cells, {len(cells) * plan.cell_s / 60:.0f} to {len(cells) * plan.cell_s / 30:.0f} minutes"
+        f"survey of {len(cells)} cells, {len(cells) * plan.cell_s / 60:.0f} to {len(cells) * plan.cell_s / 20:.0f} minutes"
     )
-    found = measure(cells, Visitor(plan, worker, SURVEY_ROUNDS), SURVEY_ROUNDS, on_cell=show_cells)
+    found = measure(cells, Visitor(plan, worker), on_cell=show_cells)
     found.track = plan.track
     if plan.survey is not None:
         context = worker.context()
         facts = {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields}
-        found.save(plan.survey, {"context": facts, "cell_s": plan.cell_s, **provenance()})
+        place = {"machine": machine_of(context), "context": facts}
+        found.save(plan.survey, {**place, "cell_s": plan.cell_s, **provenance()})
         say(f"survey written to {plan.survey}: --survey {plan.survey} uses it again")
     return found
 
 
-def capacity_now(plan: Plan, worker: WarmWorker, survey: Survey) -> float:
-    """Tokens per second with every row busy, at the length that the survey found fastest, on the machine as it is today.
+def machine_of(context: ContextKey) -> dict[str, Any]:
+    """What the worker of this context runs on."""
+    import torch  # here, since it takes seconds
 
-    A shared machine is a fifth slower on some days: shares of its capacity on another day would be an overload.
+    from speclen.bench.machine import machine
+
+    return machine(torch.device("cuda" if "cuda" in context.device else "cpu"))
+
+
+def capacity_now(plan: Plan, worker: WarmWorker, survey: Survey) -> list[float]:
+    """Tokens per second with every row busy with the track's requests, at the length that the survey found fastest, on the
+    machine as it is today, which is a fifth slower on some days. By visit; the last two agree, and are what counts.
+
+    Each visit serves the same requests: until they agree, shapes are new, or something else runs.
     """
-    visit = Visitor(replace(plan, track=survey.track), worker, SURVEY_ROUNDS)
-    concurrency, words = survey.capacity_cell
-    visit(SURVEY_ROUNDS, concurrency, parse_plan(words))  # not counted: shapes that are new take longer
-    found = measure([survey.capacity_cell], visit, SURVEY_ROUNDS).capacity_tokens_per_s
-    say(f"capacity: {found:.0f} tokens/s, {found / survey.capacity_tokens_per_s:.2f} times that of {plan.survey}")
-    return found
+    visitor, (concurrency, words) = Visitor(plan, worker), survey.capacity_cell
+    seconds = min(CAPACITY_VISIT_S, 2 * plan.cell_s)
+    rates: list[float] = []
+    while len(rates) < MOST_CAPACITY_VISITS and not (len(rates) > 1 and agree(*rates[-2:])):
+        rates.append(visitor.serve_for(seconds, concurrency, parse_plan(words)).tokens_per_s)
+    if not agree(*rates[-2:]):
+        say(
+            f"capacity: {len(rates)} visits, and the last two differ by more than {AGREE - 1:.0%}: is the machine quiet?"
+        )
+    beside = f", {capacity_of(rates) / survey.capacity_tokens_per_s:.2f} times the survey's"
+    say(f"capacity: {capacity_of(rates):.0f} tokens/s{beside if survey.track == plan.track else ''}")
+    return rates
+
+
+def agree(first: float, second: float) -> bool:
+    return max(first, second) <= AGREE * min(first, second)
+
+
+def capacity_of(rates: list[float]) -> float:
+    return sum(rates[-2:]) / len(rates[-2:])
 
 
 class Visitor:
     """Serves so many requests at a time by a plan, the same ones for every plan: what `measure` calls.
 
     There are as many of them as keep the worker busy for the plan's seconds without speculation, once it has served so many
-    at a time: shapes that are new take longer.
+    at a time: shapes that are new take longer. The first of them, one for each at a time, are not counted.
     """
 
-    def __init__(self, plan: Plan, worker: WarmWorker, rounds: int) -> None:
+    def __init__(self, plan: Plan, worker: WarmWorker) -> None:
         self._plan, self._worker = plan, worker
-        self._visit_s = plan.cell_s / rounds
+        self._visit_s = plan.cell_s / FIRST_VISITS
         self._drawer = PromptDrawer(load_tokenizer(plan.settings.target))
         self._num_requests: dict[int, int] = {}  # by requests at a time
         self._drawn: dict[tuple[int, int], list[pb.GenerateRequest]] = {}  # by round and requests at a time
@@ -147,13 +183,17 @@ class Visitor:
         """One visit. Raises ValueError with a sentence."""
         if concurrency not in self._num_requests:
             for _ in range(2):  # the first is not counted
-                found = self._serve(concurrency, PLAIN, self._requests(MOST_ROUNDS, concurrency), self._visit_s)
-            self._num_requests[concurrency] = concurrency + math.ceil(found.tokens / MEAN_OUTPUT_TOKENS)
+                found = self.serve_for(self._visit_s, concurrency, PLAIN)
+            self._num_requests[concurrency] = 2 * concurrency + math.ceil(found.tokens / MEAN_OUTPUT_TOKENS)
         place = number, concurrency
         if place not in self._drawn:
             of_round = self._requests(*place)
             self._drawn[place] = list(itertools.islice(of_round, self._num_requests[concurrency]))
         return self._serve(concurrency, drafting, self._drawn[place])
+
+    def serve_for(self, seconds: float, concurrency: int, drafting: DraftPlan) -> Yield:
+        """Always the same requests, for so many seconds. Raises ValueError with a sentence."""
+        return self._serve(concurrency, drafting, self._requests(MOST_ROUNDS, concurrency), seconds)
 
     def _serve(
         self, concurrency: int, drafting: DraftPlan, requests: Iterable[pb.GenerateRequest], limit_s: float = math.inf
@@ -161,7 +201,8 @@ class Visitor:
         self._worker.open(Policy("survey", (drafting,) * self._plan.settings.max_batch_size))
         self._worker.use("survey")
         try:
-            return self._worker.runner.run(closed_loop(self._worker.address, concurrency, requests, limit_s))
+            loop = closed_loop(self._worker.address, concurrency, requests, limit_s, num_settling=concurrency)
+            return self._worker.runner.run(loop)
         except grpc.RpcError as error:
             reason = explain(error, self._worker.address)
             raise ValueError(f"the survey failed with {concurrency} requests at a time: {reason}") from error
@@ -174,6 +215,14 @@ class Visitor:
             for each in itertools.chain.from_iterable(zip(*drawn, strict=True)):
                 prompt = self._drawer.draw(each.kind, each.prompt_tokens, each.prompt_seed)
                 yield make_request(prompt, each.output_tokens, each.temperature, each.sampling_seed)
+
+
+def digest_of(path: Path) -> str:
+    """Of a profile, whose name says little. Raises UserError naming the file."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise UserError(f"cannot read the profile {path}: {error.strerror}") from error
 
 
 def load_tokenizer(target: str) -> Any:

@@ -146,7 +146,8 @@ class Comparison:
             if wide:
                 half_width, worst = max(wide)
                 found.append(
-                    f"time was up at ±{100 * half_width:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%"
+                    f"time was up at ±{100 * half_width:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%, which "
+                    f"by what was seen takes about {self.rounds_needed()} rounds"
                 )
         late = max((block.late_s for one in self.rounds for block in one.blocks.values()), default=0.0)
         if late > 0.1:
@@ -182,13 +183,13 @@ def run_rounds(
     A round is not begun that would, by the mean of those before, end after time_is_up (by clock). Block numbers go on
     after those that the comparison has.
     """
-    dice, begun, done = random.Random(seed), clock(), 0
+    begun, done = clock(), 0
     while not comparison.is_resolved() and done < max_rounds:
         if done and clock() + (clock() - begun) / done > time_is_up:
             break
         number = 1 + max((one.number for one in comparison.rounds), default=0)
         order = comparison.active
-        dice.shuffle(order)
+        random.Random(f"{seed}:{number}").shuffle(order)  # of its own: runs that are put together repeat no orders
         try:
             comparison.rounds.append(serve_round(number, order))
         except KeyboardInterrupt:

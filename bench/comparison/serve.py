@@ -22,13 +22,21 @@ from speclen.bench.comparison.document import (
     write_document,
 )
 from speclen.bench.comparison.outputs import OutputCheck, target_alone
-from speclen.bench.comparison.plan import Plan, capacity_and_oracle, capacity_now, load_tokenizer, say
+from speclen.bench.comparison.plan import (
+    Plan,
+    capacity_and_oracle,
+    capacity_now,
+    capacity_of,
+    load_tokenizer,
+    machine_of,
+    say,
+)
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Prompt
-from speclen.bench.serving.policies import WARMED, make_policy
+from speclen.bench.serving.policies import WARMED, in_words, make_policy
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey
 from speclen.bench.serving.tracks import Block, make_block
@@ -109,19 +117,20 @@ def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> 
     """
     names = plan.names
     turns = len(plan.recipe.at_once) or 1  # raises for a track that is none, before anything starts
-    capacity = plan.capacity
+    capacity, by_visit = plan.capacity, []
     if earlier is not None and earlier.exists():
         before = read_document(earlier)
         check_alike(earlier, before, {**provenance(), **plan.facts()})  # before a survey of minutes
         capacity = capacity or before["capacity_tokens_per_s"]  # all rounds have the same loads
+        by_visit = before.get("capacity_by_visit", [])
     comparison = Comparison(tuple(names), plan.resolution, turns=turns)
     with WarmWorker(plan.settings, plan.profile) as worker:
-        surveyed = plan.survey is not None and plan.survey.exists()
         survey = capacity_and_oracle(plan, worker)
-        if capacity is None and surveyed and not plan.recipe.at_once:  # closed loops have no loads
-            capacity = capacity_now(plan, worker, survey)
+        if capacity is None and not plan.recipe.at_once:  # closed loops have no loads
+            by_visit = capacity_now(plan, worker, survey)
+            capacity = capacity_of(by_visit)
         session = Session(plan, worker, survey, capacity or survey.capacity_tokens_per_s)
-        facts = session.facts(quick)
+        facts = session.facts(quick) | {"capacity_by_visit": by_visit}
         if earlier is not None and earlier.exists():
             before = add_to(earlier, comparison, facts)
             facts["command"] = [*as_list(before["command"]), facts["command"]]
@@ -204,19 +213,14 @@ class Session:
 
     def facts(self, quick: bool) -> dict[str, Any]:
         """What the figures depend on."""
-        import torch  # here, since it takes seconds
-
-        from speclen.bench.machine import machine
-
         settings, survey, plan = self.plan.settings, self.survey, self.plan
         context = self.worker.context()
-        device = torch.device("cuda" if "cuda" in context.device else "cpu")
         block = self.block(0)
         return {
             **provenance(),
             **plan.facts(),
             "quick": quick,
-            "machine": machine(device),
+            "machine": machine_of(context),
             "context": {field.name: getattr(context, field.name) for field in context.DESCRIPTOR.fields},
             "track": block.track,
             "summary": plan.recipe.summary,
@@ -225,6 +229,7 @@ class Session:
             "burners": plan.burners if block.throttle_at_s is not None else 0,
             "capacity_tokens_per_s": self.capacity,
             "oracle": oracle_facts(survey, settings.max_length),
+            "tables": {name: in_words(of.table) for name, of in self.policies.items() if of.table is not None},
         }
 
 

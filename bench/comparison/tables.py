@@ -8,8 +8,8 @@ from typing import Any
 from speclen.bench.comparison import paper_table, peers_table
 from speclen.bench.comparison.document import comparison_of, read_document
 from speclen.bench.comparison.outputs import MAX_EXAMINED
-from speclen.bench.comparison.rounds import Comparison, is_fixed
-from speclen.bench.comparison.stats import Interval
+from speclen.bench.comparison.rounds import Comparison, Ratio, is_fixed
+from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval
 from speclen.bench.serving.policies import LENGTHS_ONLY
 from speclen.bench.serving.recipes import SCENARIOS
 from speclen.bench.serving.survey import load_survey
@@ -84,17 +84,26 @@ def ratio_cell(comparison: Comparison, learner: str, reference: str | None) -> s
     ratio = comparison.ratio(learner, name)
     if ratio.interval is None:
         return "–"
-    text = in_words(ratio.interval)
+    text = in_words(ratio.interval, ratio.num_blocks)
     if reference is None:
         text += f" (`{name}` of {sum(map(is_fixed, comparison.policies))})"
-    # Who was dropped early was not measured for as long as the others.
-    return text if ratio.num_blocks == len(comparison.rounds) else f"{text}, {ratio.num_blocks} rounds"
+    return text + fewer_rounds(ratio, comparison)
 
 
-def in_words(interval: Interval) -> str:
+def fewer_rounds(ratio: Ratio, comparison: Comparison) -> str:
+    """Who was dropped early was not measured for as long as the others."""
+    return "" if ratio.num_blocks == len(comparison.rounds) else f", {ratio.num_blocks} rounds"
+
+
+def in_words(interval: Interval, num_blocks: int) -> str:
     """ "0.82 (0.80 to 0.84)"; bold where the interval shows a difference."""
     text = f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
-    return text if interval.low <= 1.0 <= interval.high else f"**{text}**"
+    return f"**{text}**" if shows_difference(interval, num_blocks) else text
+
+
+def shows_difference(interval: Interval, num_blocks: int) -> bool:
+    """Intervals of fewer blocks than LEAST_BLOCKS cover less often than they say."""
+    return num_blocks >= LEAST_BLOCKS and not interval.low <= 1.0 <= interval.high
 
 
 def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -109,9 +118,9 @@ def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
         {f"{r['outputs'][0]['tie_logits']:g} is allowed in {r['context']['dtype']}" for r in results.values()}
     )
     notes = [
-        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1. The best fixed "
-        f"length is the best of those that took part by the same blocks, which favours it. Rounds: {', '.join(rounds)}. "
-        f"{made_where(results)}",
+        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1 and there are at "
+        f"least {LEAST_BLOCKS} of them. The best fixed length is the best of those that took part by the same blocks, which "
+        f"favours it. Rounds: {', '.join(rounds)}. {made_where(results)}",
         "",
         f"Of {compared:,} pairs of outputs, of one request under two policies, {same:,} were the same in every token. Of "
         f"the other {compared - same:,} the first difference was examined in {sum(o['num_examined'] for o in outputs):,}, "
@@ -145,12 +154,14 @@ def aims_table(results: dict[str, dict[str, Any]], peers: Path) -> str:
             continue
         comparison = comparison_of(results[track])
         name = reference or str(comparison.best_fixed())
-        interval = comparison.ratio("adaptive", name).interval if name in comparison.policies else None
-        lines.append(aim_row(track, reference or f"best fixed length (`{name}`)", aim, interval))
+        ratio = comparison.ratio("adaptive", name)
+        lines.append(
+            aim_row(track, reference or f"best fixed length (`{name}`)", aim, ratio.interval, ratio.num_blocks)
+        )
     if "cold" in results:
         comparison = comparison_of(results["cold"])
-        interval = comparison.ratio("cold", "adaptive", settled=True).interval
-        lines.append(aim_row("cold", "the same, warm, after 1,000 steps", COLD_AIM, interval))
+        ratio = comparison.ratio("cold", "adaptive", settled=True)
+        lines.append(aim_row("cold", "the same, warm, after 1,000 steps", COLD_AIM, ratio.interval, ratio.num_blocks))
     for track, document in results.items():
         if document.get("at_once"):
             lines.append(closed_aim(track, document))
@@ -158,27 +169,30 @@ def aims_table(results: dict[str, dict[str, Any]], peers: Path) -> str:
 
 
 def closed_aim(track: str, document: dict[str, Any]) -> str:
-    """Of the number of requests at a time at which adaptive is furthest behind the best of all policies."""
-    found = []
+    """Of the number of requests at a time at which adaptive is furthest behind the best of all policies.
+
+    That is the worst of many by chance, too: the interval holds for all of them at once (Bonferroni).
+    """
+    found: list[tuple[float, int, Ratio]] = []
     for size, part in zip(document["at_once"], comparison_of(document).parts, strict=True):
         ratios = [part.ratio("adaptive", name) for name in document["policies"][1:]]
-        known = [(ratio.interval.value, size, ratio) for ratio in ratios if ratio.interval is not None]
-        if known:
-            found.append(max(known, key=lambda one: one[0]))
+        found += [(ratio.interval.value, size, ratio) for ratio in ratios if ratio.interval is not None]
     if not found:
         return aim_row(track, "the best of all", CLOSED_AIM, None)
     _, size, worst = max(found, key=lambda one: one[0])
-    words = f"the best of all, where that is furthest ahead: at {size} at a time (`{worst.reference}`)"
-    return aim_row(track, words, CLOSED_AIM, worst.interval)
+    assert worst.interval is not None
+    words = f"whoever is furthest ahead, of {len(found)}: at {size} at a time `{worst.reference}`"
+    interval = worst.interval.of_several(len(found), worst.num_blocks)
+    return aim_row(track, words, CLOSED_AIM, interval, worst.num_blocks)
 
 
-def aim_row(track: str, against: str, aim: float, interval: Interval | None) -> str:
+def aim_row(track: str, against: str, aim: float, interval: Interval | None, num_blocks: int = 0) -> str:
     if interval is None:
         return f"| `{track}` | {against} | {aim:.2f} | not measured | |"
     fate = "reached" if interval.value <= aim else "missed"
     if interval.low <= aim <= interval.high:
         fate += ", within the interval"
-    return f"| `{track}` | {against} | {aim:.2f} | {in_words(interval)} | {fate} |"
+    return f"| `{track}` | {against} | {aim:.2f} | {in_words(interval, num_blocks)} | {fate} |"
 
 
 def policies_table(results: dict[str, dict[str, Any]]) -> str:
@@ -199,8 +213,7 @@ def cell_of(comparison: Comparison, name: str) -> str:
     ratio = comparison.ratio(name, "adaptive")
     if ratio.interval is None:
         return "–"
-    text = f"{ratio.interval.value:.2f} ±{100 * ratio.interval.half_width:.0f}%"
-    return text if ratio.num_blocks == len(comparison.rounds) else f"{text}, {ratio.num_blocks} rounds"
+    return f"{ratio.interval.value:.2f} ±{100 * ratio.interval.half_width:.0f}%" + fewer_rounds(ratio, comparison)
 
 
 def closed_table(results: dict[str, dict[str, Any]]) -> str:
@@ -216,16 +229,18 @@ def closed_table(results: dict[str, dict[str, Any]]) -> str:
         for name in document["policies"][1:]:
             cells = [closed_cell(parts[size], name) if size in parts else "–" for size in sizes]
             lines.append(f"| [`{track}`](serve/{document['file']}), `{name}` | {' | '.join(cells)} |")
+        blocks = [str(len(parts[size].rounds)) if size in parts else "–" for size in sizes]
+        lines.append(f"| blocks of `{track}` | {' | '.join(blocks)} |")
     return "\n".join(lines)
 
 
 def closed_cell(part: Comparison, name: str, reference: str = "adaptive") -> str:
     """Bold where the interval shows a difference."""
-    interval = part.ratio(name, reference).interval
-    if interval is None:
+    ratio = part.ratio(name, reference)
+    if ratio.interval is None:
         return "–"
-    text = f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
-    return text if interval.low <= 1.0 <= interval.high else f"**{text}**"
+    text = f"{ratio.interval.value:.2f} ±{100 * ratio.interval.half_width:.0f}%"
+    return f"**{text}**" if shows_difference(ratio.interval, ratio.num_blocks) else text
 
 
 def reporting_table(path: Path) -> str:
@@ -254,7 +269,7 @@ def survey_table(path: Path) -> str:
         return "Nothing has been surveyed yet."
     survey = load_survey(path)
     sizes = survey.concurrencies
-    plans = list(dict.fromkeys(words for _, words in survey.tokens))
+    plans = list(dict.fromkeys(words for _, words in survey.visits))
     lines = [
         f"| tokens/s at so many requests at a time | {' | '.join(map(str, sizes))} |",
         "|---|" + "---|" * len(sizes),
@@ -262,7 +277,7 @@ def survey_table(path: Path) -> str:
     for words in sorted(plans, key=lambda w: ("copy" in w, w)):
         cells = []
         for size in sizes:
-            if (size, words) not in survey.tokens:
+            if (size, words) not in survey.visits:
                 cells.append("–")
                 continue
             text = f"{survey.tokens_per_s((size, words)):.0f}"
@@ -306,9 +321,10 @@ def in_sentences(results: dict[str, dict[str, Any]]) -> str:
         return "What that is worth has not been measured in this state."
     document = results[SHOWN]
     cores, target, learned_s = document["machine"]["cores"], document["worker"]["target"], document.get("learn_s", 0.0)
+    seed = "" if document["profile"] is None else " an offline profile to begin with,"
     first = (
-        f"On {cores} CPU cores with `{target}`, a load that varies, and {learned_s / 60:g} minutes of it to learn from,\n"
-        f"mean latency with requests of all kinds and temperatures is (commit `{document['commit']}`)\n"
+        f"On {cores} CPU cores with `{target}`,{seed} a load that varies, and {learned_s / 60:g} minutes of it\n"
+        f"to learn from, mean latency with requests of all kinds and temperatures is (commit `{document['commit']}`)\n"
     )
     found = first + against_others(document)
     if "copying" in results:
@@ -332,6 +348,8 @@ def against_others(document: dict[str, Any]) -> str:
     }
     found = []
     for name, words in named.items():
-        if name in comparison.policies and (interval := comparison.ratio("adaptive", name).interval):
-            found.append(f"{interval.value:.2f} times {words} ({interval.low:.2f} to {interval.high:.2f})")
+        ratio = comparison.ratio("adaptive", str(name))
+        if interval := ratio.interval:
+            spread = f"{interval.low:.2f} to {interval.high:.2f}{fewer_rounds(ratio, comparison)}"
+            found.append(f"{interval.value:.2f} times {words} ({spread})")
     return ",\n".join(found) + "."

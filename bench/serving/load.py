@@ -177,20 +177,26 @@ class Yield:
 
 
 async def closed_loop(
-    address: str, concurrency: int, requests: Iterable[pb.GenerateRequest], limit_s: float = math.inf
+    address: str,
+    concurrency: int,
+    requests: Iterable[pb.GenerateRequest],
+    limit_s: float = math.inf,
+    num_settling: int = 0,
 ) -> Yield:
     """Keep `concurrency` of the requests running, in their order; count the tokens that come until there are no more.
 
     What still runs when a request ends and none is left to take its place is cut off: fewer are another load. The same
-    after limit_s seconds. Raises grpc.RpcError when a request fails: a survey with holes in it would be worth nothing.
+    limit_s seconds after counting began: once num_settling requests have ended, since in the beginning all prompts are fed
+    at once, and nobody's tokens come. Raises grpc.RpcError when a request fails: a survey with holes in it would be worth
+    nothing; ValueError when there are no more than num_settling.
     """
     waiting = iter(requests)
-    counted = accepted = steps = 0
-    begin = time.monotonic()
+    counted = accepted = steps = ended = 0
+    begin = math.inf if num_settling else time.monotonic()
     ended_at: float | None = None
 
     async def client(stub: Any) -> None:
-        nonlocal counted, accepted, steps, ended_at
+        nonlocal counted, accepted, steps, ended, begin, ended_at
         while ended_at is None and (request := next(waiting, None)) is not None:
             call = stub.Generate(request, timeout=REQUEST_TIMEOUT_S)
             async for response in call:
@@ -203,6 +209,10 @@ async def closed_loop(
                     accepted += response.complete.speculation.num_accepted_tokens
                 if time.monotonic() - begin >= limit_s:
                     ended_at = time.monotonic()
+            ended += 1
+            if ended == num_settling:
+                counted = accepted = steps = 0
+                begin = time.monotonic()
         if ended_at is None:
             ended_at = time.monotonic()
 
@@ -210,6 +220,8 @@ async def closed_loop(
         stub = rpc.GenerationServiceStub(channel)
         await asyncio.gather(*(client(stub) for _ in range(concurrency)))
     assert ended_at is not None
+    if begin == math.inf:
+        raise ValueError(f"{ended} requests are too few for {num_settling} that are not counted")
     return Yield(counted, ended_at - begin, 1 + accepted / steps if steps else 1.0)
 
 

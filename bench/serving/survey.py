@@ -11,15 +11,17 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from speclen.bench.serving.load import Yield
 from speclen.console.files import write_whole
 from speclen.worker.drafting.plan import PLAIN, Plan, parse_plan
 
-FORMAT = "speclen-survey-2"
+FORMAT = "speclen-survey-3"
 Key = tuple[int, str]  # requests at a time, plan in words
+FIRST_VISITS = LATER_VISITS = 2
+NEAR = 1.08  # the best is so many times a finalist at most: two visits of some seconds tell no more
 # Enough for a capacity: the length that serves a full worker fastest is short, and 0 beats the rest where none pays.
 CAPACITY_LENGTHS = (0, 1, 2, 3, 4)
 # Beside the draft model's lengths: copying from short and long matches, few and many tokens, with and without drafts.
@@ -36,60 +38,80 @@ COPYING_PLANS = (
 
 @dataclass(slots=True)
 class Survey:
-    """Tokens, seconds and tokens per row and step of every (requests at a time, plan) that was visited. track: whose
-    requests they were.
+    """What every visit of a (requests at a time, plan) brought, in order. track: whose requests they were.
+
+    The first FIRST_VISITS of every cell were made whatever came of them; later ones only where it was among the best.
     """
 
-    tokens: dict[Key, int] = field(default_factory=dict)
-    seconds: dict[Key, float] = field(default_factory=dict)
-    steps_yield: dict[Key, list[float]] = field(default_factory=dict)
+    visits: dict[Key, list[Yield]] = field(default_factory=dict)
     track: str = "mixed"
 
     def add(self, key: Key, found: Yield) -> None:
-        self.tokens[key] = self.tokens.get(key, 0) + found.tokens
-        self.seconds[key] = self.seconds.get(key, 0.0) + found.seconds
-        self.steps_yield.setdefault(key, []).append(found.tokens_per_step)
+        self.visits.setdefault(key, []).append(found)
 
     def tokens_per_s(self, key: Key) -> float:
-        return self.tokens[key] / self.seconds[key]
+        return rate_of(self.visits[key])
 
     @property
     def concurrencies(self) -> list[int]:
-        return sorted({concurrency for concurrency, _ in self.tokens})
+        return sorted({concurrency for concurrency, _ in self.visits})
+
+    def plans_of(self, concurrency: int, drafts_only: bool) -> list[str]:
+        """drafts_only: only the draft model's lengths."""
+        plans = [words for size, words in self.visits if size == concurrency]
+        return [words for words in plans if not (drafts_only and parse_plan(words).copies)]
 
     def best_plan(self, concurrency: int, drafts_only: bool = False) -> Plan:
-        """The plan that served fastest; drafts_only: of the draft model's lengths."""
-        plans = [parse_plan(words) for size, words in self.tokens if size == concurrency]
-        candidates = [plan for plan in plans if not (drafts_only and plan.copies)]
-        return max(candidates, key=lambda plan: self.tokens_per_s((concurrency, str(plan))))
-
-    def behind(self, plan: str, drafts_only: bool) -> float:
-        """How many times the tokens of this plan the best one makes: a geometric mean over concurrencies."""
-        return statistics.geometric_mean(
-            self.tokens_per_s((size, str(self.best_plan(size, drafts_only)))) / self.tokens_per_s((size, plan))
-            for size in self.concurrencies
-        )
+        """The plan that served fastest, by all visits."""
+        plans = self.plans_of(concurrency, drafts_only)
+        return parse_plan(max(plans, key=lambda words: self.tokens_per_s((concurrency, words))))
 
     @property
     def best_single(self) -> str:
-        """Of the draft model's lengths that were measured everywhere, the one least behind."""
-        plans = dict.fromkeys(words for _, words in self.tokens if not parse_plan(words).copies)
-        everywhere = [words for words in plans if all((size, words) in self.tokens for size in self.concurrencies)]
-        return min(everywhere, key=lambda words: self.behind(words, drafts_only=True))
+        """Of the draft model's lengths that were measured everywhere, the one that makes the most tokens."""
+        plans = dict.fromkeys(words for _, words in self.visits if not parse_plan(words).copies)
+        everywhere = [words for words in plans if all((size, words) in self.visits for size in self.concurrencies)]
+        return max(everywhere, key=self._rate_everywhere)
+
+    def _rate_everywhere(self, words: str) -> float:
+        return statistics.geometric_mean(rate_of(self._first((size, words))) for size in self.concurrencies)
+
+    def _first(self, key: Key) -> list[Yield]:
+        return self.visits[key][:FIRST_VISITS]
+
+    def _later(self, key: Key) -> list[Yield]:
+        return self.visits[key][FIRST_VISITS:] or self.visits[key]
 
     def gain(self, drafts_only: bool) -> float:
         """What the best of every concurrency makes more than the best single length, 0.05 for 5%.
 
-        Less, if chance had a part in which plan came out best.
+        Both are chosen by the first visits and valued by the later ones: what is best of many by chance is not best again.
         """
-        return self.behind(self.best_single, drafts_only) - 1.0
+        single = self.best_single
+        ratios = []
+        for size in self.concurrencies:
+            plans = self.plans_of(size, drafts_only)
+            chosen = max(plans, key=lambda words: rate_of(self._first((size, words))))
+            ratios.append(rate_of(self._later((size, chosen))) / rate_of(self._later((size, single))))
+        return statistics.geometric_mean(ratios) - 1.0
+
+    def finalists(self) -> list[Key]:
+        """What later visits go to: near the best, of the lengths or of all plans; and the best single length."""
+        found = []
+        for size, words in self.visits:
+            best = str(self.best_plan(size, drafts_only=not parse_plan(words).copies))
+            is_near = NEAR * self.tokens_per_s((size, words)) >= self.tokens_per_s((size, best))
+            if is_near or words == self.best_single:
+                found.append((size, words))
+        return found
 
     def outlook(self) -> str:
         """One sentence: what a comparison with fixed lengths can be expected to show."""
         lengths, plans = 100 * self.gain(drafts_only=True), 100 * self.gain(drafts_only=False)
         return (
-            f"by the survey, against {self.best_single!r} at every batch size, the best lengths make {lengths:.1f}% more "
-            f"tokens per second and the best plans {plans:.1f}%: about the most that a table can win"
+            f"by the survey, against {self.best_single!r} at every batch size, the best lengths make {lengths:+.1f}% "
+            f"tokens per second and the best plans {plans:+.1f}%, chosen by some visits and valued by others: about what a "
+            "table can win"
         )
 
     @property
@@ -110,11 +132,11 @@ class Survey:
     def is_exhaustive(self, max_length: int) -> bool:
         """Whether every length, and copying, was measured at every number of requests."""
         cells = itertools.product(self.concurrencies, [*lengths_up_to(max_length), *COPYING_PLANS])
-        return bool(self.tokens) and all(cell in self.tokens for cell in cells)
+        return bool(self.visits) and all(cell in self.visits for cell in cells)
 
     def save(self, path: Path, facts: dict[str, object]) -> None:
         """Raises UserError naming the file."""
-        measured = [[*key, self.tokens[key], self.seconds[key], self.steps_yield[key]] for key in sorted(self.tokens)]
+        measured = [[*key, [astuple(one) for one in self.visits[key]]] for key in sorted(self.visits)]
         lines = ",\n  ".join(json.dumps(row) for row in measured)
         head = json.dumps({"format": FORMAT, "track": self.track, **facts}, indent=1)[:-2]
         write_whole(path, f'{head},\n "measured": [\n  {lines}\n ]\n}}')
@@ -127,14 +149,13 @@ def load_survey(path: Path) -> Survey:
         if content["format"] != FORMAT:
             raise ValueError("another format")
         survey = Survey(track=content["track"])
-        for concurrency, words, tokens, seconds, yields in content["measured"]:
-            key = (int(concurrency), str(parse_plan(words)))
-            survey.tokens[key], survey.seconds[key], survey.steps_yield[key] = tokens, seconds, yields
+        for concurrency, words, visits in content["measured"]:
+            survey.visits[int(concurrency), str(parse_plan(words))] = [Yield(*visit) for visit in visits]
     except OSError as error:
         raise ValueError(f"cannot read the survey {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a survey: leave it out to measure one ({error})") from error
-    if (1, str(PLAIN)) not in survey.tokens:
+    if (1, str(PLAIN)) not in survey.visits:
         raise ValueError(f"{path} lacks one request at a time without speculation: measure it again")
     return survey
 
@@ -163,17 +184,20 @@ def capacity_cells(max_batch_size: int, max_length: int) -> list[Key]:
 def measure(
     cells: Sequence[Key],
     visit: Callable[[int, int, Plan], Yield],
-    rounds: int = 2,
     seed: int = 0,
     on_cell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Survey:
-    """Visit every cell once a round, in random order, so that what slows the machine for a while hits all alike.
+    """Visit every cell once a round, in random order, so that what slows the machine for a while hits all alike; then those
+    that are near the best, so that which is best hangs less on chance.
 
     visit: serves the requests of a round, so many at a time, by a plan: the same for every plan, since of unlike requests a
     few seconds differ by a tenth. Raises ValueError when a cell yields no token.
     """
     survey, rng, done = Survey(), random.Random(seed), 0
-    for number in range(rounds):
+    for number in range(FIRST_VISITS + LATER_VISITS):
+        if number == FIRST_VISITS:
+            cells, done = survey.finalists(), 0
+        of_stage = (FIRST_VISITS if number < FIRST_VISITS else LATER_VISITS) * len(cells)
         for concurrency, words in shuffled(cells, rng):
             found = visit(number, concurrency, parse_plan(words))
             if found.tokens == 0:
@@ -182,8 +206,13 @@ def measure(
                 )
             survey.add((concurrency, words), found)
             done += 1
-            on_cell(done, rounds * len(cells))
+            on_cell(done, of_stage)
     return survey
+
+
+def rate_of(visits: Sequence[Yield]) -> float:
+    """Tokens per second of all of them together."""
+    return sum(one.tokens for one in visits) / sum(one.seconds for one in visits)
 
 
 def shuffled(cells: Iterable[Key], rng: random.Random) -> list[Key]:

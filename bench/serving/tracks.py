@@ -119,12 +119,12 @@ def draw_arrivals(
 ) -> list[Arrival]:
     """rate: requests per second at a load of 1."""
     arrivals: list[Arrival] = []
-    start = 0.0
+    start, turns = 0.0, Conversations(rng)
     for segment in segments:
         length = segment.share * seconds
         cv = segment.cv * burstiness
         times = start + arrival_times(rng, rate * segment.load, rate * segment.load_end, length, cv)
-        arrivals.extend(draw_requests(rng, times, segment.mix))
+        arrivals.extend(draw_requests(rng, times, segment.mix, turns))
         start += length
     return arrivals
 
@@ -153,14 +153,16 @@ def arrival_times(rng: np.random.Generator, rate: float, rate_end: float, length
     return np.interp(passed, integrated, grid)
 
 
-def draw_requests(rng: np.random.Generator, times: np.ndarray, mix: Mix) -> list[Arrival]:
-    """What is asked at each of these times."""
+def draw_requests(
+    rng: np.random.Generator, times: np.ndarray, mix: Mix, turns: Conversations | None = None
+) -> list[Arrival]:
+    """What is asked at each of these times. turns: of conversations that are going on; None: of none yet."""
     names, shares = zip(*mix.kinds, strict=True)
     kinds = rng.choice(names, size=len(times), p=shares)
     temperatures = rng.choice(mix.temperatures, size=len(times))
     mean_log = math.log(MEAN_OUTPUT_TOKENS) - OUTPUT_SIGMA**2 / 2
     outputs = np.clip(rng.lognormal(mean_log, OUTPUT_SIGMA, size=len(times)), *OUTPUT_RANGE).astype(int)
-    turns = Conversations(rng)
+    turns = Conversations(rng) if turns is None else turns
     found = []
     for at_s, kind, output, temperature in zip(times, kinds, outputs, temperatures, strict=True):
         seed, tokens = turns.next() if kind == "chat" else (draw_seed(rng), int(rng.choice(PROMPT_TOKENS[kind])))

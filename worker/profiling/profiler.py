@@ -4,7 +4,9 @@ The grid is visited in rounds. A round draws a context length and new prompts, a
 random order, a few steps each, so that whatever changes in the machine meanwhile falls on all cells alike. The first
 round goes from the largest batch size down with one step each and the shortest prompts: it finds out at once what fits
 in memory, and leaves a rough profile whatever the time.
-Cells whose interval is tight are left out of later rounds; when all are, or the time is up, the profile is done.
+A batch size whose cells all have tight intervals is left out of later rounds; when all are, or the time is up, the
+profile is done. Its cells end together: one that ended by itself would do so when chance has made it look steady, which
+is when it looks fast, and the fastest cell is what a table is made of.
 """
 
 from __future__ import annotations
@@ -132,23 +134,24 @@ class Profiler:
         return self._elapsed() >= self.settings.budget_s or not any(self._open_lengths(size) for size in self._sizes())
 
     def _open_lengths(self, batch_size: int) -> list[int]:
-        """Lengths still to be measured at this batch size: cells that are not tight.
+        """Lengths still to be measured at this batch size: all of them until all cells are tight.
 
         Survival is measured best where the most rows draft the most tokens.
         """
-        open_lengths = [length for length in self.settings.lengths if (batch_size, length) not in self._tight]
+        if any((batch_size, length) not in self._tight for length in self.settings.lengths):
+            return list(self.settings.lengths)
         longest = self.settings.lengths[-1]
-        if longest and longest not in open_lengths and batch_size == self._sizes()[-1]:
+        if longest and batch_size == self._sizes()[-1]:
             histogram = self.samples.histograms.get(longest, [])
             if expected_tokens_error(histogram) > self.settings.precision:
-                open_lengths.append(longest)
-        return open_lengths
+                return [longest]
+        return []
 
     def _find_tight_cells(self) -> None:
         self._tight = {
             (cell.batch_size, cell.speculation_length)
             for cell in self.samples.cells()
-            if cell.num_steps >= self.settings.min_steps and cell.relative_error <= self.settings.precision
+            if cell.num_visits >= self.settings.min_visits and cell.relative_error <= self.settings.precision
         }
 
     def _round(self) -> None:

@@ -34,11 +34,11 @@ class ProfileResult:
 class ProfileSamples:
     """Single steps by cell, and accepted runs by length.
 
-    steps[batch size, length]: (latency_s, mean context length) of every step. histograms[length][j]: rows that accepted
-    exactly j. draft_s, num_draft_passes: forwards of the draft at batch size 1.
+    steps[batch size, length]: (latency_s, mean context length, number of the round) of every step. histograms[length][j]:
+    rows that accepted exactly j. draft_s, num_draft_passes: forwards of the draft at batch size 1.
     """
 
-    steps: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
+    steps: dict[Key, list[tuple[float, float, int]]] = field(default_factory=dict)
     histograms: dict[int, list[int]] = field(default_factory=dict)
     draft_s: float = 0.0
     num_draft_passes: int = 0
@@ -49,7 +49,7 @@ class ProfileSamples:
     def add(self, step: StepResult) -> None:
         """Count one step that nothing disturbed."""
         key = (step.batch_size, step.speculation_length)
-        self.steps.setdefault(key, []).append((step.latency_s, step.mean_context_length))
+        self.steps.setdefault(key, []).append((step.latency_s, step.mean_context_length, self.num_rounds))
         counts = self.histograms.setdefault(step.speculation_length, [0] * (step.speculation_length + 1))
         for run, rows in enumerate(step.accepted_histogram):
             counts[run] += rows
@@ -90,7 +90,10 @@ class ProfileSamples:
     def from_json(cls, content: dict[str, Any]) -> ProfileSamples:
         """Raises KeyError, TypeError or ValueError when the content is not what `to_json` gave."""
         return cls(
-            steps={(int(b), int(s)): [(float(t), float(c)) for t, c in values] for b, s, values in content["steps"]},
+            steps={
+                (int(b), int(s)): [(float(t), float(c), int(r)) for t, c, r in values]
+                for b, s, values in content["steps"]
+            },
             histograms={int(length): [int(n) for n in counts] for length, counts in content["histograms"]},
             draft_s=float(content["draft_s"]),
             num_draft_passes=int(content["num_draft_passes"]),

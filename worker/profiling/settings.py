@@ -18,7 +18,7 @@ class ProfileSettings:
     lengths: tuple[int, ...] = tuple(range(9))  # speculation lengths, 0 included
     budget_s: float = 150.0  # measuring time at most; loading the models comes on top
     precision: float = 0.03  # a cell is tight when half of its 95% interval is less than this share of its mean
-    min_steps: int = 8  # steps that a tight cell has at least
+    min_visits: int = 8  # that a tight cell has had at least
     steps_per_visit: int = 3  # steps measured at a visit; every visit costs a step or two that do not count
     prompt_tokens: tuple[int, ...] = (32, 96, 256)  # context lengths at the start of a round; cut to the models' limit
     temperature: float = 0.0  # of the sampling that survival is measured under; 0 is greedy

@@ -24,7 +24,8 @@ Key = tuple[int, int]  # batch size, speculation length
 class MeasuredCell:
     """Mean whole-step time at one batch size and length, moved to the profile's reference context length.
 
-    step_s_stderr: standard error of step_s. num_steps: steps behind it; num_outliers: left out besides.
+    step_s_stderr: standard error of step_s. num_steps: steps behind it, of num_visits visits; num_outliers: left out
+    besides.
     """
 
     batch_size: int
@@ -34,6 +35,7 @@ class MeasuredCell:
     num_steps: int
     num_outliers: int
     mean_context_length: float
+    num_visits: int = 0
 
     @property
     def relative_error(self) -> float:
@@ -41,26 +43,40 @@ class MeasuredCell:
         return 1.96 * self.step_s_stderr / self.step_s
 
 
-def robust_mean(values: np.ndarray) -> tuple[float, float, int]:
-    """Mean without outliers, its standard error, and how many values were outliers. values: [n], n >= 1.
+def robust_mean(values: np.ndarray, visits: np.ndarray) -> tuple[float, float, int]:
+    """Mean without outliers, its standard error, and how many values were outliers. values, visits: [n], n >= 1.
 
     Outliers are farther than 6 scaled median absolute deviations from the median. With fewer than four values none
-    can be told, and the standard error falls back on 10% of the mean per step.
+    can be told, and the standard error falls back on 10% of the mean per step. visits: which visit a value is of; steps
+    of one visit have the same rows and the same moment of the machine, so they tell less of the error than steps of
+    several do (Liang and Zeger 1986, the sandwich estimator for clusters).
     """
     if len(values) < 4:
         mean = float(np.median(values)) if len(values) > 2 else float(np.min(values))
         return mean, ASSUMED_DEVIATION * mean / np.sqrt(len(values)), 0
     median = np.median(values)
     deviation = max(1.4826 * np.median(np.abs(values - median)), LEAST_DEVIATION * median)
-    kept = values[np.abs(values - median) <= OUTLIER_DEVIATIONS * deviation]
+    inside = np.abs(values - median) <= OUTLIER_DEVIATIONS * deviation
+    kept = values[inside]
     spread = max(float(kept.std(ddof=1)), LEAST_DEVIATION * float(median) / 2)
-    return float(kept.mean()), spread / np.sqrt(len(kept)), len(values) - len(kept)
+    error = max(spread / np.sqrt(len(kept)), error_by_visits(kept, visits[inside]))
+    return float(kept.mean()), error, len(values) - len(kept)
+
+
+def error_by_visits(values: np.ndarray, visits: np.ndarray) -> float:
+    """Standard error of the mean by what the visits differ; 0 for a single one, which cannot tell. Both [n]."""
+    _, of_value = np.unique(visits, return_inverse=True)
+    number = int(of_value.max()) + 1
+    if number < 2:
+        return 0.0
+    sums = np.bincount(of_value, weights=values - values.mean())
+    return float(np.sqrt(number / (number - 1) * (sums @ sums)) / len(values))
 
 
 def context_slope(samples: Mapping[Key, np.ndarray]) -> float:
     """Seconds that one more token held by one row adds to a step; at least 0.
 
-    samples: per cell [n, 2] of latency_s and mean context length. Least squares over all cells at once, each with its
+    samples: per cell [n, 3] of latency_s, mean context length and visit. Least squares over all cells at once, each with its
     own level: latency = level(cell) + slope * batch_size * context. Outliers are left out first.
     """
     numerator = denominator = 0.0
@@ -92,10 +108,9 @@ def measured_cells(samples: Mapping[Key, np.ndarray], slope: float, reference_co
             continue
         moved = values[:, 0] + slope * batch_size * (reference_context - values[:, 1])
         # A step cannot take no time: what the slope takes away is bounded where contexts differ a lot.
-        mean, stderr, outliers = robust_mean(np.maximum(moved, 0.1 * values[:, 0]))
-        cells.append(
-            MeasuredCell(batch_size, length, mean, float(stderr), len(values) - outliers, outliers, reference_context)
-        )
+        mean, stderr, outliers = robust_mean(np.maximum(moved, 0.1 * values[:, 0]), values[:, 2])
+        counts = len(values) - outliers, outliers, reference_context, len(np.unique(values[:, 2]))
+        cells.append(MeasuredCell(batch_size, length, mean, float(stderr), *counts))
     return cells
 
 
