@@ -3,11 +3,12 @@
     lengths        latency against length, from batch size 1 to the largest: the inverse relation
     architectures  the same for targets of other families with random weights: how step times grow, and what would be best
     threads        one pair on unlike devices: the same machine with one thread and with all
-    sensitivity    a simulated server made of the profile of `lengths`: where adaptation pays, by load, variation and bursts
+    sensitivity    a simulated server made of measured profiles: where adaptation pays, by load, variation and bursts
     quantised      int8 weights in the draft or in the target: does the best length move?
     redraw         an experiment's plot from its JSON
 
-Each writes JSON and a plot, with the machine in it. The third experiment, traffic that varies, is `speclen bench serve`.
+Each writes JSON and a plot; the JSON names the command, its commit and the machine. The third experiment, traffic that
+varies, is `speclen bench serve`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,15 @@ import numpy as np
 import torch
 import typer
 from paper_figure import plot_lengths
-from sensitivity import BURSTS, COMPARED_SIZES, FIXED_LENGTHS, LOADS, VARIATIONS, plot_sensitivity, sensitivity_cell
+from sensitivity import NUM_SEEDS, plot_sensitivity, profiles_in, sensitivity_of, table_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speclen.bench.comparison.document import provenance
-from speclen.bench.machine import machine
+from speclen.bench.machine import machine, provenance
 from speclen.bench.profile.analysis import analyse, analysis_json
 from speclen.bench.profile.document import ProfileDocument, from_result, parse_document, write_document
 from speclen.bench.profile.plot import plot
 from speclen.bench.profile.run import core_context
 from speclen.bench.profile.show import show
-from speclen.bench.simulation.profiled_server import (
-    ProfiledMachine,
-)
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler
@@ -50,10 +47,16 @@ from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
+NAME = "scripts/paper_experiments.py"
+PROGRAM = f"python {NAME}"
 OUT = typer.Option(Path("docs/results"), help="Folder of the results.")
 BUDGET = typer.Option(120.0, help="Seconds of measuring per profile.")
 TARGET = "bundled:target-60m"
 DRAFT = "bundled:draft"
+SIMULATED = typer.Option(
+    ..., "--profile", help="JSON of a profile to make a server of, or of several; may be repeated."
+)
+COMPARED_SIZES = (1, 4, 16)
 
 # Shapes of about 60 million parameters over the bundled vocabulary, so that families differ and sizes do not.
 COMMON = {"vocab_size": 2048, "max_position_embeddings": 2048, "num_hidden_layers": 8, "hidden_size": 768}
@@ -85,13 +88,14 @@ def measure(pair: ModelPair, settings: ProfileSettings, title: str) -> ProfileRe
 
 
 def document_of(pair: ModelPair, settings: ProfileSettings, title: str, **details: Any) -> ProfileDocument:
-    facts = {"title": title, "machine": machine(pair.device), "settings": dataclasses.asdict(settings), **details}
-    return from_result(core_context(pair), measure(pair, settings, title), "scripts/paper_experiments.py", facts)
-
-
-def commit() -> dict[str, Any]:
-    """What was measured; not the command, which provenance takes for one of `speclen`."""
-    return {name: value for name, value in provenance().items() if name != "command"}
+    facts = {
+        "title": title,
+        "machine": machine(pair.device),
+        "settings": dataclasses.asdict(settings),
+        **provenance(PROGRAM),
+        **details,
+    }
+    return from_result(core_context(pair), measure(pair, settings, title), NAME, facts)
 
 
 def publish(name: str, documents: dict[str, ProfileDocument], out: Path) -> None:
@@ -166,7 +170,7 @@ def lengths(
     for temperature in map(float, temperatures.split(",")):
         settings = ProfileSettings(sizes, tuple(range(max_length + 1)), budget_s, temperature=temperature)
         title = f"temperature {temperature:g}"
-        documents[title] = document_of(pair, settings, title, command=" ".join(["python", *sys.argv]), **commit())
+        documents[title] = document_of(pair, settings, title)
     publish("lengths", documents, out)
 
 
@@ -220,34 +224,22 @@ def quantised(budget_s: float = BUDGET, out: Path = OUT) -> None:
 
 
 @app.command()
-def sensitivity(out: Path = OUT, profile: Path = Path("docs/results/lengths.json"), num_requests: int = 1500) -> None:
-    """Latency per token of every policy over load, coefficient of variation and burst length."""
-    content = next(iter(json.loads(profile.read_text()).values()))
-    world = ProfiledMachine(parse_document(content).profile)
-    cells = [
-        sensitivity_cell(world, load, cv, burst, num_requests)
-        for load in LOADS
-        for cv in VARIATIONS
-        for burst in BURSTS
-    ]
-    lengths = [str(length) for length in FIXED_LENGTHS if length in world.lengths]
-    # The one length that a user would set for all traffic: least latency on the (geometric) mean over the grid.
-    overall = min(lengths, key=lambda length: np.mean([np.log(cell["ms_per_token"][length]) for cell in cells]))
-    for cell in cells:
-        cell["gain_over_overall_fixed"] = cell["ms_per_token"][overall] / cell["ms_per_token"]["adaptive"]
-    result = {
-        "profile": content["context"],
-        "machine": content["details"]["machine"],
-        "table": world.table()[1:],
-        "overall_fixed": int(overall),
-        "num_requests": num_requests,
-        "cells": cells,
-    }
-    write_document(out / "sensitivity.json", result)
-    plot_sensitivity(cells, int(overall), out / "sensitivity.svg")
-    for cell in cells:
-        gains = [f"{name.removeprefix('gain_over_')} {cell[name]:.3f}" for name in cell if name.startswith("gain")]
-        print(f"load {cell['load']} cv {cell['cv']} burst {cell['burst']}: {', '.join(gains)}")
+def sensitivity(profile: list[Path] = SIMULATED, out: Path = OUT, num_requests: int = 1500) -> None:
+    """Latency per token of every policy over load, coefficient of variation and burst length, on each profile's server."""
+    facts = {**provenance(PROGRAM), "machine": machine(torch.device("cpu"))}
+    try:
+        documents = profiles_in(profile)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--profile: {error}") from error
+    results = {title: sensitivity_of(document, num_requests) for title, (_, document) in documents.items()}
+    for title, (path, document) in documents.items():
+        measured = {name: value for name, value in document.to_json().items() if name in ("context", "measured_at")}
+        results[title] = {"profile": {"file": str(path), **measured, "details": document.details}, **results[title]}
+    content = {**facts, "num_requests": num_requests, "num_seeds": NUM_SEEDS, "profiles": results}
+    write_document(out / "sensitivity.json", content)
+    plot_sensitivity(results, out / "sensitivity.svg")
+    for title, result in results.items():
+        print(f"{title}\n\n{table_of(result)}\n")
 
 
 def to_int8(model: Any) -> Any:

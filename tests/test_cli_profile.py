@@ -16,6 +16,7 @@ from control_fakes import registration, run, served
 from store_rows import NOW, context, report, rows, store_now, worker
 from typer.testing import CliRunner
 
+import speclen.bench.profile.run
 import speclen.cli.profile
 from speclen.bench.profile.analysis import analyse, ms_per_token
 from speclen.bench.profile.document import ProfileDocument, read_document
@@ -35,6 +36,7 @@ from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.request import knows_context, profile_request
 from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.profiling.settings import ProfileSettings
 from speclen.worker.reporting.length_table import LengthTable
 
 KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")
@@ -89,6 +91,27 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     assert {row["source"] for row in rows} == {"profile"}
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
     assert not list((measured / "profiles").glob("*.partial.json"))
+
+
+def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: Path, tmp_path: Path) -> None:
+    document = read_document(measured / "p.json")
+    assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
+    content = json.loads((measured / "p.json").read_text())
+    assert not {"command", "commit", "uncommitted_changes"} & content.keys()
+    for name in ("command", "commit", "uncommitted_changes"):
+        del content["details"][name]
+    (tmp_path / "earlier.json").write_text(json.dumps(content))
+    assert read_document(tmp_path / "earlier.json").profile == document.profile
+
+
+def test_steps_of_another_commit_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ProfileSettings((1,), (0,), 1.0)
+
+    def name(commit: str) -> Path:
+        monkeypatch.setattr(speclen.bench.profile.run, "provenance", lambda: {"commit": commit})
+        return speclen.bench.profile.run.partial_of(tmp_path, KEY, settings, ["text"]).path
+
+    assert name("a") == name("a") != name("b")
 
 
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
@@ -353,7 +376,9 @@ def test_a_worker_finds_out_whether_its_context_is_known() -> None:
 
 
 def test_a_request_of_a_quick_profile_carries_every_cell() -> None:
-    samples = ProfileSamples(steps={(1, 0): [(0.01, 50.0)] * 5, (2, 1): [(0.02, 50.0)] * 5}, histograms={1: [2, 8]})
+    samples = ProfileSamples(
+        steps={(1, 0): [(0.01, 50.0, 0)] * 5, (2, 1): [(0.02, 50.0, 0)] * 5}, histograms={1: [2, 8]}
+    )
     request = profile_request(pb.ContextKey(target="t"), samples.result(), "quick")
     assert [(c.batch_size, c.speculation_length, c.num_steps) for c in request.cells] == [(1, 0, 5), (2, 1, 5)]
     assert list(request.survival) == [0.8]

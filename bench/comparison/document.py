@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,19 +104,3 @@ def check_alike(path: Path, before: dict[str, Any], facts: dict[str, Any]) -> No
             raise ValueError(
                 f"{path} cannot be added to: its {name} is {before.get(name)!r}, not {now!r}; name another --out"
             )
-
-
-def provenance() -> dict[str, Any]:
-    """The command, the commit it ran at, and when it is not exactly that commit; documents, results among them, aside."""
-    return {
-        "command": "speclen " + " ".join(sys.argv[1:]),
-        "commit": git("rev-parse", "--short=12", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", "--", ":(top,exclude)docs")),
-    }
-
-
-def git(*arguments: str) -> str | None:
-    """None outside a repository, for example in an installed package."""
-    folder = Path(__file__).resolve().parent
-    answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from speclen.bench.comparison.document import provenance
+from speclen.bench.machine import machine, provenance
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Yield, closed_loop, explain, make_request
 from speclen.bench.serving.policies import Policy, parse_policies
@@ -131,8 +131,6 @@ def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
 def machine_of(context: ContextKey) -> dict[str, Any]:
     """What the worker of this context runs on."""
     import torch  # here, since it takes seconds
-
-    from speclen.bench.machine import machine
 
     return machine(torch.device("cuda" if "cuda" in context.device else "cpu"))
 

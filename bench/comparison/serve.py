@@ -16,7 +16,6 @@ from rich.console import Console
 from speclen.bench.comparison.document import (
     add_to,
     check_alike,
-    provenance,
     read_document,
     to_document,
     write_document,
@@ -33,6 +32,7 @@ from speclen.bench.comparison.plan import (
 )
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
+from speclen.bench.machine import provenance
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Prompt

@@ -23,6 +23,7 @@ class Sizes:
     tracks: tuple[str, ...]  # that are served
     compare: str  # policies that serve them
     serve_flags: tuple[str, ...]  # of `speclen bench serve`, how long
+    one_survey: bool  # the first track's serves all of them; else each measures its own
 
 
 FULL = Sizes(
@@ -40,6 +41,7 @@ FULL = Sizes(
     tracks=("mixed", "copying", "time-varying"),
     compare="adaptive,fixed:0-8,copy",
     serve_flags=("--minutes", "10"),
+    one_survey=False,
 )
 
 # Everything once and small, on any CPU.
@@ -55,7 +57,12 @@ DRY = Sizes(
     serving_s=2.0,
     num_checked=6,
     num_flat=12,
-    tracks=("mixed",),
-    compare="adaptive,fixed:2",
-    serve_flags=("--quick", "--repeats", "1", "--block-s", "2", "--scale", "0.3", "--cell-s", "1", "--learn-s", "2"),
+    tracks=("copying", "mixed", "time-varying"),  # the one with the shortest answers is surveyed
+    compare="adaptive,fixed:0-1,copy",
+    # A capacity that is given makes the same few requests on every machine.
+    serve_flags=(
+        *("--quick", "--repeats", "1", "--block-s", "1", "--learn-s", "1"),
+        *("--cell-s", "0.2", "--capacity", "300", "--scale", "0.5"),
+    ),
+    one_survey=True,
 )

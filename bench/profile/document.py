@@ -25,7 +25,8 @@ PARTIAL_FORMAT = "speclen-profile-partial"
 class ProfileDocument:
     """A whole profile and the context it was measured in.
 
-    draft_pass_s, context_slope_s: None where they are not known. details: how it was measured, for people.
+    draft_pass_s, context_slope_s: None where they are not known. details: how it was measured, for people: machine,
+    settings, command and commit; nothing of it is needed to use the profile.
     """
 
     context: ContextKey

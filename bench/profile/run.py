@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from speclen.bench.machine import machine
+from speclen.bench.machine import machine, provenance
 from speclen.bench.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import ContextKey
@@ -69,7 +69,9 @@ def file_stem(context: ContextKey) -> str:
 
 def partial_of(folder: Path, context: ContextKey, settings: ProfileSettings, texts: list[str]) -> Partial:
     measured = asdict(settings) | {"budget_s": None}  # going on with more time is the same profile
-    same = json.dumps([asdict(context), measured, hashlib.sha256("\0".join(texts).encode()).hexdigest()])
+    digest_of_texts = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    # One commit stands in the profile, so another one's steps are not gone on with.
+    same = json.dumps([asdict(context), measured, digest_of_texts, provenance()["commit"]])
     digest = hashlib.sha256(same.encode()).hexdigest()[:12]
     return Partial(folder / f"{digest}.partial.json")
 
@@ -109,7 +111,7 @@ def measure(
     missing = len(settings.batch_sizes) * len(settings.lengths) - len(result.cells)
     if missing and samples.largest_batch_size is None:
         say(f"{missing} cells were not reached in {settings.budget_s:.0f} s and are not part of the profile")
-    details: dict[str, Any] = {"machine": machine(pair.device), "settings": asdict(settings)}
+    details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance()}
     return from_result(context, result, source, details)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from speclen.bench.comparison.document import provenance
-from speclen.bench.machine import machine
+from speclen.bench.machine import machine, provenance
 
 PACKAGES = {
     "transformers": "transformers",
