@@ -66,6 +66,22 @@ def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_th
     assert chooser.results[0].draft_prompt_s > 0.0
 
 
+def test_a_draft_that_is_behind_in_a_prompt_catches_up_with_its_next_part() -> None:
+    """Not in a later step, in which everybody would wait for all of the prompt."""
+    chooser = Lengths(0)
+    engine = make_engine(chooser=chooser, max_batch_size=2, prefill_chunk=8)
+    engine.submit(request("a", PROMPT, max_tokens=40, ignore_eos=True), lambda output: None)
+    engine.step()
+    engine.submit(request("b", PROMPT * 20, max_tokens=4, ignore_eos=True), lambda output: None)
+    for _ in range(3):
+        engine.step()
+    (long,) = engine.scheduler.rows[1:]
+    assert (long.draft_length, long.target_length) == (0, 24)
+    chooser.length = 3
+    engine.step()
+    assert long.draft_length == long.target_length == 32
+
+
 @pytest.mark.parametrize(
     ("own", "ragged", "goes"), [(None, True, False), (None, False, True), (2, True, True), (0, False, False)]
 )
@@ -77,7 +93,7 @@ def test_beside_one_that_drafts_by_itself_prompts_are_fed_where_it_makes_all_dra
     runner._feeds_draft, runner._speculating = False, True
     runner.target = SimpleNamespace(ragged=ragged)  # type: ignore[assignment]
     sequence = SimpleNamespace(fixed_length=own, finished=False, may_draft=True, draft_length=0)
-    assert runner._draft_goes_along(SimpleNamespace(sequence=sequence, start=0)) is goes  # type: ignore[arg-type]
+    assert runner._draft_goes_along(SimpleNamespace(sequence=sequence, start=0, end=5)) is goes  # type: ignore[arg-type]
 
 
 def test_a_pair_whose_draft_fails_on_a_prompt_still_tells_what_it_told() -> None:

@@ -176,6 +176,24 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
     assert outputs == {tuple(generate(make_engine(), request("x", PROMPT, max_tokens=15)).ids("x"))}
 
 
+def test_sequences_of_one_token_share_the_logits_after_their_prompt() -> None:
+    """Also when the one that fed it has ended by then."""
+    engine = make_engine(max_batch_size=5)
+    fed: list[int] = []
+    honest = engine.target.forward
+
+    def counting(parts: list[PassPart]) -> list[torch.Tensor]:
+        fed.extend(part.num_queries for part in parts if part.num_queries > 1 == part.num_logits)
+        return honest(parts)
+
+    engine.target.forward = counting  # type: ignore[method-assign]
+    wanted = {"temperature": 1.5, "seed": 3, "max_tokens": 1, "ignore_eos": True}
+    collected = generate(engine, request("x", PROMPT, n=5, **wanted))
+    assert sum(fed) == len(PROMPT)
+    apart = generate(make_engine(max_batch_size=1), request("x", PROMPT, n=5, **wanted))
+    assert [collected.ids("x", index) for index in range(5)] == [apart.ids("x", index) for index in range(5)]
+
+
 # Speculation lengths.
 
 

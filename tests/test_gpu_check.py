@@ -23,11 +23,11 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert [one["passed"] for one in document["checks"]] == [True] * 6
-    (track,) = document["tracks"]
-    assert track["track"] == "mixed"
-    assert set(track["ratios"]) == {"fixed:2"}
-    assert track["failures"] == {}
+    assert [one["passed"] for one in document["checks"]] == [True] * 8
+    assert {track["track"] for track in document["tracks"]} == set(check.FULL.tracks)
+    for track in document["tracks"]:
+        assert set(track["ratios"]) == {"none", "fixed:1", "copy"}
+        assert track["failures"] == {}
     assert {(cell["batch_size"], cell["speculation_length"]) for cell in document["cells"]} == {
         (1, 0),
         (1, 2),

@@ -57,6 +57,19 @@ def test_swapping_rows_of_different_lengths() -> None:
     ]
 
 
+def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked places are read all the same, and what is not finite there would spoil the row; also where no memory is
+    handed back."""
+    monkeypatch.setattr(sys, "platform", "elsewhere")
+    pool = filled()
+    for layer in pool.layers:
+        layer[1, :, :, :9] = math.nan
+    pool.swap(1, 2, 9, 3)
+    assert values(pool, 1, pool.max_length) == {0.0, 3.0}
+    pool.release(2)
+    assert values(pool, 2, pool.max_length) == {0.0}
+
+
 def test_memory_held_is_whole_units_of_what_was_written() -> None:
     pool = filled()
     if not sys.platform.startswith("linux"):

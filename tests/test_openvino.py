@@ -239,16 +239,14 @@ def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monk
 
 
 @needs_openvino
-def test_a_number_of_threads_for_which_there_is_no_memory(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_of_threads_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told, and the passes go on with the number that there is; later it is tried again."""
     module = pytest.importorskip("speclen.worker.backends.openvino.model")
     model = tiny_models.build("llama")
     loaded = load(model, torch.float32)
     monkeypatch.setattr(module, "free_memory", lambda device: 0)
-    loaded.use_threads(2)
-    assert "no memory for 2 threads beside 1: their number stays" in caplog.text
+    with pytest.raises(MemoryError, match="no memory for 2 threads beside 1: their number stays"):
+        loaded.use_threads(2)
     check_model(loaded, model, "llama")
     monkeypatch.undo()
     loaded.use_threads(2)

@@ -6,10 +6,11 @@ import json
 import sys
 from collections.abc import Hashable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 PEERS = Path(__file__).parent.parent / "scripts" / "peers"
 
@@ -18,7 +19,7 @@ PEERS = Path(__file__).parent.parent / "scripts" / "peers"
 def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules by name, found as they find each other."""
     monkeypatch.syspath_prepend(str(PEERS))
-    names = ("closed_loop", "rounds", "table")
+    names = ("closed_loop", "openvino_genai_modes", "rounds", "table", "transformers_modes", "vllm_modes")
     yield lambda name: __import__(name)
     for name in names:
         sys.modules.pop(name, None)
@@ -137,7 +138,50 @@ def test_what_time_was_too_short_for_is_measured_by_going_on(
     places = [(each["round"], each["contestant"], each["threads"]) for each in found]
     assert len(places) == len(set(places)) == len(calls)
     assert {number for number, _, _ in places} == {1, 2}
-    assert len([place for place in places if place[0] == 1]) == 8  # four contestants, one or two threads
+    assert len([place for place in places if place[0] == 1]) == 12  # six contestants, one or two threads
+
+
+COPYING = {  # contestants that propose what came before in the text
+    "transformers": {"--mode lookup"},  # 5 and 10, one after the other
+    "openvino-genai": {"--mode lookup:5", "--mode lookup:10"},
+    "vllm": {"--mode ngram:5", "--mode ngram:10"},
+    "llama": {"--lookup 5", "--lookup 10"},
+}
+
+
+def test_every_peer_copies_and_has_the_modes_that_rounds_ask_for(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for absent in ("openvino", "openvino_genai"):
+        stub: Any = ModuleType(absent)
+        stub.ContinuousBatchingPipeline = stub.GenerationConfig = object
+        monkeypatch.setitem(sys.modules, absent, stub)
+    found = peers("rounds").contestants(1.0, "")
+    for peer, copying in COPYING.items():
+        asked = {" ".join(one.options) for one in found if one.peer == peer}
+        assert copying <= asked
+        if peer != "llama":
+            modes = peers(peer.replace("-", "_") + "_modes").MODES
+            assert asked == {f"--mode {mode}" for mode in modes}
+
+
+def test_vllm_copies_as_many_tokens_as_its_mode_says(peers: Any) -> None:
+    module = peers("vllm_modes")
+    for mode, words in module.MODES.items():
+        found = module.speculation(Path("weights"), mode) or {"num_speculative_tokens": "no"}
+        assert f"{found['num_speculative_tokens']} " in f"{words} "
+
+
+def test_transformers_looks_up_so_many_tokens_for_one_sequence(peers: Any) -> None:
+    module = peers("transformers_modes")
+    asked: list[dict[str, Any]] = []
+
+    def generate(ids: Any, **options: Any) -> Any:
+        asked.append(options)
+        return torch.cat([ids, ids.new_zeros(len(ids), options["max_new_tokens"])], dim=1)
+
+    requests = peers("closed_loop").Requests([[1, 2, 3]], 4)
+    found = module.looked_up(SimpleNamespace(generate=generate), requests, 0.01, 10)
+    assert (found.mode, found.concurrency) == ("prompt lookup, 10 tokens", 1)
+    assert {options["prompt_lookup_num_tokens"] for options in asked} == {10}
 
 
 def test_rounds_are_told_by_their_spread(peers: Any) -> None:

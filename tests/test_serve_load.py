@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from fake_generation import FakeService, serving
 
+from speclen.bench.comparison import plan as plan_module
+from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Progress, Yield, closed_loop, make_request, open_loop
 from speclen.bench.serving.survey import (
     COPYING_PLANS,
@@ -217,6 +219,40 @@ def test_what_is_best_by_chance_wins_nothing():
         same.append(np.exp(np.mean(np.log(best)) - np.mean(np.log(single))) - 1)
     assert abs(np.mean(gains)) < 0.005
     assert np.mean(same) > 0.015
+
+
+class Answering:
+    """A worker that makes so many tokens a second in each visit."""
+
+    def __init__(self, *rates):
+        self.rates, self.asked = list(rates), []
+
+    def serve_for(self, seconds, concurrency, drafting):
+        self.asked.append((seconds, concurrency, str(drafting)))
+        return Yield(int(100 * self.rates.pop(0)), 100.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "used"),
+    [
+        ((300, 500, 510), 505),  # shapes were new in the first
+        ((500, 505), 502.5),
+        ((100, 200, 300, 400, 500, 600), 550),  # it never agrees: the last two, and a sentence
+    ],
+)
+def test_capacity_is_measured_until_two_visits_agree(monkeypatch, capsys, rates, used):
+    worker = Answering(*rates)
+    monkeypatch.setattr(plan_module, "Visitor", lambda plan, warm: worker)
+    plan = plan_module.Plan(WorkerSettings("bundled:target-60m", "bundled:draft"))
+    found = plan_module.capacity_now(
+        plan, None, of_rates({(1, "plain"): [100], (16, "plain"): [90], (16, "draft 2"): [400]})
+    )
+    assert found == list(rates)
+    assert plan_module.capacity_of(found) == used
+    assert set(worker.asked) == {(8.0, 16, "draft 2")}
+    said = capsys.readouterr().err
+    assert ("is the machine quiet?" in said) == (len(rates) == 6)
+    assert f"{used / 400:.2f} times the survey's" in said
 
 
 def test_a_cell_without_a_token_is_named():

@@ -139,15 +139,19 @@ def test_threads_that_cannot_be_had_end_no_request_and_are_not_asked_for_again()
     engine = make_engine(chooser=2)
     asked = []
 
+    number = engine.num_threads
+
     def refuse(num_threads):
         asked.append(num_threads)
-        raise MemoryError("no room for another copy")
+        if num_threads != number:
+            raise MemoryError("no room for another copy")
 
     engine.target.use_threads = refuse
     engine.use_threads(engine.num_threads + 1)
     collected = generate(engine, request("a", [3, 4, 5], max_tokens=8, ignore_eos=True))
     assert collected.last("a").finish_reason is FinishReason.LENGTH
-    assert len(asked) == 1
+    assert asked == [number + 1, number]
+    assert engine.num_threads == number
 
 
 def test_one_thread_runs_everything_in_order():

@@ -1,10 +1,11 @@
-"""llama.cpp's server, from the xllamacpp wheel, on the same weights: with a draft model and without.
+"""llama.cpp's server, from the xllamacpp wheel, on the same weights: without drafts, with a draft model, with n-gram lookup.
 
 Runs in the environment of that peer. Weights are the GGUF files that to_gguf.py wrote from the exported checkpoints.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import urllib.request
 from pathlib import Path
@@ -14,25 +15,34 @@ import xllamacpp
 from closed_loop import Clients, Prompt, Requests, option_parser, summary
 
 CONTEXT = 512  # tokens per slot: prompt, output and draft fit
-DRAFT_SIMPLE = 1  # the number of COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE
+LARGEST_NGRAM = 3  # tokens that n-gram lookup compares; its own 12 would find little in so short a text
 
 
-def parameters(target: Path, draft: Path | None, length: int, slots: int, threads: int) -> Any:
+def parameters(target: Path, slots: int, threads: int) -> Any:
     settings = xllamacpp.CommonParams()
     settings.model.path = str(target)
     settings.n_parallel, settings.n_ctx = slots, slots * CONTEXT
     settings.n_gpu_layers = 0
     settings.verbosity = -1
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
-    if draft is not None:
-        drafting = settings.speculative.draft
-        drafting.mparams.path = str(draft)
-        # Always `length` tokens: p_min would cut drafts short by the draft's own confidence.
-        drafting.n_max, drafting.n_min, drafting.p_min = length, 0, 0.0
-        drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = threads
-        kind = type(settings.speculative.types[0])
-        settings.speculative.types = [kind(DRAFT_SIMPLE)]
     return settings
+
+
+def draft_with(settings: Any, draft: Path, length: int, threads: int) -> None:
+    """A draft model proposes `length` tokens in every step."""
+    drafting = settings.speculative.draft
+    drafting.mparams.path = str(draft)
+    # Always `length` tokens: p_min would cut drafts short by the draft's own confidence.
+    drafting.n_max, drafting.n_min, drafting.p_min = length, 0, 0.0
+    drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = threads
+    settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+
+
+def look_up(settings: Any, length: int) -> None:
+    """What followed the last tokens when they came before is proposed, up to `length` tokens, without a draft model."""
+    lookup = settings.speculative.ngram_simple
+    lookup.size_n, lookup.size_m = LARGEST_NGRAM, length
+    settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
 
 
 class Server:
@@ -61,15 +71,27 @@ class Server:
         return len(answer["tokens"])
 
 
+def settings_of(options: argparse.Namespace) -> tuple[str, Any]:
+    """The mode that was asked for, in words, and what the server is given for it."""
+    settings = parameters(options.folder / "target.gguf", max(options.concurrency), options.threads)
+    if options.lookup:
+        look_up(settings, options.lookup)
+        return f"n-gram lookup, {options.lookup} tokens", settings
+    if options.length:
+        draft_with(settings, options.folder / "draft.gguf", options.length, options.threads)
+        return f"draft model, {options.length} tokens", settings
+    return "no draft", settings
+
+
 def main() -> None:
     parser = option_parser(__doc__, "target.gguf, draft.gguf and requests.json")
-    parser.add_argument("--length", type=int, required=True, help="tokens to draft; 0: no draft model")
+    drafts = parser.add_mutually_exclusive_group(required=True)
+    drafts.add_argument("--length", type=int, help="tokens of the draft model; 0: no drafts")
+    drafts.add_argument("--lookup", type=int, help="tokens of n-gram lookup")
     options = parser.parse_args()
     requests = Requests.read(options.folder / "requests.json")
-    draft = options.folder / "draft.gguf" if options.length else None
-    slots = max(options.concurrency)
-    server = Server(parameters(options.folder / "target.gguf", draft, options.length, slots, options.threads))
-    mode = f"draft model, {options.length} tokens" if options.length else "no draft"
+    mode, settings = settings_of(options)
+    server = Server(settings)
     for concurrency in options.concurrency:
         found = Clients(server.send, requests, concurrency).run(options.seconds)
         summary("llama.cpp server", mode, concurrency, options.threads, *found).print()

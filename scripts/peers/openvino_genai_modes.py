@@ -20,7 +20,8 @@ MODES = {
     "fixed:3": "draft model, 3 tokens",
     "fixed:5": "draft model, 5 tokens",
     "confidence": "draft model, confidence threshold 0.4",
-    "lookup": "prompt lookup, 5 tokens",
+    "lookup:5": "prompt lookup, 5 tokens",
+    "lookup:10": "prompt lookup, 10 tokens",
 }
 LARGEST_NGRAM = 3  # that prompt lookup searches for
 
@@ -28,9 +29,9 @@ LARGEST_NGRAM = 3  # that prompt lookup searches for
 def load(folder: Path, mode: str, threads: int, num_rows: int) -> genai.ContinuousBatchingPipeline:
     options = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "INFERENCE_NUM_THREADS": threads}
     properties: dict[str, object] = dict(options)
-    if mode in ("fixed:3", "fixed:5", "confidence"):
+    if mode.startswith("fixed:") or mode == "confidence":
         properties["draft_model"] = genai.draft_model(folder / "draft-openvino", "CPU", **options)
-    if mode == "lookup":
+    if mode.startswith("lookup:"):
         properties["prompt_lookup"] = True
     scheduling = genai.SchedulerConfig()
     scheduling.max_num_seqs, scheduling.max_num_batched_tokens = num_rows, 1024
@@ -46,8 +47,9 @@ def generation(mode: str, num_tokens: int) -> genai.GenerationConfig:
         config.num_assistant_tokens = int(mode.removeprefix("fixed:"))
     elif mode == "confidence":
         config.assistant_confidence_threshold = 0.4  # its documentation's
-    elif mode == "lookup":
-        config.num_assistant_tokens, config.max_ngram_size = 5, LARGEST_NGRAM
+    elif mode.startswith("lookup:"):
+        config.num_assistant_tokens = int(mode.removeprefix("lookup:"))
+        config.max_ngram_size = LARGEST_NGRAM
     return config
 
 

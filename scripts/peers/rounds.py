@@ -43,13 +43,15 @@ def contestants(learn_s: float, profile: str) -> list[Contestant]:
     adaptive = ("--policy", "adaptive", "--learn-s", str(learn_s), *seeded)
     found = [Contestant("speclen", "", "speclen_modes.py", options) for options in (adaptive, ("--policy", "none"))]
     for peer, modes in (
-        ("transformers", ("static", "assisted", "continuous")),
-        ("openvino-genai", ("none", "fixed:3", "fixed:5", "confidence", "lookup")),
-        ("vllm", ("none", "fixed:3", "fixed:5", "ngram")),
+        ("transformers", ("static", "assisted", "lookup", "continuous")),
+        ("openvino-genai", ("none", "fixed:3", "fixed:5", "confidence", "lookup:5", "lookup:10")),
+        ("vllm", ("none", "fixed:3", "fixed:5", "ngram:5", "ngram:10")),
     ):
         script = peer.replace("-", "_") + "_modes.py"
         found += [Contestant(peer, peer, script, ("--mode", mode)) for mode in modes]
-    return found + [Contestant("llama", "llama", "llama_server.py", ("--length", length)) for length in ("0", "3")]
+    for options in (("--length", "0"), ("--length", "3"), ("--lookup", "5"), ("--lookup", "10")):
+        found.append(Contestant("llama", "llama", "llama_server.py", options))
+    return found
 
 
 def measure(one: Contestant, threads: int, work: Path, python: str, seconds: float) -> Rows | None:

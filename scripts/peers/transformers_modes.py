@@ -1,4 +1,4 @@
-"""transformers on the same weights: static batches, assisted generation, continuous batching.
+"""transformers on the same weights: static batches, assisted generation, prompt lookup, continuous batching.
 
 Runs in the environment of that peer.
 """
@@ -15,8 +15,10 @@ from closed_loop import Measured, Requests, batches, option_parser, summary
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 PEER = "transformers"
+MODES = ("static", "assisted", "lookup", "continuous")
 # Continuous batching sizes its cache by free memory, and every step attends over all of it. This is ample for the load.
 CACHE = {"num_blocks": 64, "max_batch_tokens": 1024, "page_size": 128}
+LARGEST_NGRAM = 3  # that prompt lookup searches for, as with the other peers
 
 
 def load(folder: Path) -> Any:
@@ -76,6 +78,13 @@ def assisted(model: Any, draft: Any, requests: Requests, seconds: float, length:
     )
 
 
+def looked_up(model: Any, requests: Requests, seconds: float, length: int) -> Measured:
+    """What followed the last tokens when they came before is proposed, up to `length` tokens; one sequence at a time."""
+    mode = f"prompt lookup, {length} tokens"
+    options = {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": LARGEST_NGRAM}
+    return measure(mode, 1, requests, seconds, lambda prompts: generate(model, prompts, requests.num_tokens, **options))
+
+
 def continuous(model: Any, requests: Requests, concurrency: int, seconds: float) -> Measured:
     """Keeps `concurrency` requests in flight; a finished one is replaced at once."""
     config = GenerationConfig(max_new_tokens=requests.num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -112,7 +121,7 @@ def continuous(model: Any, requests: Requests, concurrency: int, seconds: float)
 
 def main() -> None:
     parser = option_parser(__doc__, "target, draft and requests.json")
-    parser.add_argument("--mode", choices=("static", "assisted", "continuous"), required=True)
+    parser.add_argument("--mode", choices=MODES, required=True)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     requests = Requests.read(options.folder / "requests.json")
@@ -121,6 +130,10 @@ def main() -> None:
         draft = load(options.folder / "draft")
         for length in (None, 3, 6):
             assisted(target, draft, requests, options.seconds, length).print()
+        return
+    if options.mode == "lookup":
+        for length in (5, 10):
+            looked_up(target, requests, options.seconds, length).print()
         return
     measured = static if options.mode == "static" else continuous
     for concurrency in options.concurrency:

@@ -17,7 +17,8 @@ MODES = {
     "none": "no draft",
     "fixed:3": "draft model, 3 tokens",
     "fixed:5": "draft model, 5 tokens",
-    "ngram": "n-gram lookup, 5 tokens",
+    "ngram:5": "n-gram lookup, 5 tokens",
+    "ngram:10": "n-gram lookup, 10 tokens",
 }
 
 
@@ -36,10 +37,15 @@ def set_environment(threads: int) -> None:
 def speculation(folder: Path, mode: str) -> dict[str, Any] | None:
     if mode == "none":
         return None
-    if mode == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    number = int(mode.removeprefix("fixed:"))
-    return {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": number}
+    kind, number = mode.split(":")
+    if kind == "ngram":
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": int(number),
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    return {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": int(number)}
 
 
 class Engine:

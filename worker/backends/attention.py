@@ -50,10 +50,6 @@ class StepMasks:
             self._masks[window] = mask
         return mask
 
-    def first_rows(self, rows: int) -> StepMasks:
-        """The masks of the first rows alone."""
-        return StepMasks(self.positions[:rows], self.num_tokens, self.dtype)
-
 
 class RowAttention:
     """One pass of one model over rows first_row, first_row + 1, ... of its pool.

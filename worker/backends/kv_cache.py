@@ -126,17 +126,25 @@ class KVPool:
         self.note_written(target, length)
 
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
-        """Exchange two rows of the given lengths."""
+        """Exchange two rows of the given lengths, with what was written beyond them: nobody keeps another's tokens."""
+        most = int(max(self._touched[first], self._touched[second], first_length, second_length))
         for layer in self.layers:
-            kept = layer[first, :, :, :first_length].clone()
-            layer[first, :, :, :second_length] = layer[second, :, :, :second_length]
-            layer[second, :, :, :first_length] = kept
-        self.note_written(first, second_length)
-        self.note_written(second, first_length)
+            kept = layer[first, :, :, :most].clone()
+            layer[first, :, :, :most] = layer[second, :, :, :most]
+            layer[second, :, :, :most] = kept
+        self.note_written(first, most)
+        self.note_written(second, most)
 
     def release(self, row: int) -> None:
-        """Hand the row's memory back; its contents are gone."""
-        if self._touched[row] and self._mapping is not None:
+        """Forget the row's contents, and hand its memory back where that can be.
+
+        Passes read, masked, what lies beyond a shorter row's end. Masking adds to products, and 0 times what is not finite
+        is not 0: one caller's overflow would spoil the row for the next.
+        """
+        if self._mapping is None:
+            for layer in self.layers:
+                layer[row, :, :, : int(self._touched[row])].zero_()
+        elif self._touched[row]:
             start = 0
             for shape in self.shapes:
                 size = 2 * shape.kv_heads * self.max_length * shape.head_dim * self.dtype.itemsize

@@ -17,6 +17,7 @@ drift apart after some tens to hundreds of tokens, with and without speculation,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -225,14 +226,17 @@ class Engine:
     def _adjust_threads(self) -> None:
         wanted = self._wanted_threads
         if wanted != self.num_threads:
+            models = [model for model in (self.target, self.draft) if model is not None]
             try:
-                for model in (self.target, self.draft):
-                    if model is not None:
-                        model.use_threads(wanted)
+                for model in models:
+                    model.use_threads(wanted)
                 self.num_threads = wanted
             except Exception:
                 log.exception("%d threads cannot be used: %d stay", wanted, self.num_threads)
                 self._wanted_threads = self.num_threads  # not before every step again
+                for model in models:  # one of them may have changed
+                    with contextlib.suppress(Exception):
+                        model.use_threads(self.num_threads)
 
     def _take_in(self) -> None:
         """Queue what was submitted and end what was aborted since the last step."""

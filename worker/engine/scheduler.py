@@ -128,15 +128,20 @@ class Scheduler:
             self.waiting.append(group)
         return sequence
 
-    def next_copy(self) -> tuple[SequenceState, SequenceState] | None:
-        """The first prefilling sequence and a decoding one that holds the prompt they share, if so it is."""
+    def next_copy(self) -> tuple[SequenceState, SequenceState | None] | None:
+        """The first prefilling sequence and a decoding one that holds the prompt they share, if so it is.
+
+        None beside a sequence whose next token is its last one, and whose logits are known: it needs nobody's keys.
+        """
         if self.num_decoding == len(self.rows):
             return None
         sequence = self.rows[self.num_decoding]
         if sequence.shared is None or sequence.shared.logits is None:
             return None
         source = next((other for other in self.decoding if other.shared is sequence.shared), None)
-        return None if source is None else (sequence, source)  # Those that held it may have ended.
+        if source is None and (sequence.num_left > 1 or sequence.request.grammar is not None):
+            return None  # Those that held it have ended.
+        return sequence, source
 
     def next_prompts(self) -> list[PromptChunk]:
         """What to feed of the prefilling rows' prompts in the next step."""

@@ -84,21 +84,25 @@ class StepRunner:
 
         Apart from `run`, since nobody's tokens have to wait for it. Where it fails, the draft catches up when it is asked.
         """
-        fed = [chunk for chunk in chunks if self._draft_goes_along(chunk)]
-        return self._timed(lambda: self._feed_draft(fed)) if fed else 0.0
+        ends = [(chunk.sequence, chunk.end) for chunk in chunks if self._draft_goes_along(chunk)]
+        return self._timed(lambda: self._feed_up_to(ends)) if ends else 0.0
 
     def copy_prompt(
-        self, sequence: SequenceState, source: SequenceState
+        self, sequence: SequenceState, source: SequenceState | None
     ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Give a sequence what `source` holds of the prompt they share; the token that follows it, as in StepTokens."""
+        """Give a sequence what `source` holds of the prompt they share; the token that follows it, as in StepTokens.
+
+        source: None where that token is its last one, which needs no more than the logits after the prompt.
+        """
         assert sequence.shared is not None
         assert sequence.shared.logits is not None
-        length = sequence.num_prompt_tokens
-        self.target.pool.copy(source.row, sequence.row, length)
-        sequence.target_length = length
-        if self.draft is not None and source.draft_length >= length:
-            self.draft.pool.copy(source.row, sequence.row, length)
-            sequence.draft_length = length
+        if source is not None:
+            length = sequence.num_prompt_tokens
+            self.target.pool.copy(source.row, sequence.row, length)
+            sequence.target_length = length
+            if self.draft is not None and source.draft_length >= length:
+                self.draft.pool.copy(source.row, sequence.row, length)
+                sequence.draft_length = length
         return self._first_token(sequence, sequence.shared.logits)
 
     def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
@@ -221,11 +225,15 @@ class StepRunner:
             flags.add(StepFlag.CATCH_UP)
 
     def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:
-        """Give the draft all that it lacks but the pending tokens, at most `prefill_chunk` tokens in a pass."""
+        """Give the draft all that it lacks but the pending tokens."""
+        self._feed_up_to([(sequence, len(sequence.tokens) - 1) for sequence in drafting])
+
+    def _feed_up_to(self, ends: Sequence[tuple[SequenceState, int]]) -> None:
+        """Give the draft what it lacks of each sequence's first so many tokens, at most `prefill_chunk` tokens in a pass."""
         chunks: list[PromptChunk] = []
         room = self._prefill_chunk
-        for sequence in drafting:
-            at, end = sequence.draft_length, len(sequence.tokens) - 1
+        for sequence, end in ends:
+            at = sequence.draft_length
             while at < end:
                 chunks.append(PromptChunk(sequence, at, sequence.tokens[at : min(end, at + room)]))
                 at = chunks[-1].end
@@ -264,7 +272,8 @@ class StepRunner:
         others = self._feeds_draft or (self._speculating and not self.target.ragged)
         wanted = others if sequence.fixed_length is None else sequence.fixed_length > 0
         may = sequence.may_draft and not sequence.finished
-        return wanted and may and sequence.draft_length == chunk.start
+        # It may hold less than the target does: where rows copied, or nothing was drafted. Then it catches up here.
+        return wanted and may and sequence.draft_length < chunk.end
 
     def _after_prompt(
         self, sequence: SequenceState, logits: torch.Tensor

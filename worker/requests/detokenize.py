@@ -87,8 +87,9 @@ class Detokenizer:
             self._ids, self._known = newest, text_of_newest
         elif self._known and not new:
             del self._ids[self._num_old :]  # left out of the text, as special tokens are
-        else:
+        elif len(self._ids) > MAX_HELD_TOKENS:
             del self._ids[MAX_HELD_TOKENS:]
+            self._known = self._decode(self._ids)  # of what is left: else what the next ones show would seem known
         self._num_old = len(self._ids)
         return new
 

@@ -94,16 +94,9 @@ class BlockPool:
         needed = (ends + (BLOCK_TOKENS - 1)) // BLOCK_TOKENS
         asked = first_row, needed.tobytes()
         if asked != self._reached_for:
-            self._reached = self._reach(first_row, needed)
+            self._reached = self.reach_rows(np.arange(first_row, first_row + len(ends)), ends)
             self._reached_for = asked
         return self._reached
-
-    def _reach(self, first_row: int, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        rows = slice(first_row, first_row + len(needed))
-        if (needed > self._held[rows]).any():
-            self._grow(range(first_row, first_row + len(needed)), needed)
-        tables = self._tables[rows, : needed.max()]
-        return tables[np.arange(tables.shape[1]) < needed[:, None]], begins_of(needed)
 
     def reach_rows(self, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `reach`, for rows in any order."""

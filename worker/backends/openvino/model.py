@@ -90,11 +90,10 @@ class OpenVinoModel:
         return request
 
     def use_threads(self, num_threads: int) -> None:
-        """As PassModel, where there is memory for another copy of the weights; the number stays where there is none."""
+        """As PassModel. Raises MemoryError where another copy of the weights does not fit; the number stays then."""
         if num_threads not in self._requests:
             if free_memory(CPU) < MEMORY_MARGIN * self._num_weight_bytes:
-                log.warning("no memory for %d threads beside %d: their number stays", num_threads, self._threads)
-                return
+                raise MemoryError(f"no memory for {num_threads} threads beside {self._threads}: their number stays")
             self._requests[num_threads] = self._make_request(num_threads)
         self._threads = num_threads
 
