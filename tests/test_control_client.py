@@ -236,10 +236,10 @@ def test_a_mistake_of_ours_in_a_message_is_told_and_reporting_begins_anew(monkey
     monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
     controller, rightly, errors = FakeController(), Outgoing.next, [RuntimeError("a mistake")]
 
-    def wrongly(outgoing, window_s):
+    def wrongly(outgoing, window_s, at_once=False):
         if outgoing.buffer and errors:
             raise errors.pop()
-        return rightly(outgoing, window_s)
+        return rightly(outgoing, window_s, at_once)
 
     monkeypatch.setattr(Outgoing, "next", wrongly)
 

@@ -1,6 +1,7 @@
 """Whatever is sent, the answer is an error in OpenAI's shape with the right status, and nothing of it stays behind."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
@@ -17,13 +18,14 @@ import pytest
 import tiny_models
 from http_worker import KEY, MODEL, http_worker
 from pydantic import ValidationError
+from starlette.responses import Response
 from test_http import until_idle
 
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http import connection, guard
 from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
-from speclen.worker.http.server import allow_many_files
+from speclen.worker.http.server import allow_many_files, listen, make_server, serving
 from speclen.worker.http.settings import check_http
 from speclen.worker.service.text_encoder import SHORT_BYTES
 
@@ -69,7 +71,8 @@ def post(worker, body, path="/v1/completions"):
         (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature", ""),
         ({"prompt": "a", "top_k": 2**40}, 400, "top_k", ""),
         ({"prompt": "a", "n": 65}, 400, "n", ""),
-        ({"prompt": "a", "seed": -1}, 400, "seed", ""),
+        ({"prompt": "a", "seed": -(2**63) - 1}, 400, "seed", ""),
+        ({"prompt": "a", "seed": 2**64}, 400, "seed", ""),
         ({"prompt": "a", "stop": [""]}, 400, "stop", "characters"),
         ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", ""),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ""),
@@ -338,20 +341,56 @@ def closed_after(one):
 
 def test_slow_headers_end_the_connection(worker, monkeypatch):
     monkeypatch.setattr(connection.BoundedConnection, "header_timeout_s", 0.5)
-    with connected(worker) as silent, connected(worker) as dripping, connected(worker) as second:
-        second.sendall(head("GET /health", {}))
-        assert b" 200 " in second.recv(4096)
+    with (
+        connected(worker) as silent,
+        connected(worker) as dripping,
+        connected(worker) as second,
+        connected(worker) as empty,
+    ):
+        for one in (second, empty):
+            one.sendall(head("GET /health", {}))
+            assert b" 200 " in one.recv(4096)
         dripping.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
         second.sendall(b"G")
+        empty.sendall(b"\r\n")  # begins no request, and took every timeout off the connection
         assert closed_after(silent) < 20
         assert closed_after(dripping) < 20
         assert closed_after(second) < 20
+        assert closed_after(empty) < 20
 
 
 def test_endless_headers_end_the_connection(worker):
     endless = b"".join(f"x-{number}: {'y' * 100}\r\n".encode() for number in range(100_000))
     with connected(worker) as one, pytest.raises((ConnectionResetError, BrokenPipeError)):
         one.sendall(b"GET /health HTTP/1.1\r\n" + endless)
+
+
+CHUNKED = {"Content-Type": "application/json", "Transfer-Encoding": "chunked", "Connection": "close"}
+
+
+def test_endless_trailers_end_the_connection_and_are_kept_nowhere(worker, monkeypatch):
+    """Each was added to the request's headers, and no bound of either headers or body saw them."""
+    monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 2**20)
+    num_headers = []
+
+    def send_many(one):
+        for _ in range(1000):
+            one.sendall(b"a:\r\n" * 10_000)
+            num_headers.extend(len(each.headers or ()) for each in list(worker.server.server_state.connections))
+
+    with connected(worker) as one:
+        one.sendall(head("POST /tokenize", CHUNKED) + b"0\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_many(one)
+    assert max(num_headers) == 1 + len(CHUNKED)
+
+
+def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
+    body = json.dumps({"prompt": "a " * 20_000}).encode()
+    with connected(worker) as one:
+        pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        one.sendall(head("POST /tokenize", CHUNKED) + pieces + b"0\r\nx-sum: 1\r\n\r\n")
+        assert b" 200 " in one.recv(4096)
 
 
 def test_a_slow_body_is_answered(tmp_path):
@@ -380,6 +419,43 @@ def test_a_client_that_does_not_read_is_cut_off():
         page = metrics(worker)
         assert 'speclen_slow_readers_total{model_name="tiny"} 1.0' in page
         assert 'speclen_request_refused_total{model_name="tiny",reason="slow_reader"} 1.0' in page
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
+    """Whoever read steadily, but not all of it in 31 s, was cut off."""
+    monkeypatch.setattr("speclen.worker.http.server.UNREAD_GRACE_S", 0.0)
+    body = b"x" * 8_000_000
+
+    async def app(scope, receive, send):
+        await Response(body)(scope, receive, send)
+
+    async def scenario():
+        bound, loop = listen("127.0.0.1:0"), asyncio.get_running_loop()
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        server = make_server(app, ServerSecurity(), unread_timeout_s=0.5)
+        async with serving(server, bound):
+            with socket.socket() as one:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+                one.setblocking(False)
+                await loop.sock_connect(one, bound.getsockname())
+                await loop.sock_sendall(one, head("GET /", {"Connection": "close"}))
+                num_read = len(await loop.sock_recv(one, 65_536))
+                began = time.monotonic()
+                while server.server_state.connections:  # until all is out of our hands
+                    assert time.monotonic() - began < 60
+                    await asyncio.sleep(0.02)
+                    if reads:
+                        num_read += len(await loop.sock_recv(one, 65_536))
+                seconds = time.monotonic() - began
+                with contextlib.suppress(ConnectionResetError):
+                    while piece := await loop.sock_recv(one, 65_536):
+                        num_read += len(piece)
+                return num_read, seconds
+
+    num_read, seconds = asyncio.run(scenario())
+    assert (num_read > len(body)) == reads
+    assert seconds > (1.0 if reads else 0.0)
 
 
 def test_chunks_are_not_held_back(worker):

@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 import tiny_models
+from engines import make_pair
+from structlog.testing import capture_logs
 
 import speclen.worker.profiling.profiler
+from speclen.v1 import control_pb2 as pb
 from speclen.worker.backends.passes import StepRows
+from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.models.loading import ModelPair, load_pair
+from speclen.worker.profiling import seeding
 from speclen.worker.profiling.profiler import Profiler, quick_profile
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
+from speclen.worker.reporting.control_client import WorkerCard
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
@@ -249,3 +255,16 @@ def test_the_bundle_of_files_is_found_from_anywhere(pair: ModelPair, tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         assert quick_profile(pair, 1, 1, budget_s=0.5).cells
+
+
+def test_a_worker_whose_profile_fails_serves_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the standard library's sources there are no prompts, and the worker ended by that."""
+    monkeypatch.setattr(seeding, "knows_context", lambda *_: False)
+    monkeypatch.setattr(speclen.worker.profiling.profiler, "held_out_texts", list)
+    config = WorkerConfig(controller="127.0.0.1:1", quick_profile_s=1.0)
+    card = WorkerCard("w", 1, pb.ContextKey(), 2, 2, "127.0.0.1:1", "adaptive")
+    told: list[str] = []
+    with capture_logs() as logs:
+        seeding.seed_controller(config, make_pair(), card, told.append)
+    assert [line["event"] for line in logs] == ["no profile could be measured; going on without"]
+    assert len(told) == 1

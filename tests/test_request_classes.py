@@ -66,7 +66,15 @@ def test_histograms_by_class_that_are_not_plausible_are_refused(histograms, word
 
 
 @pytest.mark.parametrize(
-    "spoiled", [{"num_lengths": 3}, {"step_s": [float("nan")] * 8}, {"step_s": [0.0] * 8}, {"tokens": []}]
+    "spoiled",
+    [
+        {"num_lengths": 3},
+        {"step_s": [float("nan")] * 8},
+        {"step_s": [0.0] * 8},
+        {"tokens": []},
+        # A plan of more than 64 draft tokens is none: every step failed that asked for one, and with it all requests.
+        {"num_lengths": 66, "step_s": [0.1] * 132, "tokens": [1.0] * 396},
+    ],
 )
 def test_a_mix_that_is_none_is_refused(spoiled):
     fields = {"bucket_ends": [1, 2], "num_lengths": 4, "step_s": [0.1] * 8, "tokens": [1.0] * 24} | spoiled

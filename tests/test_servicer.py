@@ -9,7 +9,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ import pytest
 import tiny_models
 from grpc import aio
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 
 from speclen.transport.aio import prepare_aio
 from speclen.transport.keyring import Keyring
@@ -34,6 +35,8 @@ from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
     FinishReason,
+    GenerationRequest,
+    SamplingParams,
     SequenceOutput,
     SlowReaderError,
 )
@@ -278,14 +281,15 @@ def test_what_is_refused_while_draining_is_not_held_on_to() -> None:
             at.async_engine.drain()
             bodies = weakref.WeakSet[Body]()
 
-            def call() -> None:
+            async def call() -> None:
                 body = Body()
                 bodies.add(body)
-                with contextlib.suppress(DrainingError), at.async_engine.open("r"):
-                    pass
+                with contextlib.suppress(DrainingError):
+                    async with at.async_engine.open("r"):
+                        pass
 
             for _ in range(50):
-                call()
+                await call()
             gc.collect()
             assert not bodies
 
@@ -318,7 +322,7 @@ def test_abort_ends_what_is_still_made_of_its_text() -> None:
     async def test() -> None:
         async with served() as at:
             go_on, encoder = threading.Event(), at.async_engine.entrance.encoder
-            encoder._thread.submit(go_on.wait)  # another's text is in hand
+            encoder._aside._thread.submit(go_on.wait)  # another's text is in hand
             long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
             with mock.patch("speclen.worker.service.text_encoder.SHORT_BYTES", 10):
                 task = asyncio.create_task(at.all(long))
@@ -389,3 +393,159 @@ def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_serve
             assert answered[-1].complete.finish_reason == pb.FINISH_REASON_LENGTH
 
     asyncio.run(scenario())
+
+
+MILLIONS = [1] * 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("sampling", "details"),
+    [
+        (pb.SamplingParams(n=64, stop_token_ids=MILLIONS), "stop_token_ids has 2000000 entries, at most 1024"),
+        (pb.SamplingParams(stop=[""] * 1_000_000), "stop has 1000000 entries, at most 16"),
+        (pb.SamplingParams(logit_bias=dict.fromkeys(range(1025), 0.0)), "logit_bias has 1025 entries, at most 1024"),
+    ],
+)
+def test_a_list_that_is_too_long_is_refused_before_it_is_copied(sampling: pb.SamplingParams, details: str) -> None:
+    """A message of 4 MiB held up the event loop for seconds: a set of millions for each of 64 sequences."""
+
+    async def test() -> None:
+        async with served() as at:
+            code, said = await at.fails(tokenized(1, sampling_params=sampling))
+            assert (code, said.partition(" are allowed")[0]) == ("INVALID_ARGUMENT", details)
+
+    run(test)
+
+
+def test_an_abort_of_too_many_is_refused() -> None:
+    async def test() -> None:
+        async with served() as at:
+            assert (await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1024))).num_aborted == 0
+            with pytest.raises(aio.AioRpcError) as raised:
+                await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1025))
+            said = "request_ids has 1025 entries, at most 1024 are allowed"
+            assert (raised.value.code().name, raised.value.details()) == ("INVALID_ARGUMENT", said)
+
+    run(test)
+
+
+@contextlib.contextmanager
+def held(engine: Engine) -> Iterator[threading.Event]:
+    """The engine's running step lasts until the value is set, or the block ends."""
+    go_on, run_step = threading.Event(), engine.runner.run
+
+    def wait_and_run(plan: Any) -> Any:
+        assert go_on.wait(30)
+        return run_step(plan)
+
+    with mock.patch.object(engine.runner, "run", wait_and_run):
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+
+
+def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None:
+    """The engine knew the id until its running step had ended, and the second try was wrong: INVALID_ARGUMENT."""
+
+    async def test() -> None:
+        async with served(rows=1) as at:
+            request = tokenized(1, request_id="mine", sampling_params=pb.SamplingParams(max_tokens=3))
+            with held(at.engine) as go_on:
+                with pytest.raises(aio.AioRpcError) as raised:
+                    [response async for response in at.stub.Generate(request, timeout=0.3)]
+                assert raised.value.code().name == "DEADLINE_EXCEEDED"
+                again = asyncio.create_task(at.all(request))
+                await asyncio.sleep(0.2)
+                assert not again.done()
+                assert at.engine.load().num_running == 1
+                go_on.set()
+                assert (await again)[-1].complete.usage.completion_tokens == 3
+
+    run(test)
+
+
+def test_requests_that_were_given_up_take_no_place_in_the_queue_of_others() -> None:
+    """They gave up their turn before the engine let go of them, and whoever came then found its inbox full."""
+
+    async def test() -> None:
+        async with served(rows=2, max_waiting=4) as at:
+            with held(at.engine) as go_on:
+                for _ in range(12):
+                    call = at.stub.Generate(tokenized(1, sampling_params=ENDLESS))
+                    await until(lambda: at.async_engine.num_open > 0)
+                    await asyncio.sleep(0.02)
+                    call.cancel()
+                honest = asyncio.create_task(at.all(tokenized(1, sampling_params=pb.SamplingParams(max_tokens=3))))
+                await asyncio.sleep(0.1)
+                assert not honest.done()
+                go_on.set()
+                assert (await honest)[-1].complete.usage.completion_tokens == 3
+            await until(lambda: at.async_engine.num_open == 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
+def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_lives(end: str) -> None:
+    async def test() -> None:
+        async with served(rows=1) as at:
+
+            async def ask() -> None:
+                async with at.async_engine.open("r") as stream:
+                    request = GenerationRequest("r", (1,), SamplingParams(max_tokens=100, ignore_eos=True))
+                    async with at.async_engine.running([request], stream, "me", time.monotonic()) as outputs:
+                        async for _ in outputs:
+                            pass
+
+            with held(at.engine):
+                asking = asyncio.create_task(ask())
+                await until(lambda: at.engine.load().num_running == 1)
+                asking.cancel()
+                assert not (await asyncio.wait([asking], timeout=0.1))[0]
+                if end == "stop":
+                    at.async_engine.stop()
+                elif end == "fail":
+                    at.async_engine.fail(EngineFailedError("gone"))
+                else:
+                    asking.cancel()
+                assert (await asyncio.wait([asking], timeout=5))[0]
+
+    run(test)
+
+
+def test_a_fault_of_ours_is_told_as_internal_without_its_words_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC told it as UNKNOWN, with its text."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret")
+
+    async def test() -> None:
+        async with served() as at:
+            with monkeypatch.context() as broken, capture_logs() as logs:
+                broken.setattr("speclen.worker.service.servicer.SequenceMessages", fail)
+                said = await at.fails(tokenized(1))
+            assert said == ("INTERNAL", "the worker failed to answer; its log says why")
+            (told,) = [line for line in logs if line["log_level"] == "error"]
+            assert told["exc_info"]
+            page = generate_latest(at.metrics.registry).decode()
+            assert 'speclen_request_refused_total{reason="internal"} 1.0' in page
+            await until(lambda: at.async_engine.num_open == 0)
+            assert (await at.all(tokenized(1)))[-1].HasField("complete")
+
+    run(test)
+
+
+def test_a_client_that_is_gone_is_no_fault_of_ours() -> None:
+    async def test() -> None:
+        async with served() as at:
+            with capture_logs() as logs:
+                for number in range(20):
+                    call = at.stub.Generate(tokenized(1, sampling_params=ENDLESS, stream=True))
+                    await call.read()
+                    await asyncio.sleep(0.001 * number)
+                    call.cancel()
+                await until(lambda: at.async_engine.num_open == 0)
+            assert not [line for line in logs if line["log_level"] == "error"]
+
+    run(test)

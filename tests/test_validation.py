@@ -35,9 +35,9 @@ def check(
         ("max_tokens", [0, -1]),
         ("min_tokens", [-1, 129]),
         ("stop", [("",), ("x" * 257,), ("x",) * 17]),
-        ("stop_token_ids", [(100,), (-1,)]),
+        ("stop_token_ids", [(100,), (-1,), (1,) * 1025]),
         ("n", [0, -1, 65, 10**9]),
-        ("seed", [-1, 2**64]),
+        ("seed", [-(2**63) - 1, 2**64]),
         ("logprobs", [-1, 21]),
     ],
 )
@@ -61,9 +61,9 @@ def test_out_of_range_names_the_field(field: str, values: list[Any]) -> None:
         ("max_tokens", [1, 10**6]),
         ("min_tokens", [128]),
         ("stop", [("x",) * 16, ("x" * 256,)]),
-        ("stop_token_ids", [(0, 99)]),
+        ("stop_token_ids", [(0, 99), (1,) * 1024]),
         ("n", [1, 64]),
-        ("seed", [0, 2**64 - 1]),
+        ("seed", [-(2**63), 0, 2**64 - 1]),
         ("logprobs", [0, 20]),
     ],
 )

@@ -45,6 +45,7 @@ from speclen.worker.reporting.length_table import LengthTable
 from speclen.worker.reporting.outgoing import Outgoing
 from speclen.worker.reporting.partition import controller_of
 from speclen.worker.reporting.window import to_window
+from speclen.worker.service.server import flush_reports
 
 ORIGIN = Origin(1, 1, 7, 11.0)
 WIDE = Limits(LIMITS.max_batch_size, LIMITS.max_speculation_length)
@@ -331,6 +332,32 @@ def test_a_worker_that_is_asked_for_windows_loses_no_step(tmp_path):
     assert sum(kept) == 160
     assert kept[:30] == [1] * 30
     assert len(kept) < 120
+
+
+def test_a_worker_that_ends_hands_its_last_window_over_at_once(tmp_path):
+    """It waited for the window's end, and the worker was gone before."""
+
+    async def story():
+        async with served(tmp_path, commit_interval_s=0.05) as at:
+            thinning = at.service.thinning
+            thinning.judge = lambda *load: None  # whatever the load
+            thinning.windows = Windows(30.0)
+            card = WorkerCard("w", 7, CONTEXT, 32, 4, "127.0.0.1:1", "adaptive")
+            client, dice = ControlClient(card, LengthTable.constant(2, 32, "default"), True), random.Random(8)
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(client.run(at.address))
+                while client.window_s != 30.0:
+                    await asyncio.sleep(0.01)
+                for _ in range(40):
+                    client.report(LengthChoice(2), some_step(dice, 4, 2))
+                await asyncio.sleep(1.0)
+                assert len(client.buffer) == 40
+                await flush_reports(client)
+                assert not client.buffer
+                assert at.service.registry.workers["w"].num_reports == 40
+                running.cancel()
+
+    run(story)
 
 
 def test_a_worker_is_asked_for_windows_only_where_a_core_would_not_keep_up():

@@ -23,6 +23,7 @@ class ServeCall:
     def __init__(self, outer: Any) -> None:
         self._outer = outer
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self._done = False
 
     async def write(self, message: Any) -> None:
         """Returns when the message was taken and the next is asked for: a caller that does not read holds us up."""
@@ -30,9 +31,14 @@ class ServeCall:
         await self._messages.join()
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self._done = True
         self._outer.set_code(code)
         self._outer.set_details(details)
         raise CallEndedError(f"{code.name}: {details}")
+
+    def done(self) -> bool:
+        """Whether the caller has its status, or is gone."""
+        return self._done
 
     async def messages(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[Any]:
         """What `work` writes, until it ends. Raises what it raises; ends it when the caller goes away."""
@@ -44,6 +50,7 @@ class ServeCall:
                 self._messages.task_done()
             await task
         finally:
+            self._done = True
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

@@ -33,10 +33,9 @@ from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.assembly import load, model_facts
-from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.service.server import (
     ENGINE,
-    FAILURE_GRACE_S,
     SWITCH_INTERVAL_S,
     flush_reports,
     make_entrance,
@@ -124,7 +123,7 @@ class ServedWorker:
         except PartFailedError as error:
             log.error("the worker ends without a drain", reason=str(error))
         await self.supervisor.stop()
-        self.engine.engine.stop()
+        self.engine.stop()
         await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
         await asyncio.to_thread(self.engine.entrance.close)
         await self.engine.close()

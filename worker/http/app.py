@@ -89,17 +89,17 @@ def add_generation(app: FastAPI, front: Front) -> None:
 def add_tokenizing(app: FastAPI, front: Front) -> None:
     engine, encoder = front.engine, front.engine.entrance.encoder
 
-    async def text_of(body: TokenizeRequest) -> str:
+    async def text_of(body: TokenizeRequest, caller: str) -> str:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         if body.messages is None:
             return body.prompt or ""
         add_prompt = body.add_generation_prompt is not False
-        return await chat_prompt(encoder.tokenizer, body.messages, front.chat_template, add_prompt, {})
+        return await chat_prompt(engine, caller, body.messages, front.chat_template, add_prompt, {})
 
     async def tokenized(body: TokenizeRequest, caller: str) -> Response:
         check_model(body, front)
-        text = await text_of(body)
+        text = await text_of(body, caller)
         special = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
         strings = await encoder.strings(tokens, caller) if body.return_token_strs else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from typing import Any
 
@@ -10,12 +9,22 @@ import jinja2
 
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.schema import Message
+from speclen.worker.service.async_engine import AsyncEngine
 
 
 async def chat_prompt(
-    tokenizer: Any, messages: list[Message], template: str | None, add_prompt: bool, extra: dict[str, Any]
+    engine: AsyncEngine,
+    caller: str,
+    messages: list[Message],
+    template: str | None,
+    add_prompt: bool,
+    extra: dict[str, Any],
 ) -> str:
-    """Text of the prompt. template: in place of the tokenizer's own. Raises ApiError where there is none, or it refuses."""
+    """Text of the prompt. template: in place of the tokenizer's own.
+
+    Raises ApiError where there is none, or it refuses; QueueFullError when too many wait for theirs.
+    """
+    tokenizer = engine.entrance.encoder.tokenizer
     if template is None and not tokenizer.chat_template:
         raise ApiError(
             400,
@@ -26,7 +35,7 @@ async def chat_prompt(
     conversation = [to_dict(message) for message in messages]
     try:
         # Aside, since a template is a program that runs over everything that was sent.
-        return await asyncio.to_thread(render, tokenizer, conversation, template, add_prompt, extra)
+        return await engine.entrance.templates.do(caller, render, tokenizer, conversation, template, add_prompt, extra)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise ApiError(400, f"messages do not fit the model's chat template: {error}", "messages") from error
 

@@ -64,10 +64,12 @@ class JobResponse(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._engine.open(uuid.uuid4().hex, until_end=True) as stream:
-                async with self._running(stream) as (answer, outputs):
-                    async for group in outputs:
-                        answer.add(group)
+            async with (
+                self._engine.open(uuid.uuid4().hex, until_end=True) as stream,
+                self._running(stream) as (answer, outputs),
+            ):
+                async for group in outputs:
+                    answer.add(group)
             response = json_response(answer.whole())
         except Exception as error:
             response = error_response(self._told(error))
@@ -76,7 +78,7 @@ class JobResponse(Response):
     async def _stream(self, send: Send) -> None:
         begun = False
         try:
-            with self._engine.open(uuid.uuid4().hex) as stream:
+            async with self._engine.open(uuid.uuid4().hex) as stream:
                 async with self._running(stream) as (answer, outputs):
                     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                     begun = True

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from speclen.worker.requests.validation import MAX_ENTRIES, MAX_SEED, MAX_STOP_STRINGS, MIN_SEED
+
 MAX_PROMPTS = 64  # in one request
-MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids
+MAX_PARTS = 1024  # of a message's content
 MAX_MESSAGES = 4096
 MAX_COUNT = 2**31 - 1
-MAX_STOPS = 16
 
 # Lists end at their first fault: one of millions of wrong items would become as many complaints.
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(fail_fast=True)]
@@ -71,11 +72,11 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="Sequences for each prompt. Default 1.")
     max_tokens: Positive | None = Field(None, description="Tokens to generate at most.")
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = Field(
         None, description="Output ends before the first of these."
     )
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = Field(
-        None, description="Same seed, same tokens, as far as the dtype allows."
+    seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | None = Field(
+        None, description="Same seed, same tokens, as far as the dtype allows. -1 is the same as 2**64 - 1."
     )
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(None, description="0 is greedy. Default 1.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
@@ -138,7 +139,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
 Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -22,11 +22,10 @@ from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.connection import UNREAD_TIMEOUT_S, BoundedConnection
 from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
 from speclen.worker.http.settings import KEY_FLAG, read_template
-from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
-GRACE_S = 1.0  # that connections have when the server stops
-FAILURE_GRACE_S = 0.3  # the same, when the worker has failed
+GRACE_S = 1.0  # that connections have when the server stops, if the worker has not failed
 UNREAD_GRACE_S = 1.0  # between the end of a request that nobody reads and that of its connection
 BACKLOG = 2048
 KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep theirs, or they would meet closed ones

@@ -10,11 +10,16 @@ from typing import Any
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError, text_too_long, too_long
 from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
-from speclen.worker.requests.request import GenerationRequest, SamplingParams, StructuredOutput, TextTooLongError
+from speclen.worker.requests.request import (
+    ANY_OBJECT,
+    GenerationRequest,
+    SamplingParams,
+    StructuredOutput,
+    TextTooLongError,
+)
 from speclen.worker.service.async_engine import AsyncEngine
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
-ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
 MAX_LOGPROBS = 250_000  # in one answer that is not streamed: some 25 MB of JSON
 
 
@@ -55,7 +60,7 @@ async def chat_job(body: ChatRequest, engine: AsyncEngine, caller: str, template
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     extra = body.chat_template_kwargs or {}
     add_prompt = body.add_generation_prompt is not False
-    text = await chat_prompt(engine.entrance.encoder.tokenizer, body.messages, template, add_prompt, extra)
+    text = await chat_prompt(engine, caller, body.messages, template, add_prompt, extra)
     prompts = [await encode(text, False, engine, caller, "messages")]
     wanted = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -153,17 +158,23 @@ def make_job(
     engine: AsyncEngine,
     param: str,
 ) -> Job:
-    """max_tokens None: whatever the context holds."""
+    """max_tokens None: whatever the context and the answer hold."""
     job_id = f"{prefix}-{uuid.uuid4().hex}"
     requests = []
     for index, ids in enumerate(prompts):
         room = engine.max_sequence_tokens - len(ids)
         if room < 1 or (max_tokens or 1) > room:
             raise too_long(len(ids), max_tokens, engine.max_sequence_tokens, param)
-        sampling = to_sampling(body, max_tokens or room, logprobs)
+        sampling = to_sampling(body, max_tokens or most_tokens(body, room, logprobs), logprobs)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
     check_size(body, requests)
     return Job(job_id, body, requests)
+
+
+def most_tokens(body: Sampling, room: int, logprobs: int | None) -> int:
+    """Tokens of a choice where nobody says: as the context has room for, and no more than `check_size` lets through."""
+    entries = (body.n or 1) * (logprobs or 0)
+    return room if body.stream or not entries else min(room, MAX_LOGPROBS // entries)
 
 
 def check_size(body: Sampling, requests: list[GenerationRequest]) -> None:

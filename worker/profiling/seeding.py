@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import grpc
+import structlog
 
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.config import WorkerConfig
@@ -12,6 +13,8 @@ from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import quick_profile
 from speclen.worker.profiling.request import knows_context, profile_request
 from speclen.worker.reporting.control_client import WorkerCard
+
+log = structlog.get_logger()
 
 IMPORT_TIMEOUT_S = 10.0
 
@@ -39,10 +42,14 @@ def seed_controller(config: WorkerConfig, pair: ModelPair, card: WorkerCard, pro
             )
             return
         progress(f"the controller knows nothing of this context: measuring a profile for {config.quick_profile_s:g} s")
-        result = quick_profile(
-            pair, card.max_batch_size, card.max_speculation_length, config.quick_profile_s, config.backend
-        )
-        request = profile_request(card.context, result, source="quick profile at the start of a worker")
+        try:
+            result = quick_profile(
+                pair, card.max_batch_size, card.max_speculation_length, config.quick_profile_s, config.backend
+            )
+            request = profile_request(card.context, result, source="quick profile at the start of a worker")
+        except Exception as error:
+            log.warning("no profile could be measured; going on without", exc_info=error)
+            return
         try:
             rpc.ControlServiceStub(channel).ImportProfile(request, timeout=IMPORT_TIMEOUT_S, metadata=metadata)
             progress(f"profile of {len(result.cells)} cells handed to the controller")

@@ -8,6 +8,7 @@ again after a reconnect; the buffer is bounded, and what falls out of it is coun
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -158,6 +159,7 @@ class ControlClient:
         self._begun: PendingProbe | None = None  # one of them, of which steps are left
         self._last_answer = 0.0
         self._has_registered = False
+        self._ending = asyncio.Event()
 
     # The engine's side: called once a step, from the engine's thread.
 
@@ -212,6 +214,10 @@ class ControlClient:
     ) -> None:
         """Keep a stream to the controller open until cancelled; without a controller the last table stays in use."""
         await until_one_fails(self.keep_bounded(), self._connect_forever(target, credentials, aio.Metadata(*metadata)))
+
+    def hand_over(self) -> None:
+        """The worker ends: wait with no report any more, neither for company nor for a window's end."""
+        self._ending.set()
 
     async def keep_bounded(self) -> None:
         """Drop the oldest of the reports that nobody took, until cancelled. Also for a worker that has no controller."""
@@ -299,12 +305,21 @@ class ControlClient:
         yield pb.StreamReportsRequest(worker=self.card.identity())
         outgoing, quiet_since = Outgoing(self.buffer, durable_seq, self.settings.group_size, self.clock), self.clock()
         while True:
-            request = outgoing.next(self.window_s)
+            request = outgoing.next(self.window_s, at_once=self._ending.is_set())
             if request is not None or self.clock() - quiet_since >= self.pause_s:
                 yield request or pb.StreamReportsRequest()
                 quiet_since = self.clock()
             if not outgoing.more:
-                await asyncio.sleep(outgoing.pause_s(self.window_s, self._flush_interval_s(outgoing.sent_seq)))
+                await self._rest(outgoing.pause_s(self.window_s, self._flush_interval_s(outgoing.sent_seq)))
+
+    async def _rest(self, seconds: float) -> None:
+        """For so long, or until the worker ends; then between two questions whether all is durable."""
+        if self._ending.is_set():
+            await asyncio.sleep(self.settings.flush_interval_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ending.wait()
 
     def _flush_interval_s(self, num_steps: int) -> float:
         """Seconds that a report waits, after so many."""
@@ -313,7 +328,12 @@ class ControlClient:
 
     @property
     def pause_s(self) -> float:
-        """Seconds after which a message goes out that says nothing: it would cost the controller as much as a window."""
+        """Seconds after which a message goes out that says nothing: it would cost the controller as much as a window.
+
+        At the worker's end it asks for the answer that says what is durable.
+        """
+        if self._ending.is_set():
+            return 0.0
         return max(self.settings.heartbeat_s, min(self.window_s, LONGEST_PAUSE_S))
 
     @property

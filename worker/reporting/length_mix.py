@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.drafting.plan import MAX_DRAFTED
 
 # Batches by composition whose length is remembered.
 MOST_REMEMBERED = 4096
@@ -29,6 +30,10 @@ class LengthMix:
     def from_message(cls, message: pb.LengthMix) -> LengthMix:
         """Raises ValueError where the numbers do not fit together or are none."""
         ends, lengths = tuple(message.bucket_ends), message.num_lengths
+        if lengths > MAX_DRAFTED + 1:
+            raise ValueError(
+                f"the mix of the length table has {lengths} lengths, at most {MAX_DRAFTED + 1} are possible"
+            )
         step_s = np.array(message.step_s).reshape(len(ends), lengths)
         tokens = np.array(message.tokens).reshape(-1, len(ends), lengths)
         if not ends or not lengths or not len(tokens):

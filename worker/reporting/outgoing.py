@@ -25,8 +25,11 @@ class Outgoing:
         self.more = False
         self._window_began = clock()
 
-    def next(self, window_s: float) -> pb.StreamReportsRequest | None:
-        """The next message, None where nothing is to be sent yet. window_s: seconds to add up, 0 for none."""
+    def next(self, window_s: float, at_once: bool = False) -> pb.StreamReportsRequest | None:
+        """The next message, None where nothing is to be sent yet.
+
+        window_s: seconds to add up, 0 for none. at_once: the window ends now.
+        """
         self.more = False
         records = self.buffer.after(self.sent_seq, MOST_STEPS)
         if not records:
@@ -40,7 +43,7 @@ class Outgoing:
             sealed_from = next((bounds[0] for bounds in sealed if bounds[0] > first), records[-1][0] + 1)
             raw_until = min(sealed_from - 1, last_raw) if window_s else sealed_from - 1
             return self._raw([each for each in records if each[0] <= raw_until])
-        if len(records) < MOST_STEPS and self.clock() - self._window_began < window_s:
+        if len(records) < MOST_STEPS and not at_once and self.clock() - self._window_began < window_s:
             return None
         sealed.append((first, records[-1][0]))
         self._window_began = self.clock()

@@ -26,6 +26,8 @@ class RequestClass(enum.IntEnum):
     HOT = 2
 
 
+ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
+
 # Highest temperature of a cool request: most ask for 0.7 or 1.0, whose best lengths differ by two or three.
 COOL_UNTIL = 0.75
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sized
+from typing import Any
 
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 
@@ -11,8 +12,10 @@ MAX_SEQUENCES = 64
 MIN_REPETITION_PENALTY = 0.0099999997  # 0.01 as float32. Logits are divided by it: 1e-39 would give infinities
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
+MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids
+MOST = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_ENTRIES, "logit_bias": MAX_ENTRIES}
 MAX_LOGPROBS = 20
-MAX_SEED = 2**64 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or not: -1 is the same as 2**64 - 1
 
 
 def check_request(
@@ -43,8 +46,21 @@ def prompt_too_long(num_tokens: int, max_context_length: int) -> str:
     )
 
 
+def check_lengths(sampling: Any) -> None:
+    """Raises ValueError for a list that is too long. sampling: with fields of these names; no entry is looked at."""
+    for name, limit in MOST.items():
+        check_length(name, getattr(sampling, name), limit)
+
+
+def check_length(name: str, entries: Sized, limit: int) -> None:
+    """Raises ValueError for more entries than that."""
+    if len(entries) > limit:
+        raise ValueError(f"{name} has {len(entries)} entries, at most {limit} are allowed")
+
+
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     """Raises ValueError with one sentence for the first field that is out of range."""
+    check_lengths(sampling)
     _check_range("temperature", sampling.temperature, 0, 100)
     _check_range("top_p", sampling.top_p, 0, 1, low_open=True)
     _check_range("top_k", sampling.top_k, 0, math.inf)
@@ -62,7 +78,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _check_ids("stop_token_ids token", sampling.stop_token_ids, vocab_size)
     _check_range("n", sampling.n, 1, MAX_SEQUENCES)
     if sampling.seed is not None:
-        _check_range("seed", sampling.seed, 0, MAX_SEED)
+        _check_range("seed", sampling.seed, MIN_SEED, MAX_SEED)
     if sampling.logprobs is not None:
         _check_range("logprobs", sampling.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
     _check_stop(sampling.stop)
@@ -95,8 +111,6 @@ def _check_ids(name: str, ids: object, vocab_size: int) -> None:
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise ValueError(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
     for text in stop:
         if not 1 <= len(text) <= MAX_STOP_LENGTH:
             raise ValueError(f"stop has a string of {len(text)} characters, allowed are 1 to {MAX_STOP_LENGTH}")

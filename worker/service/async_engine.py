@@ -12,7 +12,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
@@ -30,6 +30,9 @@ from speclen.worker.requests.request import (
 )
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import OutputRelay, OutputStream
+
+FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
+LOOK_S = 0.01  # between two looks whether a request has ended
 
 
 class Run:
@@ -75,6 +78,7 @@ class AsyncEngine:
         self._open: dict[str, OutputStream] = {}  # by id of what is being answered
         self._waiting: dict[str, tuple[Run, OutputStream]] = {}  # by id, requests whose turn has not come
         self._refusal: Exception | None = None  # of whatever comes
+        self._engine_ends = False  # nobody waits for it
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -97,9 +101,14 @@ class AsyncEngine:
 
     def fail(self, error: EngineFailedError) -> None:
         """The engine is gone: end what runs and refuse what comes, both with the error."""
-        self._refusal = error
+        self._refusal, self._engine_ends = error, True
         for stream in self._open.values():
             stream.fail(copy.copy(error))
+
+    def stop(self) -> None:
+        """Let the engine end after the running step, and wait for none of its requests."""
+        self._engine_ends = True
+        self.engine.stop()
 
     def abort(self, request_id: str) -> bool:
         """End a request that runs or waits for its turn; whether there is one.
@@ -123,13 +132,16 @@ class AsyncEngine:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
-    @contextlib.contextmanager
-    def open(self, request_id: str, until_end: bool = False) -> Iterator[OutputStream]:
+    @contextlib.asynccontextmanager
+    async def open(self, request_id: str, until_end: bool = False) -> AsyncIterator[OutputStream]:
         """A stream for the outputs of one caller's requests, for the length of the block, for which a drain waits.
 
-        until_end: the caller gets nothing before, so the event loop need not be woken for what comes on the way. Raises
+        until_end: the caller gets nothing before, so the event loop need not be woken for what comes on the way. Waits for
+        the end of a request of that id whose caller has given up: it may be the same caller, who tries again. Raises
         ValueError for an id that is in use, DrainingError, or the engine's failure.
         """
+        while (before := self._open.get(request_id)) is not None and before.ending:
+            await asyncio.sleep(LOOK_S)
         if self._refusal is not None:
             raise copy.copy(self._refusal)  # an error raised again and again holds on to the calls that it ended
         if request_id in self._open:
@@ -170,6 +182,7 @@ class AsyncEngine:
             yield self._outputs(stream, runs)
         finally:
             # Reached early when the client went away or its deadline passed.
+            stream.ending = True
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -210,7 +223,12 @@ class AsyncEngine:
                     on_submit()
                     await run.ended.wait()
                 finally:
-                    self.engine.abort(request_id)
+                    await self._until_let_go(request_id)
+
+    async def _until_let_go(self, request_id: str) -> None:
+        """Until the engine has ended the request, its id and its place are taken: nobody else may have the turn."""
+        while self.engine.abort(request_id) and not self._engine_ends and self.engine.failure is None:
+            await asyncio.sleep(LOOK_S)
 
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[list[SequenceOutput]]:
         while not all(run.ended.is_set() for run in runs.values()):

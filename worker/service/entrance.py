@@ -1,8 +1,9 @@
-"""Where requests wait before they reach the engine: for their text, for their grammar, and for their turn."""
+"""Where requests wait before they reach the engine: for their prompt, for their grammar, and for their turn."""
 
 from __future__ import annotations
 
 from speclen.worker.models.loading import ModelPair
+from speclen.worker.service.aside import Aside
 from speclen.worker.service.grammars import Grammars
 from speclen.worker.service.text_encoder import TextEncoder
 from speclen.worker.service.turnstile import Turnstile
@@ -18,6 +19,8 @@ class Entrance:
         self, pair: ModelPair, max_context_length: int, num_rows: int, max_waiting: int, max_wait_s: float = 0.0
     ) -> None:
         self.encoder = TextEncoder(pair.tokenizer, max_context_length)
+        # As many as may be served or wait for that: a chat that the queue has room for is not refused for its template.
+        self.templates = Aside("templates", num_rows + max_waiting)
         self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids)
         # Some wait in the engine, so that a row that becomes free is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
@@ -26,8 +29,10 @@ class Entrance:
     @property
     def num_waiting(self) -> int:
         """Requests that wait here."""
-        return self.encoder.num_waiting + self.grammars.num_waiting + self.turnstile.num_waiting
+        stages = self.templates, self.encoder, self.grammars, self.turnstile
+        return sum(stage.num_waiting for stage in stages)
 
     def close(self) -> None:
+        self.templates.close()
         self.encoder.close()
         self.grammars.close()

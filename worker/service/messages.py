@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.requests.request import (
+    ANY_OBJECT,
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -15,10 +16,11 @@ from speclen.worker.requests.request import (
     StructuredOutput,
     TokenLogprobs,
 )
+from speclen.worker.requests.validation import check_length, check_lengths
 from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.structured.source import MAX_CHOICES
 
 MAX_REQUEST_ID = 128
-ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
 
 FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -41,7 +43,11 @@ PLAIN = (
 
 
 def to_sampling(message: pb.SamplingParams) -> SamplingParams:
-    """The engine's parameters; fields that the message leaves out keep their defaults."""
+    """The engine's parameters; fields that the message leaves out keep their defaults.
+
+    Raises ValueError for lists that are too long, before a million entries are copied.
+    """
+    check_lengths(message)
     values = {name: getattr(message, name) for name in PLAIN}
     values |= {name: getattr(message, name) for name in OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
@@ -73,7 +79,7 @@ def to_request_id(message: pb.GenerateRequest) -> str:
 
 
 def to_structured_output(message: pb.SamplingParams) -> StructuredOutput | None:
-    """None for any output. Raises ValueError when the message says nothing of what it must be."""
+    """None for any output. Raises ValueError when the message says nothing of what it must be, or too many things."""
     if not message.HasField("structured_output"):
         return None
     wanted = message.structured_output
@@ -83,6 +89,7 @@ def to_structured_output(message: pb.SamplingParams) -> StructuredOutput | None:
     field = f"structured_output.{kind}"
     whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern or None
     if kind == "choice":
+        check_length(field, wanted.choice.values, MAX_CHOICES)
         return StructuredOutput("choice", json.dumps(list(wanted.choice.values)), field=field)
     if kind == "json_object":
         return StructuredOutput("json_schema", ANY_OBJECT, whitespace, field)
@@ -92,7 +99,7 @@ def to_structured_output(message: pb.SamplingParams) -> StructuredOutput | None:
 def to_request(
     message: pb.GenerateRequest, request_id: str, prompt_ids: Sequence[int], grammar: Grammar | None = None
 ) -> GenerationRequest:
-    """Raises ValueError for a mode of speculation that is unknown."""
+    """Raises ValueError for a mode of speculation that is unknown, and for lists that are too long."""
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=tuple(prompt_ids),

@@ -24,7 +24,8 @@ MAX_WAITING_TOKENS = 16_384
 class OutputStream:
     """Outputs of one caller's requests on the event loop's side. failure: why none will follow any more.
 
-    begun: whether its requests have their place in the queue; aborted: whether they were to end before that.
+    begun: whether its requests have their place in the queue; aborted: whether they were to end before that; ending: whether
+    nobody waits for them any more.
 
     until_end: what comes between the first tokens and the end of a sequence may wait for that. num_tokens: in `waiting`.
     on_overflow: called when they are more than MAX_WAITING_TOKENS.
@@ -37,6 +38,7 @@ class OutputStream:
     num_tokens: int = 0
     begun: bool = False
     aborted: bool = False
+    ending: bool = False
     on_overflow: Callable[[], None] | None = None
 
     def put(self, output: SequenceOutput) -> None:

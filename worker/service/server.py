@@ -40,7 +40,7 @@ from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.service.assembly import load, model_facts
-from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.servicer import GenerationServicer
 
@@ -63,7 +63,6 @@ ENGINE = "the engine"
 FRONT = "the HTTP front"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
@@ -187,7 +186,7 @@ async def ending(
         async_engine.fail(EngineFailedError(f"{error}; the worker ends"))
         raise
     finally:
-        async_engine.engine.stop()
+        async_engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
         await asyncio.to_thread(async_engine.entrance.close)  # it waits for a grammar that is being tried
@@ -256,7 +255,8 @@ async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable
 
 
 async def flush_reports(control: ControlClient, timeout_s: float = 2.0) -> None:
-    """Give the controller a moment to acknowledge the last reports."""
+    """Hand the last reports over, and give the controller a moment to acknowledge them."""
+    control.hand_over()
     deadline = time.monotonic() + timeout_s
     while control.connected and control.buffer and time.monotonic() < deadline:
         await asyncio.sleep(0.05)

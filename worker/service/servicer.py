@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -30,7 +30,7 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.requests.validation import prompt_too_long
+from speclen.worker.requests.validation import check_length, prompt_too_long
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id, to_structured_output
 from speclen.worker.service.relay import OutputStream
@@ -45,6 +45,7 @@ CODES = {
     EngineFailedError: grpc.StatusCode.UNAVAILABLE,
     RequestFailedError: grpc.StatusCode.INTERNAL,
 }
+MAX_ABORTED = 1024  # requests that one call ends
 QUEUE_METADATA = "speclen-queue-s"  # trailing metadata: seconds from arrival until the request went to the engine
 
 Context: TypeAlias = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -85,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         # Messages are written instead of yielded: only so it can be seen that a client does not take them.
         try:
             request_id = to_request_id(request)
-            with self._async_engine.open(request_id, until_end=not request.stream) as stream:
+            async with self._async_engine.open(request_id, until_end=not request.stream) as stream:
                 await self._generate(request, request_id, stream, context)
         except tuple(CODES) as error:
             code = next(code for kind, code in CODES.items() if isinstance(error, kind))
@@ -93,6 +94,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if (left_out := self._sparse.pass_on(code.name)) is not None:
                 log.info("a request ends with an error", code=code.name, reason=str(error), unlogged_before=left_out)
             await context.abort(code, str(error))
+        except Exception as error:
+            if context.done():  # nobody is there to be told
+                raise
+            self._async_engine.metrics.refuse(error)
+            log.exception("a request over gRPC failed")
+            await context.abort(grpc.StatusCode.INTERNAL, "the worker failed to answer; its log says why")
 
     async def _generate(
         self, message: pb.GenerateRequest, request_id: str, stream: OutputStream, context: Context
@@ -137,7 +144,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._async_engine.reading(stream):
             await context.write(message)
 
-    async def Abort(self, request: pb.AbortRequest, context: object) -> pb.AbortResponse:  # noqa: N802
+    async def Abort(self, request: pb.AbortRequest, context: aio.ServicerContext[Any, Any]) -> pb.AbortResponse:  # noqa: N802
+        try:
+            check_length("request_ids", request.request_ids, MAX_ABORTED)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         aborted = [self._async_engine.abort(request_id) for request_id in request.request_ids]
         return pb.AbortResponse(num_aborted=sum(aborted))
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
 from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import TextTooLongError
-from speclen.worker.service.turnstile import Turnstile, done_by
-
-Result = TypeVar("Result")
+from speclen.worker.service.aside import Aside
 
 SHORT_BYTES = 2048  # encoded in place: 2 ms, no more than it would take to change threads while the engine computes
 MAX_WAITING = 16  # long texts, each of at most a message's 4 MiB
@@ -35,15 +32,14 @@ class TextEncoder:
         self._max_context_length = max_context_length
         longest = longest_token_bytes(tokenizer)
         self._max_bytes = None if longest is None else longest * max_context_length
-        self._turnstile = Turnstile(1, MAX_WAITING)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
+        self._aside = Aside("encoder", MAX_WAITING)
         # The first call sets truncation and padding of the tokenizer, which must not change while a thread uses it.
         self._encode("")
 
     @property
     def num_waiting(self) -> int:
         """Long texts that wait."""
-        return self._turnstile.num_waiting
+        return self._aside.num_waiting
 
     async def encode(
         self, text: str, caller: str, *, add_special_tokens: bool = True, any_length: bool = False
@@ -63,25 +59,21 @@ class TextEncoder:
             raise TextTooLongError(
                 f"text has {num_bytes} bytes, too many for the model's context of {self._max_context_length} tokens"
             )
-        return await self._aside(caller, self._encode, text, add_special_tokens)
+        return await self._aside.do(caller, self._encode, text, add_special_tokens)
 
     async def decode(self, ids: Sequence[int], caller: str) -> str:
         """Text of token ids, special tokens included. Raises QueueFullError when too many long ones wait."""
         decode = make_decode(self.tokenizer, skip_special_tokens=False)
-        return decode(ids) if len(ids) <= SHORT_BYTES else await self._aside(caller, decode, ids)
+        return decode(ids) if len(ids) <= SHORT_BYTES else await self._aside.do(caller, decode, ids)
 
     async def strings(self, ids: Sequence[int], caller: str) -> list[str]:
         """What the vocabulary calls each token. Raises QueueFullError when too many long ones wait."""
         name = self.tokenizer.convert_ids_to_tokens
-        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self._aside(caller, name, ids)
+        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self._aside.do(caller, name, ids)
         return named
 
-    async def _aside(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        async with self._turnstile.turn(caller):
-            return await done_by(self._thread, function, *arguments)
-
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._aside.close()
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # The call lets go of the interpreter while it encodes; the backend's `encode` would not.

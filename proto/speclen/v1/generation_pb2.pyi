@@ -123,7 +123,9 @@ class SamplingParams(google.protobuf.message.Message):
     n: builtins.int
     """Sequences to generate for the prompt. 1 to 64. Default 1."""
     seed: builtins.int
-    """Same seed, same request, same tokens: see the documentation for what is promised. Default: drawn at random."""
+    """Same seed, same request, same tokens: see the documentation for what is promised. Default: drawn at random.
+    A negative one over HTTP is the same as that plus 2^64.
+    """
     logprobs: builtins.int
     """Log probabilities of the chosen token and of the k most likely ones, for k = 0 to 20. Default: none."""
     include_stop_str_in_output: builtins.bool
@@ -132,7 +134,7 @@ class SamplingParams(google.protobuf.message.Message):
     """Keep special tokens in the text."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Added to the logits of single tokens. Values in [-100, 100]."""
+        """Added to the logits of single tokens. At most 1024. Values in [-100, 100]."""
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -140,7 +142,7 @@ class SamplingParams(google.protobuf.message.Message):
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Output ends after one of these; it is not part of the text."""
+        """Output ends after one of these; it is not part of the text. At most 1024."""
 
     @property
     def structured_output(self) -> Global___StructuredOutput:
@@ -200,7 +202,9 @@ class StructuredOutput(google.protobuf.message.Message):
 
         VALUES_FIELD_NUMBER: builtins.int
         @property
-        def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+        def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+            """At most 4096."""
+
         def __init__(
             self,
             *,
@@ -515,7 +519,9 @@ class AbortRequest(google.protobuf.message.Message):
 
     REQUEST_IDS_FIELD_NUMBER: builtins.int
     @property
-    def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def request_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """At most 1024."""
+
     def __init__(
         self,
         *,

@@ -65,7 +65,8 @@ class GenerationServiceServicer(object):
 
     def Generate(self, request, context):
         """Streams chunks as tokens are produced, then one completion per sequence, and ends.
-        INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining.
+        INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
+        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +74,7 @@ class GenerationServiceServicer(object):
 
     def Abort(self, request, context):
         """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored.
+        INVALID_ARGUMENT: too many ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

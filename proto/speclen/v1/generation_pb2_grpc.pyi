@@ -136,11 +136,14 @@ class GenerationServiceStub(typing.Generic[_GenerationServiceGenerateType, _Gene
 
     Generate: _GenerationServiceGenerateType
     """Streams chunks as tokens are produced, then one completion per sequence, and ends.
-    INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining.
+    INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
+    engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
     """
 
     Abort: _GenerationServiceAbortType
-    """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored."""
+    """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored.
+    INVALID_ARGUMENT: too many ids.
+    """
 
     GetModelInfo: _GenerationServiceGetModelInfoType
 
@@ -178,7 +181,8 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[speclen.v1.generation_pb2.GenerateResponse], collections.abc.AsyncIterator[speclen.v1.generation_pb2.GenerateResponse]]:
         """Streams chunks as tokens are produced, then one completion per sequence, and ends.
-        INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining.
+        INVALID_ARGUMENT: a field is wrong, and named. RESOURCE_EXHAUSTED: the queue is full. UNAVAILABLE: draining, or the
+        engine has ended. ABORTED: the client did not read. INTERNAL: a step failed, or something else of the worker's own.
         """
 
     @abc.abstractmethod
@@ -187,7 +191,9 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         request: speclen.v1.generation_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[speclen.v1.generation_pb2.AbortResponse, collections.abc.Awaitable[speclen.v1.generation_pb2.AbortResponse]]:
-        """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored."""
+        """Ends requests early: their rows and KV are free after the running step. Unknown ids are ignored.
+        INVALID_ARGUMENT: too many ids.
+        """
 
     @abc.abstractmethod
     def GetModelInfo(
