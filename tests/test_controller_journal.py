@@ -11,7 +11,13 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.core import Bucket, ContextKey, Limits
 from speclen.controller.service.assembly import create_service
 from speclen.controller.service.journal import JournalSettings
-from speclen.controller.service.learning_service import MANY_REPORTS, MANY_WORKERS, LearningService, batches
+from speclen.controller.service.learning_service import (
+    FEW_REPORTS,
+    MANY_REPORTS,
+    MANY_WORKERS,
+    LearningService,
+    batches,
+)
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import RegisteredContext, Registration, Worker
 from speclen.store.records import Commit, StoredState, StoreHealth
@@ -220,6 +226,35 @@ def test_a_call_of_the_estimator_is_bounded():
     for worker in workers:
         worker.group.rows.extend([()] * (MANY_REPORTS // 2))
     assert {len(batch) for batch in batches(workers)} == {2, 1}, "enough reports, or the rest"
+
+
+def test_few_reports_of_a_new_context_and_of_who_is_faster_than_real_time_do_not_wait():
+    async def story() -> None:
+        service, _, worker, _ = setting()
+        now = worker.last_seen_at
+        service.clock = lambda: now
+        num = iter(range(1, 2000))
+
+        def waiting(num_reports: int) -> int:
+            service._patient_until = 0.0
+            service.take(worker, [report(next(num)) for _ in range(num_reports)])
+            service.learn_if_many(worker)
+            return len(worker.group.rows)
+
+        assert waiting(FEW_REPORTS - 1) == FEW_REPORTS - 1
+        assert waiting(1) == 0, "hardly anything is known yet"
+        service.learn(worker)
+        worker.context.num_learned, worker.ahead_s = MANY_REPORTS, 0.0
+        for group in range(1, 31):
+            now += 10 * 0.02
+            assert waiting(10) == 10 * group, "a real one tells of as much time as has gone"
+        service.learn(worker)
+        waits = [waiting(10) for _ in range(7)]  # more than a second in no time
+        assert (waits[:3], waits[-2:]) == ([10, 20, 30], [0, 0])
+        now += 2.0
+        assert waiting(10) == 10, "it has waited"
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(("disk_works", "waits"), [(True, True), (False, False)])

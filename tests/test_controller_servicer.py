@@ -3,12 +3,14 @@
 import asyncio
 import math
 
+import numpy as np
 import pytest
 from control_fakes import CONTEXT, LIMITS, group, identity, registration, report, run, served, status_of, until_durable
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from speclen.controller.estimator.core import Bucket, Choice, Probe, Table
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports, workers
 from speclen.transport.credentials import ServerSecurity
@@ -298,6 +300,89 @@ def test_a_probe_goes_to_one_worker_once_and_only_to_one_that_follows_the_table(
             assert probes, "a length that was never tried must be tried"
             assert len({probe.probe_id for probe in probes}) == len(probes) == at.service.totals.num_probes
             assert all(probe.valid_for_s > 0 and probe.batch_min <= 4 <= probe.batch_max for probe in probes)
+
+    run(story)
+
+
+def test_both_steps_of_a_probe_at_length_0_go_to_one_worker():
+    """The draft catches up in the first, so the second one alone tells its time. Once, whoever reported next got that."""
+    rng, rows = np.random.default_rng(5), 4
+
+    def seconds(length):
+        return (0.010 + 0.0008 * length) * float(np.exp(0.03 * rng.standard_normal()))
+
+    async def story():
+        async with served(None) as at:
+            slow = pb.ImportProfileRequest(context=CONTEXT, survival=[0.8**i for i in range(1, 5)], source="test")
+            slow.num_survival_rows.extend([4000] * 4)
+            for batch in (1, rows, 32):
+                for length in range(5):
+                    step_s = 0.010 + 0.025 * length
+                    slow.cells.add(batch_size=batch, speculation_length=length, step_s=step_s, num_steps=50)
+            await at.stub.ImportProfile(slow)
+            lengths, before = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0)
+            for worker_id in lengths:
+                await at.stub.RegisterWorker(registration(worker_id))
+            played = []
+            for seq in range(1, 301):
+                for worker_id, length in lengths.items():
+                    runs = np.minimum(rng.geometric(0.2, size=rows) - 1, length)
+                    step = report(
+                        seq,
+                        speculation_length=length,
+                        latency_s=seconds(length),
+                        accepted_histogram=np.bincount(runs, minlength=length + 1).tolist(),
+                        flags=[pb.STEP_FLAG_CATCH_UP] if length and not before[worker_id] else [],
+                    )
+                    answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(worker_id), report=step))
+                    before[worker_id], lengths[worker_id] = length, answer.speculation_length
+                    played.append(length)
+            assert played[:2] == [0, 0]
+            assert min(played[-100:]) > 0, "0 was left"
+            assert at.service.apart(next(iter(at.service.contexts))) == 0, "who found that out is like the other"
+
+    run(story)
+
+
+def test_what_follows_a_probe_at_length_0_is_dropped_where_drafts_are_played():
+    async def story():
+        async with served(None) as at:
+            for worker_id in "wv":
+                await at.stub.RegisterWorker(registration(worker_id))
+            worker = at.service.find("w", 7)
+            second = Probe(9, Bucket(0, 4, 4), 4)
+
+            async def next_length(seq, length):
+                worker.follow_on = second
+                at.service.table = lambda _worker: Table(1, (Choice(Bucket(0, 1, 32), length),))
+                answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
+                assert worker.follow_on is None
+                return answer.speculation_length, answer.probe_id
+
+            assert await next_length(1, 0) == (4, 9)
+            assert await next_length(2, 3) == (3, 0)
+            worker.follow_on = second
+            await at.stub.RegisterWorker(registration(epoch=8))
+            assert worker.follow_on is None
+
+    run(story)
+
+
+def test_a_worker_with_a_short_limit_does_not_take_probes_from_others():
+    """Asked first, it can do nothing with the bucket's next probe; until more was learned, nobody else was given one."""
+
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration("short", limits=pb.WorkerLimits(max_batch_size=32)))
+            await at.stub.RegisterWorker(registration("w"))
+            short, worker = (at.service.find(name, 7) for name in ("short", "w"))
+            for seq in range(1, 5000):
+                at.service.take(worker, [report(seq)])
+                at.service.learn(worker)
+                assert at.service.take_probe(short, 4) is None
+                if at.service.take_probe(worker, 4) is not None:
+                    return
+            raise AssertionError("a length that was never tried must be tried")
 
     run(story)
 

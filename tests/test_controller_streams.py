@@ -99,6 +99,23 @@ def test_a_second_stream_of_a_worker_takes_the_place_of_the_first():
     run(story)
 
 
+@pytest.mark.parametrize("per_message", [1, 8])
+def test_a_simulated_worker_that_does_not_sleep_plays_by_fresh_decisions(per_message):
+    """Within 200 ms of the clock it takes hundreds of steps. Once, it played 512 of them by what was known before."""
+
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            call, stale = at.stub.StreamReports(), []
+            for first in range(1, 1 + 200 * per_message, per_message):
+                await call.write(group(first, first + per_message - 1))
+                answer = await call.read()
+                stale.append(answer.applied_seq - at.service.totals.num_reports)
+            assert sum(stale) / len(stale) < 40
+
+    run(story)
+
+
 def test_streams_are_bounded_and_a_closed_one_makes_room():
     async def story():
         async with served(None, max_streams=2) as at:

@@ -11,7 +11,15 @@ from engines import generate, make_engine, make_pair, request
 from steps_of import KEY, Steps, controller_for, plans_at_four_rows, restarted
 
 from speclen.controller.estimator.choice import PromptShare
-from speclen.controller.estimator.contexts.prompts import LARGEST_SHARE, MOST_STEPS, PRIOR_TOKENS, Prompts
+from speclen.controller.estimator.contexts.prompts import (
+    DRAFTING_TOKENS,
+    LARGEST_SHARE,
+    MOST_STEPS,
+    MOST_VOTES,
+    PRIOR_TOKENS,
+    SECONDS,
+    Prompts,
+)
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.v1 import control_pb2 as pb
@@ -203,7 +211,42 @@ def test_prompts_of_one_worker_count_in_proportion_to_its_steps() -> None:
     step, long = StepObservation(4, 2, 0.01, (2, 1, 1)), Prompts()
     for _ in range(5000):
         long.learn([step._replace(draft_prompt_s=0.2)], "w")
-    assert long.seconds / long.drafting_tokens == pytest.approx(MOST_STEPS * 0.01 / step.num_tokens, rel=0.1)
+    seconds, drafting_tokens, *_ = long.sums["w"]
+    assert seconds / drafting_tokens == pytest.approx(MOST_STEPS * 0.01 / step.num_tokens, rel=0.1)
+
+
+def test_one_worker_of_two_that_tells_of_long_prompts_does_not_keep_drafting_off():
+    """A liar, or a worker with a wrong timer: 26 ms with every step of 13. Once, the other one left drafting for good."""
+    steps = Steps(1, acceptance=0.6)
+    steps.time = lambda batch, length: 0.010 + 0.001 * length
+    controller = controller_for(steps)
+    for _ in range(400):
+        for worker, prompt_s in (("liar", 0.026), ("w", 0.0)):
+            controller.observe(KEY, [fed(steps, 4, controller.length_for(KEY, 4, worker), prompt_s)], worker)
+    assert controller.length_for(KEY, 4, "w") > 0
+
+
+def test_most_workers_say_what_prompts_cost_and_who_has_gone_does_not():
+    controller, steps = controller_for(Steps(1)), Steps(1)
+    for _ in range(100):
+        for worker, prompt_s in (("liar", 0.02), ("new", 0.001), ("w", 0.001)):
+            controller.observe(KEY, [fed(steps, 4, 3, prompt_s)], worker)
+    prompts = controller.context(KEY).prompts
+    seconds, tokens, *_ = prompts.sums["w"]
+    assert prompts.share.draft_s == pytest.approx(seconds / (tokens + PRIOR_TOKENS), rel=0.2)
+    for _ in range(300):
+        controller.observe(KEY, [fed(steps, 4, 3, 0.001)], "w")
+    assert list(prompts.sums) == ["w"]
+
+
+def test_a_large_fleet_has_so_many_votes_and_no_more():
+    prompts, step = Prompts(), StepObservation(4, 2, 0.01, (2, 1, 1), draft_prompt_s=0.001)
+    for at in range(3 * MOST_VOTES):
+        prompts.learn([step], f"w{at}")
+    assert len(prompts.sums) == MOST_VOTES + 1
+    assert sum(sums[SECONDS] for sums in prompts.sums.values()) == pytest.approx(3 * MOST_VOTES * 0.001, rel=0.1)
+    prompts.keep({"w5"})
+    assert set(prompts.sums) == {"w5", ""}
 
 
 def test_what_is_believed_of_lengths_is_their_time_and_their_share_of_prompts() -> None:
@@ -241,16 +284,16 @@ def test_only_steps_that_were_to_draft_tell_of_it() -> None:
     drafting = copying._replace(plan=Plan(2, 3, 8))
     prompts.learn([StepObservation(4, 2, 0.01, (2, 1, 1), copying=drafting, draft_prompt_s=0.02)])
     # Four pending tokens, three drafted ones, and two copied ones of two rows.
-    assert prompts.drafting_tokens == 4 + 3 + 4
+    assert prompts.sums[""][DRAFTING_TOKENS] == 4 + 3 + 4
     assert prompts.share.draft_s == pytest.approx(0.02 / (11 + PRIOR_TOKENS))
 
 
 def test_one_report_cannot_say_that_prompts_take_for_ever() -> None:
     prompts = Prompts()
     prompts.learn([StepObservation(4, 2, 0.01, (2, 1, 1), draft_prompt_s=3600.0)])
-    assert prompts.seconds == pytest.approx(LARGEST_SHARE * 0.01)
+    assert prompts.sums[""][SECONDS] == pytest.approx(LARGEST_SHARE * 0.01)
     prompts.learn([StepObservation(4, 2, 10.0, (2, 1, 1), draft_prompt_s=3600.0)], usual_s=lambda step: 0.01)
-    assert prompts.seconds == pytest.approx(2 * LARGEST_SHARE * 0.01, rel=1e-3)
+    assert prompts.sums[""][SECONDS] == pytest.approx(2 * LARGEST_SHARE * 0.01, rel=1e-3)
 
 
 def test_it_is_kept() -> None:

@@ -13,6 +13,8 @@ from speclen.bench.simulation.copying.recorded import recorded_texts
 from speclen.bench.simulation.copying.score import Play
 from speclen.bench.simulation.copying.world import SCENARIOS, CopyWorld, Rows, Text
 from speclen.controller.estimator.choice import CAP_STEPS, CAP_STEPS_AT_ZERO, LEAST_CHARGE, SHARE_AT_ZERO, least_cost
+from speclen.controller.estimator.contexts.apart import _set_acceptance_apart
+from speclen.controller.estimator.contexts.learning import _times_changed
 from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
 from speclen.controller.estimator.estimator import Estimator
 from speclen.controller.estimator.plans.copying import MEMORY_TOKENS, READ_AT_ONCE
@@ -220,6 +222,31 @@ def test_a_change_of_times_is_counted_once_for_plans_and_lengths():
     played.machine = replace(MACHINE, bumps=2.5 * MACHINE.bumps)
     played.serve(100)
     assert main.choice.seconds[7] / before == pytest.approx(np.full(5, 2.5), rel=0.2)
+
+
+def test_groups_that_share_step_times_tell_them_of_their_copies_as_long_as_they_have_workers():
+    """Once, a worker set apart in acceptance alone took the others' place there, and kept it when it had gone."""
+    played = Played(REPEATING)
+    estimator = played.estimator
+    played.serve(60)
+    context = estimator.context(KEY)
+    estimator.observe(KEY, [played.step(4, Plan(2))], "v")
+    _set_acceptance_apart(context, "v")
+    estimator.observe(KEY, [played.step(4, Plan(0, 3, 8)) for _ in range(40)], "v")
+    main, apart, times = context.main, context.group_of("v"), context.times[0]
+    assert (main.times, apart.times) == (times, times)
+    assert times.beside == [main.plans.times.told, apart.plans.times.told]
+    assert len(main.plans.times.told()[1])
+    assert apart.plans.times.evidence.any()
+    before = [each.plans.times.evidence[..., 0].sum() for each in (main, apart)]
+    _times_changed(context, apart, 1.0)
+    assert all(
+        each.plans.times.evidence[..., 0].sum() < 0.1 * was for each, was in zip((main, apart), before, strict=True)
+    )
+    for _ in range(300):
+        estimator.observe(KEY, [played.step(4, Plan(0, 3, 8))], "w")
+    assert "v" not in context.workers.peers
+    assert times.beside == [main.plans.times.told]
 
 
 def test_the_plan_before_a_step_is_that_of_its_own_worker():

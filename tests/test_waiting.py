@@ -11,7 +11,14 @@ from steps_of import KEY, Steps, controller_for, plans_at_four_rows, restarted
 
 from speclen.bench.simulation import waiting
 from speclen.controller.estimator.choice import PromptShare
-from speclen.controller.estimator.contexts.prompts import LEAST_TOKENS, PRIOR_TOKENS, WAITED_STEPS, Prompts
+from speclen.controller.estimator.contexts.prompts import (
+    LEAST_TOKENS,
+    NEW_ROWS,
+    PRIOR_TOKENS,
+    TOKENS,
+    WAITED_STEPS,
+    Prompts,
+)
 from speclen.controller.estimator.core import Limits, StepObservation
 from speclen.controller.estimator.plans.plan import CopiedRun, Copies, Plan
 from speclen.controller.wire.ingest import Group, Origin, read_reports
@@ -134,8 +141,9 @@ def test_it_is_counted_over_all_tokens_whatever_was_drafted_or_copied() -> None:
     copying = Copies(Plan(0, 3, 8), 4, 0, 12, (CopiedRun(3, 4, 2, 2),))
     step = StepObservation(4, 0, 0.01, (4,), num_new_rows=2)
     prompts.learn([step, step._replace(copying=copying), StepObservation(4, 2, 0.01, (2, 1, 1), num_new_rows=1)])
-    assert prompts.tokens == 4 + (4 + 4) + (4 + 3)
-    assert prompts.share.steps == pytest.approx(WAITED_STEPS * 5 / (prompts.tokens + PRIOR_TOKENS))
+    tokens = prompts.sums[""][TOKENS]
+    assert tokens == 4 + (4 + 4) + (4 + 3)
+    assert prompts.share.steps == pytest.approx(WAITED_STEPS * 5 / (tokens + PRIOR_TOKENS))
 
 
 def test_a_worker_cannot_make_rows_up_without_end() -> None:
@@ -147,10 +155,12 @@ def test_a_worker_cannot_make_rows_up_without_end() -> None:
         for worker in "abc":
             prompts.learn([step._replace(num_new_rows=at % 20 == 0)], worker)
     honest = 1 / 20 / 8
-    assert WAITED_STEPS * 0.75 * honest < prompts.share.steps < WAITED_STEPS * (0.25 / LEAST_TOKENS + honest)
+    assert prompts.share.steps == pytest.approx(WAITED_STEPS * honest, rel=0.1)
+    claimed = prompts.sums["liar"]
+    assert claimed[NEW_ROWS] < 1.1 / LEAST_TOKENS * claimed[TOKENS]
     crowd = Prompts()
     crowd.learn([StepObservation(1, 0, 0.01, (1,), num_new_rows=31)], "w")  # a burst is believed
-    assert crowd.new_rows == 31
+    assert crowd.sums["w"][NEW_ROWS] == 31
 
 
 def test_it_is_kept() -> None:

@@ -183,8 +183,7 @@ class _Shadow:
             bucket = int(main.times.bucket_of[real.batch_size])
             length = main.lengths[bucket] if self.policy is None else self.policy.pull(bucket)
             if real.teaches_latency:
-                accepted = sum(run * rows for run, rows in enumerate(whole.accepted_histogram))
-                tokens = whole.num_steps + accepted / whole.batch_size  # of all steps that the report stands for
+                tokens = whole.num_steps + whole.num_accepted / whole.batch_size  # of all its steps
                 self.cost.num_steps += whole.num_steps
                 self.cost.actual_s += whole.latency_s * whole.num_steps
                 self.cost.predicted_s += tokens * float(rate[bucket, real.speculation_length])

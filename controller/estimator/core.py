@@ -96,11 +96,15 @@ class StepObservation(NamedTuple):  # a tuple: on the path of every report, and 
     num_new_rows: int = 0
 
     @property
+    def num_accepted(self) -> int:
+        """Draft tokens of all rows that were accepted."""
+        return sum(run * rows for run, rows in enumerate(self.accepted_histogram))
+
+    @property
     def num_tokens(self) -> int:
         """That all rows put out."""
-        tokens = sum((run + 1) * rows for run, rows in enumerate(self.accepted_histogram))
         copied = () if self.copying is None else self.copying.runs
-        return tokens + sum(run.num_accepted * run.num_rows for run in copied)
+        return sum(self.accepted_histogram) + self.num_accepted + sum(run.num_accepted * run.num_rows for run in copied)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from speclen.controller.estimator.contexts.saved import (
     restored_copying,
 )
 from speclen.controller.estimator.contexts.shown import learned_rows, plan_estimates
+from speclen.controller.estimator.contexts.workers import ACCEPTANCE, Peer
 from speclen.controller.estimator.core import (
     Bucket,
     ContextKey,
@@ -106,7 +108,20 @@ class Estimator:
             seed = self.seed * 1_000_003 + len(self._contexts)  # a stream of random numbers of its own
             policy = make_policy(self.policy_name, Space(limits, buckets), seed)
         copying = self._copying.setdefault(key.target, Copying())
-        return Context(key, limits, buckets, self._shared(key.pair, limits), policy, copying)
+        context = Context(key, limits, buckets, self._shared(key.pair, limits), policy, copying)
+        context.workers.elsewhere = partial(self._elsewhere, key)
+        return context
+
+    def _elsewhere(self, key: ContextKey) -> list[Peer]:
+        """Workers of the pair's other contexts that share its acceptance and still report; see `Workers`."""
+        here, heard = self._contexts[key].workers.peers, self._acceptance[key.pair].heard.last
+        return [
+            peer
+            for other, context in self._contexts.items()
+            if other.pair == key.pair and other != key
+            for worker, peer in context.workers.peers.items()
+            if not peer.models[ACCEPTANCE] and worker in heard and worker not in here
+        ]
 
     def _shared(self, pair: tuple[str, str], limits: Limits) -> Acceptance:
         """The acceptance that all contexts of a pair share, large enough for these limits."""
@@ -130,10 +145,19 @@ class Estimator:
             old.allow_copies(wider)
             return []
         new = self._contexts[old.key] = self._new_context(old.key, wider)
-        seed_from(new.main.times, old.main.times, WIDENED_SD)
+        new.times += [new.new_times() for _ in old.times[1:]]
+        for times, known in zip(new.times, old.times, strict=True):
+            seed_from(times, known, WIDENED_SD)
+        for acceptance in old.acceptances[1:]:
+            acceptance.extend(wider.max_speculation_length, band_of(wider.max_batch_size) + 1)
+        new.acceptances += old.acceptances[1:]
+        new.workers.go_on_from(old.workers)
         new.go_on_from(old)
+        for models, group in old.groups.items():
+            same = new.group(models)
+            same.version, same.lengths = group.version, group.lengths[: len(new.buckets) - 1]
         cause = f"the context was widened to {wider.max_batch_size} rows and length {wider.max_speculation_length}"
-        return redecide(new, new.main, cause)
+        return [decision for group in new.groups.values() for decision in redecide(new, group, cause)]
 
     def start_anew(self, key: ContextKey, reason: str) -> ObserveOutcome:
         """Forget what is believed of a context. KeyError if it is unknown."""

@@ -90,8 +90,7 @@ def promised_s(choice: Choice, step: StepObservation) -> float | None:
     """What the choice was expected to take for one step's tokens; None where nothing was, or it is no ordinary one."""
     if choice.ms_per_token is None or not (step.teaches_latency and step.teaches_acceptance):
         return None
-    accepted = sum(run * rows for run, rows in enumerate(step.accepted_histogram))
-    return 1e-3 * choice.ms_per_token * (1.0 + accepted / (step.batch_size * step.num_steps))
+    return 1e-3 * choice.ms_per_token * (1.0 + step.num_accepted / (step.batch_size * step.num_steps))
 
 
 def by_batch_size(table: Table) -> list[Choice]:

@@ -48,6 +48,16 @@ FOLLOWS_TABLE = ("", "adaptive")
 # Reports that are learned from without waiting for more: by then the estimator's cost per call is spread
 # thin, and one call still takes less than two milliseconds.
 MANY_REPORTS = 512
+# The same where waiting costs most: in a context that has taught fewer than MANY_REPORTS so far, and of a worker faster than
+# real time, such as a simulated one, which would play hundreds of steps by what was known before them.
+FEW_REPORTS = 8
+# Where reports of more workers wait they share calls: one controller answers so many that none of them gets far meanwhile.
+FEW_WORKERS = 16
+# Between two calls of the estimator that did not wait, answer for so many times as long as the first one took.
+ANSWER_SHARE = 2.0
+# A worker is faster than real time if its steps took this much longer than they were apart, in seconds, where it may take no
+# more than half as long as it says (steps may overlap). Real ones hold reports back for half a second. It is forgotten soon.
+AHEAD_S, MOST_AHEAD_S, REAL_TIME_FACTOR = 1.0, 2.0, 2.0
 # Seconds for which reports wait for others. Simulated first minutes do not tell 50 ms of staleness from 300.
 LEARN_INTERVAL_S = 0.2
 # The same where reports are added up, and have waited for their window before.
@@ -126,8 +136,9 @@ class LearningService:
         self._tables: dict[ContextKey, dict[tuple[int, int], Table]] = {}
         self._mixes: dict[tuple[ContextKey, tuple[int, int]], tuple[int, float, Mix | None]] = {}
         self._waiting: dict[str, Worker] = {}
-        # Buckets for which a context has no probe to give until it has learned more.
-        self._no_probe: dict[ContextKey, set[tuple[tuple[int, int], int]]] = {}
+        # By context: kind and bucket, limits and steps, for which there is no probe to give until more is learned.
+        self._no_probe: dict[ContextKey, set[tuple[object, ...]]] = {}
+        self._patient_until = 0.0  # by time.perf_counter: until then reports wait for others in any case
 
     def register(self, registration: Registration) -> Worker:
         """Introduce a worker; raises what Registry.register raises."""
@@ -192,7 +203,9 @@ class LearningService:
         self, worker: Worker, reports: Sequence[pb.StepReport], windows: Sequence[pb.ReportWindow] = ()
     ) -> list[InvalidMessageError]:
         """Note reports of one worker, each of them once, then windows; says what was refused and why."""
-        worker.last_seen_at = now = self.clock()
+        now = self.clock()
+        worker.ahead_s = max(0.0, worker.ahead_s - REAL_TIME_FACTOR * max(0.0, now - worker.last_seen_at))
+        worker.last_seen_at = now
         if worker.window.close_gaps(now):
             self.journal.note_worker(worker)
         if not reports and not windows:
@@ -201,7 +214,10 @@ class LearningService:
             return []
         reports = self._without_repetitions(worker, reports)
         origin = Origin(worker.context.context_id, worker.worker_key, worker.epoch, now)
+        num_before = len(worker.group.observations)
         refusals = read_reports(reports, worker.limits, origin, worker.group)
+        told_s = sum(step.latency_s for step in worker.group.observations[num_before:])
+        worker.ahead_s = min(worker.ahead_s + told_s, MOST_AHEAD_S)
         num_steps = len(reports)
         for window in windows:
             num_steps += self._take_window(worker, window, origin, refusals)
@@ -269,6 +285,7 @@ class LearningService:
         self.last_group_id += 1
         self.totals.num_reports += sum(each.num_steps for each in observations)
         self.totals.num_rows += len(observations)
+        context.num_learned += len(observations)
         self.totals.num_groups += 1
         now = self.clock()
         for worker in workers:
@@ -296,9 +313,20 @@ class LearningService:
             self.journal.note_worker(worker)
 
     def learn_if_many(self, worker: Worker) -> None:
-        """Do not wait for more reports when there are plenty."""
-        if len(worker.group.rows) >= MANY_REPORTS:
+        """Do not wait for more reports when there are plenty, or when much would have been played by the time they come."""
+        num_rows = len(worker.group.rows)
+        if num_rows >= MANY_REPORTS:
             self.learn(worker)
+        elif num_rows >= FEW_REPORTS and self._is_waiting_dear(worker) and time.perf_counter() >= self._patient_until:
+            started = time.perf_counter()
+            self.learn(worker)
+            now = time.perf_counter()
+            self._patient_until = now + ANSWER_SHARE * (now - started)
+
+    def _is_waiting_dear(self, worker: Worker) -> bool:
+        """Whether a worker plays much meanwhile, or hardly anything is known, and few others wait with it."""
+        dear = worker.ahead_s > AHEAD_S or worker.context.num_learned < MANY_REPORTS
+        return dear and len(self._waiting) <= FEW_WORKERS
 
     async def learn_for_ever(self) -> None:
         """Learn a few times a second from what has come meanwhile; cancel to stop."""
@@ -386,14 +414,17 @@ class LearningService:
         """Have expected times computed anew; lengths never need it. To be called about once a second."""
         self._tables.clear()
 
-    def take_probes(self, worker: Worker, batch_size: int) -> list[Probe]:
-        """Exploratory lengths for the next steps of this worker, mostly none, at most two: see the policy's length 0."""
-        probe = self.take_probe(worker, batch_size)
+    def take_probes(self, worker: Worker, batch_size: int, lengths_alone: bool = False) -> list[Probe]:
+        """Exploratory lengths for the next steps of this worker, mostly none, at most two: see the policy's length 0.
+
+        lengths_alone: no plan that copies.
+        """
+        probe = self.take_probe(worker, batch_size, lengths_alone)
         if probe is None:
             return []
         second = None
         if self.estimator.probe_goes_on(worker.context.key, batch_size, worker.worker_id):
-            second = self.take_probe(worker, batch_size)
+            second = self.take_probe(worker, batch_size, lengths_alone)
         return [probe] if second is None else [probe, second]
 
     def take_probe(self, worker: Worker, batch_size: int, lengths_alone: bool = False) -> Probe | None:
@@ -403,14 +434,14 @@ class LearningService:
         if not follows or not 0 < batch_size <= worker.limits.max_batch_size:
             return None
         asked = self._no_probe.setdefault(key, set())
-        place = self.kind_of(worker), self.estimator.bucket_index(key, batch_size)
+        longest = worker.limits.max_speculation_length
+        copied = 0 if lengths_alone else worker.limits.max_copied_tokens
+        # A worker that asks for every length by itself is given each probe for one step.
+        steps = 1 if lengths_alone else worker.probe_steps
+        place = self.kind_of(worker), self.estimator.bucket_index(key, batch_size), longest, copied, steps
         if place in asked:
             return None
         try:
-            longest = worker.limits.max_speculation_length
-            copied = 0 if lengths_alone else worker.limits.max_copied_tokens
-            # A worker that asks for every length by itself is given each probe for one step.
-            steps = 1 if lengths_alone else worker.probe_steps
             probe = self.estimator.take_probe(key, batch_size, longest, worker.worker_id, copied, steps)
         except Exception:
             log.exception("the estimator failed to give a probe", context=str(key))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from speclen.controller.estimator.core import ContextKey, Limits
+from speclen.controller.estimator.core import ContextKey, Limits, Probe
 from speclen.controller.service.sequence import SeqWindow
 from speclen.controller.wire.ingest import Group
 
@@ -40,6 +40,7 @@ class RegisteredContext:
     """A kind of hardware and engine with its pair of models. limits: the largest of any worker's.
 
     urgent_at: from when on all workers are to hear of a length that is much better than the one before; by time.monotonic.
+    num_learned: rows of reports that were learned from since the start of the process.
     """
 
     context_id: int
@@ -48,6 +49,7 @@ class RegisteredContext:
     created_at: float
     workers: set[str] = field(default_factory=set)
     urgent_at: float = 0.0
+    num_learned: int = 0
 
 
 @dataclass(slots=True)
@@ -56,7 +58,9 @@ class Worker:
 
     group: reports that wait to be learned from, the oldest since waiting_since. durable_seq: every report up to it is on
     disk, or given up as missing. noted_at: when last_seen_at last went into a commit. num_*: over all epochs. teaches:
-    whether its next window is learned from. probe_steps: steps that a probe takes there.
+    whether its next window is learned from. probe_steps: steps that a probe takes there. follow_on: where a worker asks for
+    every length by itself, the second step of a probe, which is to follow the first. ahead_s: seconds by which steps that it
+    reported one by one took longer than they were apart (`AHEAD_S`).
     """
 
     worker_key: int
@@ -77,6 +81,8 @@ class Worker:
     num_refused: int = 0
     teaches: bool = True
     probe_steps: int = 1
+    follow_on: Probe | None = None
+    ahead_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -176,7 +182,7 @@ class Registry:
             worker.context = context
             context.workers.add(worker.worker_id)
         worker.limits, worker.address, worker.policy = registration.limits, registration.address, registration.policy
-        worker.probe_steps = registration.probe_steps
+        worker.probe_steps, worker.follow_on = registration.probe_steps, None
         worker.registered_at = worker.last_seen_at = self.clock()
         return worker
 

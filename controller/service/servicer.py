@@ -183,7 +183,12 @@ class ControlServicer(rpc.ControlServiceServicer):
             applied_seq=worker.window.applied_seq,
             durable_seq=worker.durable_seq,
         )
-        probe = self.service.take_probe(worker, batch_size, lengths_alone=True)
+        probe, worker.follow_on = worker.follow_on, None
+        if probe is None:
+            probes = self.service.take_probes(worker, batch_size, lengths_alone=True)
+            probe, worker.follow_on = (*probes, None, None)[:2]
+        elif response.speculation_length:
+            probe = None  # it was to follow a step without drafts, and is not worth leaving what drafts
         if probe is not None:
             response.speculation_length, response.probe_id = probe.speculation_length, probe.probe_id
         return response

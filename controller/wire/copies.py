@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from speclen.controller.estimator.acceptance import NUM_CLASSES
 from speclen.controller.estimator.plans.plan import MAX_COPIED, MAX_MATCH, CopiedRun, Copies, Plan
 from speclen.controller.estimator.plans.reviews import OutputReview
 from speclen.controller.wire.flags import Flags
@@ -17,7 +18,6 @@ MOST_READ = 2**20
 
 # Outputs that one report may review, and their tokens.
 MOST_REVIEWS, MOST_REVIEWED = 4, 1024
-NUM_CLASSES = 3
 
 Read = tuple[tuple[int, int, int], ...]  # match, tokens, right ones
 Reviews = tuple[OutputReview, ...]

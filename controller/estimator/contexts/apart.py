@@ -50,7 +50,7 @@ def _set_acceptance_apart(context: Context, worker: str) -> DriftEvent:
     context.acceptances[new : new + 1] = [context.new_acceptance()]
     context.drop_groups(ACCEPTANCE, new)
     like.acceptance.forget_all()
-    for each in context.workers.peers.values():
+    for each in (*context.workers.peers.values(), *context.workers.elsewhere()):
         each.tokens[:] = each.reviewed[:] = 0.0
     context.group((peer.models[TIMES], peer.models[ACCEPTANCE]), like)
     return _apart(context, worker, "accepted tokens")

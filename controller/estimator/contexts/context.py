@@ -137,6 +137,15 @@ class Context:
         for models in [each for each in self.groups if each[place] == model]:
             del self.groups[models]
 
+    def tell_surfaces(self) -> None:
+        """Let step times learn from steps that copied, too, of every group that has workers: of others nothing is new."""
+        present = {(0, 0), *(tuple(peer.models) for peer in self.workers.peers.values())}
+        for times in self.times:
+            times.beside = []
+        for models, group in self.groups.items():
+            if group.plans is not None and models in present:
+                group.times.beside.append(group.plans.times.told)
+
     def new_plans(self, times: StepTimes, acceptance: Acceptance) -> PlanChoice | None:
         """Plans of workers with these models; None where none can copy, or another policy chooses."""
         if not self.limits.max_copied_tokens or self.policy is not None:

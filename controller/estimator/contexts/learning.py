@@ -32,6 +32,8 @@ def learn(context: Context, observations: Sequence[StepObservation], senders: Se
     spans = sent_by if steps is observations else spans_of(workers)
     events: list[DriftEvent] = []
     context.workers.note(spans)
+    context.prompts.keep(context.workers.heard.last)
+    context.tell_surfaces()
     touched = list(dict.fromkeys(map(context.group_of, dict.fromkeys(workers))))
     for group in touched:
         mine = steps, workers, spans
@@ -49,7 +51,12 @@ def learn(context: Context, observations: Sequence[StepObservation], senders: Se
 def _told_apart(
     context: Context, steps: Sequence[StepObservation], senders: Sequence[str], spans: Spans
 ) -> tuple[Sequence[StepObservation], Sequence[str]]:
-    """Steps and who sent them; those of workers beyond the ones told apart are merged, and come last."""
+    """Steps and who sent them; those of workers beyond the ones told apart are merged, and come last.
+
+    Each is admitted before it is asked who is told apart: the last place is one worker's.
+    """
+    for worker, _ in spans:
+        context.workers.peer(worker)
     if all(context.workers.tells_apart(worker) for worker, _ in spans):
         return steps, senders
     known = [context.workers.tells_apart(sender) for sender in senders]
@@ -83,7 +90,8 @@ def _learn(context: Context, group: Group, reports: Reports) -> list[DriftEvent]
     if found := group.acceptance.learn(parts, judged, weight[parts.report]):
         events.append(_event(context, "acceptance", found, "95% of the acceptance counts were forgotten"))
     context.learn_mix(parts, _tokens_of(group, reports, parts))
-    if found := _learn_times(context, group, reports, weight, offset):
+    of_times = weight if len(context.workers.peers) > 1 else np.ones_like(weight)  # no other context shares those
+    if found := _learn_times(context, group, reports, of_times, offset):
         events.append(_times_changed(context, group, found))
     if group.plans is not None:
         if readers := reports.readers:
@@ -116,7 +124,7 @@ def _tokens_of(group: Group, reports: Reports, parts: Parts) -> FloatArray:
 def _learn_reviews(context: Context, group: Group, reports: Reports, weight: FloatArray) -> None:
     """Count outputs that were reviewed: the first of each worker, and not more than there is time for.
 
-    Only while most workers of the group send some: with nobody to be compared with, one could make them up.
+    Only while most workers that share them send some: with nobody to be compared with, one could make them up.
     """
     reviews, counted, num_tokens = group.acceptance.reviews, [], 0
     for worker, span in reports.spans:
@@ -153,9 +161,10 @@ def _learn_times(context: Context, group: Group, reports: Reports, weight: Float
 
 
 def _times_changed(context: Context, group: Group, found: float) -> DriftEvent:
-    """The event of a change of step times, after which those of plans have to be seen anew."""
-    if group.plans is not None:
-        group.plans.times.forget()
+    """The event of a change of step times, after which those of plans have to be seen anew, of all groups that have them."""
+    for each in context.groups.values():
+        if each.plans is not None and each.times is group.times:
+            each.plans.times.forget()
     return _event(context, "latency", found, "the surface of step times may move again")
 
 
@@ -168,6 +177,7 @@ def _reset(context: Context, group: Group) -> DriftEvent:
     if group.plans is not None:
         forget(context.copying, Copying())
         group.plans = context.new_plans(group.times, group.acceptance)
+        context.tell_surfaces()
     forget(group.choice, LengthChoice(len(context.buckets), context.limits.max_speculation_length))
     return DriftEvent(context.key, "reset", 0.0, "numbers left the representable: what was learned starts anew")
 

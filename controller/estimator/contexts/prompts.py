@@ -1,15 +1,20 @@
-"""What prompts cost that no step without them shows: every token that is put out bears a share of it."""
+"""What prompts cost that no step without them shows: every token that is put out bears a share of it.
+
+Nothing that a worker does could contradict what it says of this, so each has one vote, and the lower median counts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from speclen.controller.estimator.allowance import Allowance
 from speclen.controller.estimator.choice import PromptShare
 from speclen.controller.estimator.core import StepObservation
+from speclen.controller.estimator.reports import OTHERS
 
-# Tokens put out over which costs are averaged, and tokens without any that they start from.
+# Tokens put out by a worker over which its costs are averaged, and tokens without any that they start from, before which it
+# has no vote.
 MEMORY_TOKENS, PRIOR_TOKENS = 20_000.0, 500.0
 # One report cannot count more, in times of its step: prompts of all rows may have come before the first step. In the long
 # run prompts of a worker count as so many of its steps, beyond which hardly any length pays, and so many at once.
@@ -20,6 +25,10 @@ WAITED_STEPS = 1.25
 # Tokens of a worker's own that a new row of it must come with, on average, to be counted, and new rows that are counted at
 # once: a worker that makes rows up would shorten everybody's steps.
 LEAST_TOKENS, ROWS_AT_ONCE = 8.0, 64.0
+# Workers that have a vote each; all others have one together.
+MOST_VOTES = 128
+# Places in the sums of a worker.
+SECONDS, DRAFTING_TOKENS, NEW_ROWS, TOKENS = range(4)
 
 
 def as_told(step: StepObservation) -> float:
@@ -28,31 +37,43 @@ def as_told(step: StepObservation) -> float:
 
 
 class Prompts:
-    """Seconds of the draft model's prompts, and tokens that requests put out meanwhile; rows that were new in a step in
-    which others decoded, and tokens that were put out in all.
+    """By worker, seconds of the draft model's prompts, and tokens that requests put out meanwhile; rows that were new in a
+    step in which others decoded, and tokens that were put out in all.
 
-    All fade with every token: what is not drafted with any more is not known any more, and may be tried again.
+    All fade with every token of the worker: what it does not draft with any more is not known any more, and may be tried
+    again.
     """
 
-    STATE = ("seconds", "drafting_tokens", "new_rows", "tokens", "steps_allowed", "rows_allowed")
+    STATE = ("sums", "steps_allowed", "rows_allowed")
 
     def __init__(self) -> None:
         self.steps_allowed, self.rows_allowed = Allowance(STEPS_AT_ONCE), Allowance(ROWS_AT_ONCE)
-        self.seconds = self.drafting_tokens = self.new_rows = self.tokens = 0.0
+        self.sums: dict[str, list[float]] = {}
 
     @property
     def share(self) -> PromptShare:
         """What a token bears."""
+        heard = [sums for sums in self.sums.values() if sums[TOKENS] >= PRIOR_TOKENS] or list(self.sums.values())
         return PromptShare(
-            self.seconds / (self.drafting_tokens + PRIOR_TOKENS),
-            WAITED_STEPS * self.new_rows / (self.tokens + PRIOR_TOKENS),
+            lower_median([sums[SECONDS] / (sums[DRAFTING_TOKENS] + PRIOR_TOKENS) for sums in heard]),
+            WAITED_STEPS * lower_median([sums[NEW_ROWS] / (sums[TOKENS] + PRIOR_TOKENS) for sums in heard]),
         )
 
     @property
     def sound(self) -> bool:
         """Whether the numbers are some."""
-        numbers = self.seconds, self.drafting_tokens, self.new_rows, self.tokens
-        return all(map(math.isfinite, numbers)) and self.steps_allowed.sound and self.rows_allowed.sound
+        numbers = [number for sums in self.sums.values() for number in sums]
+        whole = len(numbers) == 4 * len(self.sums) and all(map(math.isfinite, numbers))
+        return whole and self.steps_allowed.sound and self.rows_allowed.sound
+
+    def keep(self, workers: Container[str]) -> None:
+        """All but these have gone, and have no vote any more."""
+        for worker in [each for each in self.sums if each != OTHERS and each not in workers]:
+            del self.sums[worker]
+
+    def _sums_of(self, worker: str) -> list[float]:
+        known = worker in self.sums or len(self.sums) < MOST_VOTES
+        return self.sums.setdefault(worker if known else OTHERS, [0.0, 0.0, 0.0, 0.0])
 
     def learn(
         self,
@@ -81,7 +102,11 @@ class Prompts:
         new_rows = self.rows_allowed.take(worker, tokens / LEAST_TOKENS, new_rows)
         believed = self.steps_allowed.take(worker, MOST_STEPS * num_steps, in_steps)
         if tokens:
-            kept = math.exp(-tokens / MEMORY_TOKENS)
-            self.new_rows, self.tokens = kept * self.new_rows + new_rows, kept * self.tokens + tokens
-            self.seconds = kept * self.seconds + (seconds * believed / in_steps if in_steps else 0.0)
-            self.drafting_tokens = kept * self.drafting_tokens + drafting
+            kept, sums = math.exp(-tokens / MEMORY_TOKENS), self._sums_of(worker)
+            news = seconds * believed / in_steps if in_steps else 0.0, drafting, new_rows, tokens
+            sums[:] = [kept * before + new for before, new in zip(sums, news, strict=True)]
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """The middle one, the lower of two in the middle; 0 of none."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0

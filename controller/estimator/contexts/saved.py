@@ -14,7 +14,7 @@ from speclen.controller.estimator.plans.saved import exported_plans, restore_pla
 from speclen.controller.estimator.state import exported, restored
 
 # Of the exported state. An older one is not restored: what it knew is learned again from the reports that are kept.
-FORMAT = 15
+FORMAT = 16
 
 
 def exported_context(context: Context, policy_name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ decides about its own lengths, and about others' only until it is found out; til
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -77,6 +77,7 @@ class Workers:
 
     cells: mean_log, as_seen and count of all peers, [3, peers, cells], with room for more. place: of each peer in it.
     heard: who reports; of those that have gone nothing is kept but, in apart, which models the last few had for themselves.
+    elsewhere: peers of the pair's other contexts that still report and share its acceptance, by which others are judged.
     """
 
     STATE = ("peers", "since_compared", "heard", "apart")
@@ -89,6 +90,14 @@ class Workers:
         self.apart: dict[str, list[int]] = {}
         self.cells = np.zeros((3, 2, num_cells))
         self.place: dict[str, int] = {}
+        self.elsewhere: Callable[[], list[Peer]] = list
+
+    def go_on_from(self, old: Workers) -> None:
+        """Keep who is there, and who was set apart, of a context with smaller limits; nobody was compared in this one."""
+        self.heard, self.apart = old.heard, old.apart
+        for worker, known in old.peers.items():
+            if (peer := self.peer(worker)) is not None:
+                peer.models = known.models
 
     def peer(self, worker: str) -> Peer | None:
         """What is known of a worker; None where there are too many."""
@@ -140,8 +149,11 @@ class Workers:
         worker. judged: of the parts; count: steps of each report.
         """
         weights, offsets = np.ones(len(count)), np.zeros(len(count))
-        peers = [self.peer(worker) for worker, _ in spans]
-        if len(self.peers) > 1:
+        peers = [self.peers.get(worker) for worker, _ in spans]
+        alone = len(self.peers) < 2
+        new = alone or any(peer is not None and not peer.compared for peer in peers)
+        elsewhere = self.elsewhere() if new else []
+        if not alone or elsewhere:
             ends = parts.report.searchsorted([0, *(span.stop for _, span in spans)]).tolist()
             load, tokens = parts.kinds * self.num_bands + parts.bands, np.array(judged).T
             for peer, (_, span), size, start, end in zip(
@@ -150,14 +162,14 @@ class Workers:
                 if peer is not None:
                     fade = math.exp(-size / MEMORY_REPORTS)
                     peer.num_told = peer.num_told * fade + size
-                    weights[span], offsets[span] = self._weight(peer), peer.offset
+                    weights[span], offsets[span] = self._weight(peer, elsewhere), peer.offset
                     peer.tokens *= fade
                     np.add.at(peer.tokens, load[start:end], tokens[start:end])
         return weights, offsets
 
     def note_review(self, worker: str, kind: int, share_right: float) -> None:
         """A worker has reviewed an output of a class, so many of whose tokens would have been proposed."""
-        peer = self.peer(worker)
+        peer = self.peers.get(worker)
         if peer is not None:
             peer.num_reviews += 1
             peer.reviewed *= math.exp(-1.0 / MEMORY_REVIEWS)
@@ -167,14 +179,18 @@ class Workers:
         """Whether most of those who share an acceptance with these senders, of one group, send reviews."""
         mine = next((peer.models[ACCEPTANCE] for name in senders if (peer := self.peers.get(name)) is not None), 0)
         sharing = [peer for peer in self.peers.values() if peer.models[ACCEPTANCE] == mine]
+        sharing += self._elsewhere(mine)
         return 2 * sum(peer.num_reviews > 0 for peer in sharing) > len(sharing)
 
-    def _weight(self, peer: Peer) -> float:
+    def _weight(self, peer: Peer, elsewhere: Sequence[Peer]) -> float:
         """What a report counts for: as much as any, but a worker not yet compared has no more say than the others."""
         if peer.compared:
             return 1.0
         others = [each.num_told for each in self.peers.values() if each is not peer]
-        fair = (sum(others) + 8.0) / max(len(others), 1)
+        others += [] if peer.models[ACCEPTANCE] else [each.num_told for each in elsewhere]
+        if not others:
+            return 1.0
+        fair = (sum(others) + 8.0) / len(others)
         return min(1.0, max(LEAST_WEIGHT, fair / max(peer.num_told, 1.0)))
 
     def record_times(
@@ -193,7 +209,8 @@ class Workers:
             speed = speed[:size] if isinstance(speed, np.ndarray) else speed
             cell, log_s, surprise, count = cell[:size], log_s[:size], surprise[:size], count[:size]
         told = surprise.tolist()
-        usual = [middle(told[span], peer.level) for peer, (_, span) in zip(peers, spans, strict=True)]
+        # One step that was quicker than believed makes no pause of those that follow it.
+        usual = [middle(told[span], max(peer.level, 0.0)) for peer, (_, span) in zip(peers, spans, strict=True)]
         pause = np.maximum(surprise - (by_step(spans, usual) + MOST_SLOWER), 0.0)
         log_s, over = log_s - pause, (surprise - pause) * count
         for peer, total, mean in zip(peers, *summed(spans, [count, over]), strict=True):
@@ -215,7 +232,9 @@ class Workers:
     def due(self, num_reports: int) -> bool:
         """Whether it is time to compare."""
         self.since_compared += num_reports
-        if len(self.peers) < 2 or self.since_compared < ROUND_REPORTS * len(self.peers):
+        if self.since_compared < ROUND_REPORTS * len(self.peers):
+            return False
+        if len(self.peers) < 2 and not self.elsewhere():
             return False
         self.since_compared = 0
         return True
@@ -242,18 +261,26 @@ class Workers:
         """The worker whose accepted tokens differ most from what the others' lead to expect, if one does.
 
         Load by load: where one alone has taught the model what to expect, it meets that, and the others do not. Of two it
-        does not matter which is set apart, so little evidence is enough: all loads together.
+        does not matter which is set apart, so little evidence is enough: all loads together. Those of the pair's other
+        contexts are compared, too; one of them is set apart by its own.
         """
-        members = self.sharing(ACCEPTANCE, model)
-        if len(members) < 2:
+        mine = self.sharing(ACCEPTANCE, model)
+        members = [peer for _, peer in mine] + [
+            peer for peer in self._elsewhere(model) if peer.num_told >= ENOUGH_REPORTS
+        ]
+        if not mine or len(members) < 2:
             return None
-        score = _unlike(np.stack([peer.tokens for _, peer in members]))
-        reviewing = [at for at, (_, peer) in enumerate(members) if peer.num_reviews >= ENOUGH_REVIEWS]
+        score = _unlike(_aligned([peer.tokens for peer in members]))
+        reviewing = [at for at, peer in enumerate(members) if peer.num_reviews >= ENOUGH_REVIEWS]
         if len(reviewing) > 1:
-            of_reviews = _unlike(np.stack([members[at][1].reviewed for at in reviewing]))
+            of_reviews = _unlike(np.stack([members[at].reviewed for at in reviewing]))
             score[reviewing] = np.maximum(score[reviewing], of_reviews)
         worst = int(score.argmax())
-        return members[worst][0] if score[worst] > 0.0 else None
+        return mine[worst][0] if worst < len(mine) and score[worst] > 0.0 else None
+
+    def _elsewhere(self, model: int) -> list[Peer]:
+        """Peers of other contexts that share this acceptance: the first is the pair's, all others are of workers here."""
+        return [] if model else self.elsewhere()
 
     def sharing(self, place: int, model: int) -> list[tuple[str, Peer]]:
         """Workers with enough reports of it that share a model of step times or acceptance."""
@@ -292,6 +319,14 @@ class Workers:
         for at, peer in enumerate(self.peers.values()):
             cells[:, at] = peer.mean_log, peer.as_seen, peer.count
         self._move(cells)
+
+
+def _aligned(tokens: Sequence[FloatArray]) -> FloatArray:
+    """Tokens by class and load of contexts with fewer bands of load and with more, [workers, loads, 3]."""
+    by_class = [each.reshape(NUM_CLASSES, -1, 3) for each in tokens]
+    bands = max(each.shape[1] for each in by_class)
+    padded = [np.pad(each, ((0, 0), (0, bands - each.shape[1]), (0, 0))) for each in by_class]
+    return np.stack(padded).reshape(len(tokens), -1, 3)
 
 
 def _unlike(tokens: FloatArray) -> FloatArray:

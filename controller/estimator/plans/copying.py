@@ -157,7 +157,7 @@ class Copying:
         steps, weight, before, same, drafts, alone, reads = lessons
         least = np.array([each.copying.plan.copy_min_match for each in steps if each.copying is not None])
         matched = np.bincount(runs[:, 0], runs[:, 5], len(steps))
-        drafted = np.array([sum(run * rows for run, rows in enumerate(each.accepted_histogram)) for each in steps])
+        drafted = np.array([each.num_accepted for each in steps])
         others = np.array([each.batch_size for each in steps]) - matched
         stands = np.zeros_like(exactly)
         np.add.at(stands, (runs[:, 0], runs[:, 2]), runs[:, 5])

@@ -77,7 +77,7 @@ class CopyTimes:
     STATE = ("evidence", "surface", "since_fit", "fitted_with", "padding", "played")
 
     def __init__(self, times: StepTimes) -> None:
-        self.times, times.beside = times, self._told
+        self.times = times
         self.evidence = np.zeros((len(times.buckets), 2, NUM_WIDTHS, 7))
         self.surface = Surface(times.buckets[-1].batch_max * max(MOST_VERIFIED, float(times.num_lengths)))
         self.since_fit, self.fitted_with, self.version = 0, -1, 0
@@ -197,7 +197,7 @@ class CopyTimes:
         self.played[1] += self.played[0] * (self._errors() - before)[:, self.kinds]
         self._combine()
 
-    def _told(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+    def told(self) -> tuple[FloatArray, FloatArray, FloatArray]:
         """For the plain surface, what these steps took: where all copy nobody else does, and a change would stay unseen.
 
         Features, log times without what plain steps leave over, variances.

@@ -13,8 +13,7 @@ from speclen.controller.estimator.policies.policy import Policy, Space
 
 def tokens_per_row(observation: StepObservation) -> float:
     """Tokens that a step gave each row on average, the bonus token included."""
-    accepted = sum(run * rows for run, rows in enumerate(observation.accepted_histogram))
-    return 1.0 + accepted / observation.batch_size
+    return 1.0 + observation.num_accepted / observation.batch_size
 
 
 class CellPolicy(Policy):

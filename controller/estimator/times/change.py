@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from statistics import median
@@ -85,17 +86,29 @@ def _drop(known: dict[str, Any], gone: Iterable[str]) -> None:
 # A change of longer lengths against shorter ones: slack and sum of surprises, in standard deviations. Reports over which
 # the usual length of a worker is averaged.
 TILT_SLACK, TILT_THRESHOLD, LENGTH_REPORTS = 0.5, 10.0, 50.0
+# Tokens that a worker's rows hold: reports of its own over which they are averaged, relative change after which they are
+# others than before, and what is added to them where they are compared.
+HELD_REPORTS, CONTEXT_LEFT, SHORT_CONTEXT = 50.0, 0.5, 256.0
+# Where several workers tell: factor by which a report may lie beyond the median of them, and tokens added to that.
+FAR_CONTEXT, FAR_TOKENS = 2.0, 1024.0
+
+
+def left_behind(now: float, before: float) -> bool:
+    """Whether contexts are half as long again, or half as long, as before."""
+    return abs(now - before) > CONTEXT_LEFT * (before + SHORT_CONTEXT)
 
 
 class Watch:
     """Over the step times of a group of workers: their speeds, and whether something has changed for all of them."""
 
-    STATE = ("speeds", "tilt", "heard")
+    STATE = ("speeds", "tilt", "heard", "contexts")
 
     def __init__(self) -> None:
         self.heard = Heard()
         self.speeds: dict[str, Speed] = {}  # by worker, since machines are shared and throttle each for itself
         self.tilt = Change(TILT_SLACK, TILT_THRESHOLD)
+        # Tokens that a row holds, by worker: lately, and when the evidence began.
+        self.contexts: dict[str, list[float]] = {}
 
     def speed_of(self, worker: str) -> Speed:
         """Of a worker; in a very large fleet the last ones share theirs."""
@@ -128,6 +141,7 @@ class Watch:
         if gone := self.heard.note(worker for worker, _ in spans):
             self.tilt.drop(gone)
             _drop(self.speeds, gone)
+            _drop(self.contexts, gone)
         doubt = noise + unsure
         precision = count / doubt
         sums = summed(spans, [precision * surprise, precision, count / (doubt + unseen), count])
@@ -179,6 +193,33 @@ class Watch:
             usual.append(round(speed.usual_length))
             speed.usual_length += (mean - speed.usual_length) * min(1.0, size / LENGTH_REPORTS)
         return usual
+
+    def follow_contexts(self, spans: Spans, context: FloatArray, count: FloatArray) -> tuple[float, float]:
+        """Follow how many tokens each worker's rows hold; returns the least and the most that a report is believed to.
+
+        Of one worker everything is. Of two nobody knows which is right: the smaller one counts, which cannot be any number.
+        """
+        for (worker, _), tokens, steps in zip(spans, *summed(spans, [context * count, count]), strict=True):
+            if tokens > 0.0:
+                mean, name = tokens / steps, worker
+                if worker not in self.contexts and len(self.contexts) >= MOST_WITNESSES:
+                    name = ""
+                known = self.contexts.setdefault(name, [mean, mean])
+                known[0] -= math.expm1(-steps / HELD_REPORTS) * (mean - known[0])
+        lately = [mean for mean, _ in self.contexts.values()]
+        if len(lately) < 2:
+            return 0.0, math.inf
+        usual = median(lately) if len(lately) > 2 else min(lately)
+        return usual / FAR_CONTEXT - FAR_TOKENS, FAR_CONTEXT * (usual + FAR_TOKENS)
+
+    def contexts_left(self) -> bool:
+        """Whether contexts of more than half of the workers are others than when the evidence began."""
+        return 2 * sum(left_behind(*known) for known in self.contexts.values()) > len(self.contexts)
+
+    def contexts_begin(self) -> None:
+        """Evidence begins with the contexts of now."""
+        for known in self.contexts.values():
+            known[1] = known[0]
 
     def settle(self) -> float:
         """After a change: the present speed, which is returned, becomes the usual one."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.core import Bucket
-from speclen.controller.estimator.times.change import Watch
+from speclen.controller.estimator.times.change import Watch, left_behind
 from speclen.controller.estimator.times.steps import Steps
 from speclen.controller.estimator.times.surface import CONTEXT_UNIT, HELD, HELD_DRAFT, Surface, prior
 from speclen.controller.estimator.times.surprise import clipped, weight
@@ -33,8 +33,8 @@ MOST_EVIDENCE, WALK = 100.0, 0.0004
 NOISE, NOISE_LEAST, NOISE_MOST, NOISE_RATE = 0.08, 0.02, 0.3, 0.02
 # After a change: log-sd by which each weight may have moved, and all together.
 CHANGED_SD, CHANGED_COMMON_SD = 0.7, 0.5
-# Relative change of contexts after which evidence becomes the next prior, and by how much weights may have moved (log-sd).
-CONTEXT_LEFT, LEFT_SD = 0.5, 0.05
+# Where contexts have changed evidence becomes the next prior: by how much weights may have moved (log-sd).
+LEFT_SD = 0.05
 # Reports before a time scale is believed (the quickest counts: the first steps of an engine are slow).
 COLD_REPORTS = 3
 # Of what the surface leaves over, the standard deviations that a cell never seen may be off by, when asked about the speed.
@@ -42,7 +42,7 @@ COLD_REPORTS = 3
 UNSEEN_SDS, UNSEEN_SD = 2.0, 0.5
 # The surface is renewed after this part of the reports that its evidence counts for, and at the latest after so many.
 RENEWED_SHARE, RENEWED_REPORTS = 0.05, 200
-# Reports, of any batch size, over which the usual context length of a bucket is averaged.
+# Reports, of any batch size, over which the usual context length of a bucket is averaged, for each worker that tells it.
 CONTEXT_REPORTS = 16.0
 # Evidence below which a cell is not fitted.
 LEAST_EVIDENCE = 0.01
@@ -75,7 +75,8 @@ class StepTimes:
         self.usual = self.surface.of_length(self.rows, self.lengths, self.context)
         self.known, self.version = False, 0  # version: grows with every change
         # What steps in which rows copied say: features, log times without what cells leave over, variances (plans/times.py).
-        self.beside: Callable[[], tuple[FloatArray, FloatArray, FloatArray]] | None = None
+        # One of each group of workers that has these step times.
+        self.beside: list[Callable[[], tuple[FloatArray, FloatArray, FloatArray]]] = []
         self.moved = 0.0  # by how much, in log time, the last change moved everything
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.origin = np.zeros((1 + len(self.surface.phi), len(self.surface.phi)))  # first prior, mean above covariance
@@ -114,7 +115,9 @@ class StepTimes:
         np.add.at(self.num_seen, cell, count)
         np.add.at(self.total_s, cell, seconds * count)
         if steps.context.any():
-            self._follow_context(self.bucket_of[steps.batch], steps.context * count, count)
+            least, most = self.watch.follow_contexts(steps.spans, steps.context, count)
+            steps = steps._replace(context=np.minimum(steps.context, most))
+            self._follow_context(self.bucket_of[steps.batch], np.maximum(steps.context, least) * count, count)
             self._leave_contexts()
         if not self.known and not self._warm_up(steps, log_s):
             return 0.0
@@ -123,20 +126,21 @@ class StepTimes:
     def _follow_context(self, bucket: np.ndarray, tokens: FloatArray, count: FloatArray) -> None:
         """How many tokens the rows of a bucket usually hold. tokens: of each report, summed over its steps."""
         summed, steps = np.bincount(bucket, tokens).tolist(), np.bincount(bucket, count).tolist()
-        clock = self.clock + sum(steps)
+        clock, memory = self.clock + sum(steps), CONTEXT_REPORTS * max(len(self.watch.contexts), 1)
         for at in set(bucket.tolist()):
             usual = float(self.usual_context[at])
-            rate = -math.expm1((self.heard_at[at] - clock) / CONTEXT_REPORTS) if usual > 0.0 else 1.0
+            rate = -math.expm1((self.heard_at[at] - clock) / memory) if usual > 0.0 else 1.0
             self.usual_context[at] = usual + rate * (summed[at] / steps[at] - usual)
 
     def _leave_contexts(self) -> None:
-        """Where contexts are twice as long as when this evidence began, it becomes the prior of what follows.
+        """Where contexts are half as long again as when this evidence began, it becomes the prior of what follows.
 
-        Means over both would not show what contexts cost.
+        Means over both would not show what contexts cost. Those of most workers must be: one alone ends no evidence.
         """
         usual = float(np.maximum.reduce(self.usual_context))
         before, self.began_at = self.began_at, usual if self.began_at < 0.0 else self.began_at
-        if self.known and before >= 0.0 and abs(usual - before) > CONTEXT_LEFT * (before + CONTEXT_UNIT / 4.0):
+        if self.known and before >= 0.0 and left_behind(usual, before) and self.watch.contexts_left():
+            self.watch.contexts_begin()
             self.began_at, self.rho = usual, self.left_over.copy()
             self.start(self.surface.phi, self.surface.loosened(LEFT_SD, 0.0))
 
@@ -180,13 +184,13 @@ class StepTimes:
         now, doubt = self.watch.now(spans)
         raw = raw - now
         single = noise / count
-        kept, outside = clipped(raw, np.sqrt(unsure + single + doubt), np.sqrt(single), cell, own)
+        kept, left, outside = clipped(raw, np.sqrt(unsure + single + doubt), np.sqrt(single), cell, own)
         self.noise = min(max(self.noise * math.exp(NOISE_RATE * outside), NOISE_LEAST), NOISE_MOST)
         surprise, shared, unseen = kept + now, alike * unsure, alike / np.square(1.0 + own)
         misfit = shared + (UNSEEN_SDS * self.cell_sd) ** 2 * unseen
         now, share = self.watch.follow(spans, kept, misfit, UNSEEN_SD**2 * unseen, noise, count)
         self.clock += int(count.sum())
-        counts = steps.weight * count * share * weight(raw, kept, own, alike)
+        counts = steps.weight * count * share * weight(left, own, alike)
         self._add(cell, counts, predicted + surprise - now, steps.context)
         if self.clock - self.fitted_at >= min(RENEWED_SHARE * float(np.add.reduce(self.evidence)), RENEWED_REPORTS):
             self.fitted_at = self.clock
@@ -233,8 +237,8 @@ class StepTimes:
             rows[:, HELD], rows[:, HELD_DRAFT] = held, held * self.lengths[seen]
             known, noise = self.mean_log[seen] - self.rho[seen], self.noise**2 / strength
             news = [rows, known, CELL_SD**2 + noise]
-            if self.beside is not None:
-                news = [np.concatenate(both) for both in zip(news, self.beside(), strict=True)]
+            if self.beside:
+                news = [np.concatenate(each) for each in zip(news, *(told() for told in self.beside), strict=True)]
             self.surface.fit(*news)
             self._judge_fit(known - np.log(rows @ np.exp(self.surface.phi)), noise)
         self._draw()

@@ -23,10 +23,11 @@ QUARTILE = 0.674
 
 def clipped(
     surprise: FloatArray, width: FloatArray, alone: FloatArray, cell: np.ndarray, own: FloatArray
-) -> tuple[FloatArray, float]:
-    """Surprises without slow steps, and how many more than half of them lie beyond the quartiles.
+) -> tuple[FloatArray, FloatArray, float]:
+    """Surprises without slow steps, what was left of each, and how many more than half of them lie beyond the quartiles.
 
-    width, alone: standard deviations of each, with the doubt of what is believed and without. own: evidence of the cells.
+    What was left is a share of its distance from the yardstick: of one that was not clipped, 1. width, alone: standard
+    deviations of each, with the doubt of what is believed and without. own: evidence of the cells.
     """
     count = np.bincount(cell)
     mine, few, centre = count[cell], own < FEW_REPORTS, np.zeros(1)
@@ -36,13 +37,11 @@ def clipped(
         width, few = np.where(often, alone, width), few & ~often
     over, most = surprise - centre, change.LARGEST_Z * width
     outside = int(np.count_nonzero(np.abs(over) > QUARTILE * width)) - 0.5 * len(cell)
-    return centre + np.minimum(np.maximum(over, np.where(few, -LARGEST_DROP, -most)), most), outside
+    kept = np.minimum(np.maximum(over, np.where(few, -LARGEST_DROP, -most)), most)
+    return centre + kept, (np.abs(kept) + 1e-9) / (np.abs(over) + 1e-9), outside
 
 
-def weight(raw: FloatArray, kept: FloatArray, own: FloatArray, alike: FloatArray) -> FloatArray:
-    """What each report counts for. raw, kept: surprises, and clipped ones; alike: steps of its cell in the group."""
-    size = np.abs(kept)
-    share: FloatArray = (
-        size / np.maximum(np.maximum(np.abs(raw), size), 1e-9) * (1.0 - (own == 0.0) * (FIRST_OFF / alike))
-    )
+def weight(left: FloatArray, own: FloatArray, alike: FloatArray) -> FloatArray:
+    """What each report counts for. left: of its surprise, as `clipped` says; alike: steps of its cell in the group."""
+    share: FloatArray = left * (1.0 - (own == 0.0) * (FIRST_OFF / alike))
     return share
