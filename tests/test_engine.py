@@ -14,6 +14,7 @@ from engines import Collected, RandomLengths, RandomPlans, finish, generate, mak
 
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.drafting.plan import Plan
+from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.length_chooser import FixedLength, FixedPlan, LengthChoice, StepFlag, StepResult
 from speclen.worker.requests.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
 
@@ -158,9 +159,8 @@ def test_log_probabilities_are_the_targets() -> None:
     assert not any(output.logprobs for output in collected.outputs["none", 0])
 
 
-def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
-    """Greedy copies are identical, and the prompt is fed once, not five times."""
-    engine = make_engine(max_batch_size=5)
+def prompt_tokens_fed(engine: Engine) -> list[int]:
+    """Of every part of a prompt that the target is fed from now on, how many."""
     fed: list[int] = []
     honest = engine.target.forward
 
@@ -169,6 +169,13 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
         return honest(parts)
 
     engine.target.forward = counting  # type: ignore[method-assign]
+    return fed
+
+
+def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
+    """Greedy copies are identical, and the prompt is fed once, not five times."""
+    engine = make_engine(max_batch_size=5)
+    fed = prompt_tokens_fed(engine)
     collected = generate(engine, request("x", PROMPT, n=5, max_tokens=15))
     assert sum(fed) == len(PROMPT)
     outputs = {tuple(collected.ids("x", index)) for index in range(5)}
@@ -179,14 +186,7 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
 def test_sequences_of_one_token_share_the_logits_after_their_prompt() -> None:
     """Also when the one that fed it has ended by then."""
     engine = make_engine(max_batch_size=5)
-    fed: list[int] = []
-    honest = engine.target.forward
-
-    def counting(parts: list[PassPart]) -> list[torch.Tensor]:
-        fed.extend(part.num_queries for part in parts if part.num_queries > 1 == part.num_logits)
-        return honest(parts)
-
-    engine.target.forward = counting  # type: ignore[method-assign]
+    fed = prompt_tokens_fed(engine)
     wanted = {"temperature": 1.5, "seed": 3, "max_tokens": 1, "ignore_eos": True}
     collected = generate(engine, request("x", PROMPT, n=5, **wanted))
     assert sum(fed) == len(PROMPT)

@@ -101,6 +101,11 @@ def in_words(interval: Interval, num_blocks: int) -> str:
     return f"**{text}**" if shows_difference(interval, num_blocks) else text
 
 
+def with_width(interval: Interval) -> str:
+    """ "0.82 ±2%"."""
+    return f"{interval.value:.2f} ±{100 * interval.half_width:.0f}%"
+
+
 def shows_difference(interval: Interval, num_blocks: int) -> bool:
     """Intervals of fewer blocks than LEAST_BLOCKS cover less often than they say."""
     return num_blocks >= LEAST_BLOCKS and not interval.low <= 1.0 <= interval.high
@@ -213,7 +218,7 @@ def cell_of(comparison: Comparison, name: str) -> str:
     ratio = comparison.ratio(name, "adaptive")
     if ratio.interval is None:
         return "–"
-    return f"{ratio.interval.value:.2f} ±{100 * ratio.interval.half_width:.0f}%" + fewer_rounds(ratio, comparison)
+    return with_width(ratio.interval) + fewer_rounds(ratio, comparison)
 
 
 def closed_table(results: dict[str, dict[str, Any]]) -> str:
@@ -239,7 +244,7 @@ def closed_cell(part: Comparison, name: str, reference: str = "adaptive") -> str
     ratio = part.ratio(name, reference)
     if ratio.interval is None:
         return "–"
-    text = f"{ratio.interval.value:.2f} ±{100 * ratio.interval.half_width:.0f}%"
+    text = with_width(ratio.interval)
     return f"**{text}**" if shows_difference(ratio.interval, ratio.num_blocks) else text
 
 

@@ -6,10 +6,11 @@ Nothing that a worker does could contradict what it says of this, so each has on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
+from statistics import median_low
 
 from speclen.controller.estimator.allowance import Allowance
-from speclen.controller.estimator.choice import PromptShare
+from speclen.controller.estimator.choice import NO_PROMPTS, PromptShare
 from speclen.controller.estimator.core import StepObservation
 from speclen.controller.estimator.reports import OTHERS
 
@@ -53,10 +54,12 @@ class Prompts:
     @property
     def share(self) -> PromptShare:
         """What a token bears."""
+        if not self.sums:
+            return NO_PROMPTS
         heard = [sums for sums in self.sums.values() if sums[TOKENS] >= PRIOR_TOKENS] or list(self.sums.values())
         return PromptShare(
-            lower_median([sums[SECONDS] / (sums[DRAFTING_TOKENS] + PRIOR_TOKENS) for sums in heard]),
-            WAITED_STEPS * lower_median([sums[NEW_ROWS] / (sums[TOKENS] + PRIOR_TOKENS) for sums in heard]),
+            median_low([sums[SECONDS] / (sums[DRAFTING_TOKENS] + PRIOR_TOKENS) for sums in heard]),
+            WAITED_STEPS * median_low([sums[NEW_ROWS] / (sums[TOKENS] + PRIOR_TOKENS) for sums in heard]),
         )
 
     @property
@@ -105,8 +108,3 @@ class Prompts:
             kept, sums = math.exp(-tokens / MEMORY_TOKENS), self._sums_of(worker)
             news = seconds * believed / in_steps if in_steps else 0.0, drafting, new_rows, tokens
             sums[:] = [kept * before + new for before, new in zip(sums, news, strict=True)]
-
-
-def lower_median(values: Sequence[float]) -> float:
-    """The middle one, the lower of two in the middle; 0 of none."""
-    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
