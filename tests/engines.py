@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -22,10 +23,12 @@ from speclen.worker.models.loading import ModelPair, cpu_has_bfloat16
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
 
 CPU = torch.device("cpu")
+# The engine's own tests can go to another device: SPECLEN_TEST_DEVICE=cuda, for which docs/architecture.md names them.
+DEVICE = torch.device(os.environ.get("SPECLEN_TEST_DEVICE", "cpu"))
 NEEDS_BFLOAT16 = pytest.mark.skipif(not cpu_has_bfloat16(), reason="this CPU has no bfloat16 products")
 # What OpenVINO computes in on this machine.
 OPENVINO_DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)]
-WHY_NOT_OPENVINO = openvino.why_not(CPU, torch.float32)
+WHY_NOT_OPENVINO = openvino.why_not(DEVICE, torch.float32)
 BACKENDS = [
     "torch",
     pytest.param(
@@ -37,7 +40,8 @@ BACKENDS = [
 @functools.cache
 def models(family: str, noise: float = 0.1) -> tuple[Any, Any]:
     target = tiny_models.build(family)
-    return target, tiny_models.noisy_copy(target, noise)
+    draft = tiny_models.noisy_copy(target, noise)
+    return target.to(DEVICE), draft.to(DEVICE)
 
 
 def make_pair(family: str = "llama", noise: float = 0.1, draft: Any | None = None, **changes: Any) -> ModelPair:
@@ -49,7 +53,7 @@ def make_pair(family: str = "llama", noise: float = 0.1, draft: Any | None = Non
         "tokenizer": tiny_models.tokenizer(),
         "target_name": family,
         "draft_name": "draft",
-        "device": CPU,
+        "device": DEVICE,
         "dtype": torch.float32,
         "eos_token_ids": (tiny_models.EOS_ID,),
         "max_context_length": tiny_models.MAX_POSITIONS,
@@ -172,6 +176,6 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
     used = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        return model(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0].float().cpu()
     finally:
         model.set_attn_implementation(used)

@@ -105,3 +105,16 @@ def test_passes_of_a_step_share_its_masks() -> None:
     assert (last[0, 0, 0] == 0).tolist() == [True] * 7 + [False]
     assert (last[1, 0, 0] == 0).tolist() == [True] * 4 + [False] * 4
     assert (masks.mask(2)[0, 0, 0] == 0).tolist() == [False, False, False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_on_a_gpu_every_column_of_a_mask_begins_where_its_kernel_may_read(queries: int, repeats: int) -> None:
+    """Story: a pass that was not recorded, of a model whose heads share keys, ended the process on a GPU."""
+    masks = StepMasks(torch.zeros(2, 8, dtype=torch.long, device="meta"), 47, torch.float32)
+    pool = KVPool([LayerShape(1, HEAD_DIM)], 2, 60, torch.float32, CPU)
+    for column in range(8 - queries):
+        mask = RowAttention(pool, masks, slice(column, column + queries)).mask(None, repeats)
+        assert mask.shape == (2, 1, repeats * queries, 47)
+        assert mask.storage_offset() % 8 == 0
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])

@@ -212,7 +212,8 @@ def test_a_row_whose_text_fails_ends_alone() -> None:
 
 def test_what_a_pass_writes_is_noted_before_it_runs() -> None:
     """Story: a pass that failed had written to pages that nobody knew of, and its rows were freed without them."""
-    engine, noted = make_engine(chooser=RandomLengths(2, longest=4), max_batch_size=6, prefill_chunk=16), Counter[str]()
+    chooser, noted = RandomLengths(2, longest=4), Counter[str]()
+    engine = make_engine(chooser=chooser, max_batch_size=6, prefill_chunk=16, max_recordings=0)
     assert engine.draft is not None
 
     def check(model: CachedModel, attention: RowAttention | PackedAttention) -> None:

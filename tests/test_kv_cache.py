@@ -30,6 +30,18 @@ def values(pool: KVPool, row: int, length: int) -> set[float]:
     return {value for layer in pool.layers for value in layer[row, :, :, :length].unique().tolist()}
 
 
+def test_rows_are_moved_and_released_outside_inference_mode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: on a GPU an engine that cleared up after a fault ended: what is allocated in that mode is written to in it."""
+    monkeypatch.setattr(kv_cache.sys, "platform", "elsewhere")  # allocated in full, as on a GPU
+    with torch.inference_mode():
+        pool = filled()
+    pool.swap(0, 1, 5, 9)
+    pool.move(3, 2, 7)
+    pool.release(0)
+    assert values(pool, 0, 9) == values(pool, 3, 7) == {0.0}
+    assert (values(pool, 1, 5), values(pool, 2, 7)) == ({1.0}, {4.0})
+
+
 def test_layers_have_the_shapes_asked_for() -> None:
     pool = filled()
     assert [tuple(layer.shape) for layer in pool.layers] == [

