@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
@@ -28,6 +27,7 @@ from speclen.store.records import StoredState
 from speclen.store.retention import Retention
 from speclen.transport.aio import prepare_aio
 from speclen.transport.supervision import Supervisor
+from speclen.transport.version import installed_version
 from speclen.v1 import control_pb2, control_pb2_grpc
 
 SERVICE = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
@@ -134,5 +134,5 @@ def identity_of(config: ControllerConfig) -> control_pb2.ServerIdentity:
         database="" if config.in_memory else str(config.database.resolve()),
         host=socket.gethostname(),
         process_id=os.getpid(),
-        version=version("speclen"),
+        version=installed_version(),
     )

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from speclen.integrations.ray.calls import ServeCall, check_token
 from speclen.transport.keyring import Keyring
 from speclen.transport.supervision import PartFailedError, Supervisor
+from speclen.transport.version import installed_version
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.backends.threads import ThreadChoice, watch_cores
 from speclen.worker.config import WorkerConfig
@@ -27,7 +28,6 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import Guard
-from speclen.worker.http.server import installed_version
 from speclen.worker.http.settings import KEY_FLAG, read_template
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient

@@ -9,7 +9,6 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp
 
 from speclen.transport.address import split_address
 from speclen.transport.credentials import ServerSecurity
+from speclen.transport.version import installed_version
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.connection import UNREAD_TIMEOUT_S, BoundedConnection
@@ -53,13 +53,6 @@ async def http_front(
     async with serving(server, bound, on_failure):
         scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]
         yield f"worker serving {scheme}://{host}:{bound.getsockname()[1]}/v1"
-
-
-def installed_version() -> str:
-    try:
-        return version("speclen")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"
 
 
 class HttpServer(uvicorn.Server):

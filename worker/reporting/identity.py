@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import torch
 
+from speclen.transport.version import installed_version
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.models.devices import device_name
 from speclen.worker.models.loading import ModelPair
@@ -24,7 +25,8 @@ def model_name(name: str, model: torch.nn.Module | None, weights: str = "full") 
 
 def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
     """The context whose step times this worker measures. backend: what runs the passes, with its version."""
-    versions = " ".join(f"{name} {version(name)}" for name in ("speclen", "torch", "transformers"))
+    others = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    versions = f"speclen {installed_version()} {others}"
     engine = f"{versions} {backend} threads {torch.get_num_threads()}"
     return pb.ContextKey(
         target=model_name(pair.target_name, pair.target, pair.weights),
@@ -38,5 +40,5 @@ def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
 def server_identity(run_id: str) -> pb.ServerIdentity:
     """Whose this process is."""
     return pb.ServerIdentity(
-        run_id=run_id, host=socket.gethostname(), process_id=os.getpid(), version=version("speclen")
+        run_id=run_id, host=socket.gethostname(), process_id=os.getpid(), version=installed_version()
     )

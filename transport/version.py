@@ -1,0 +1,11 @@
+"""Which version of this program runs."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def installed_version() -> str:
+    """That of the package; "unknown" where the source is run without having been installed."""
+    try:
+        return version("speclen")
+    except PackageNotFoundError:
+        return "unknown"
