@@ -3,25 +3,32 @@
 transformers starts 39 operators in each layer of a Llama, views not counted, most of them on a few kilobytes: a small draft
 spends more time on starting them than on computing. Here are 28: projections that read the same input are one matrix
 product, the rotary embedding turns queries and keys together and looks its angles up, and a norm takes six instead of
-eight of them. The logits differ by rounding alone; `check_model` compares them before anything is served.
+eight of them. On a GPU `fused` does with a few kernels of its own what lies between the products. The logits differ by
+rounding alone; `check_model` compares them before anything is served.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import CausalLMOutput
 
-from speclen.worker.backends.attention import PackedAttention, RowAttention, attend
+from speclen.worker.backends.attention import PackedAttention, RowAttention, attend, attend_stored
 from speclen.worker.backends.kv_cache import LayerShape
+
+log = logging.getLogger(__name__)
 
 # Classes of transformers whose layers are norm, attention, norm, gated MLP. The last ones normalise every head's queries
 # and keys, too.
 KNOWN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SILUS = (nn.SiLU, SiLUActivation)
 
 
 def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> LlamaDecoder | None:
@@ -35,7 +42,44 @@ def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -
     # Quantised layers, for instance, cannot be merged.
     if not all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
         return None
-    return LlamaDecoder(model, shapes, max_context_length)
+    return LlamaDecoder(model, shapes, max_context_length, kernels_for(model.get_input_embeddings().weight.device))
+
+
+class Kernels(Protocol):
+    """Several operators in one launch, see `fused`; what they compute is written beside the calls."""
+
+    def add_norm(
+        self, x: torch.Tensor, change: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def rotate_and_store(
+        self,
+        projected: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        first_row: int,
+        layer: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+@cache
+def kernels_for(device: torch.device) -> Kernels | None:
+    """`fused`, on a GPU where it runs; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    try:
+        from speclen.worker.backends import fused
+
+        if fused.works_on(device):
+            return fused
+        reason = "they compute something else"
+    except Exception as error:  # Triton is missing, or finds no compiler, or not the GPU that it knows.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)
+    return None
 
 
 class RMSNorm(nn.Module):
@@ -64,8 +108,9 @@ class RMSNorm(nn.Module):
 class Layer(nn.Module):
     """One layer. index: its place in the pool."""
 
-    def __init__(self, layer: Any, index: int, shape: LayerShape) -> None:
+    def __init__(self, layer: Any, index: int, shape: LayerShape, kernels: Kernels | None) -> None:
         super().__init__()
+        self.kernels = kernels
         attention, mlp = layer.self_attn, layer.mlp
         self.index = index
         self.shape = shape
@@ -79,21 +124,40 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
         self.gate_up = merge([mlp.gate_proj, mlp.up_proj])
         self.activation = mlp.act_fn
+        self.has_silu = isinstance(mlp.act_fn, SILUS)
         self.down = mlp.down_proj
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_attention: RowAttention | PackedAttention
-    ) -> torch.Tensor:
-        """x: [rows, queries, hidden]; cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder."""
-        x = x + self.output(self._attend(self.attention_norm(x), cos, sin, row_attention))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(self.activation(gate) * up)
+        self,
+        x: torch.Tensor,
+        change: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        row_attention: RowAttention | PackedAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x without what this layer's MLP adds, and that. x, change: [rows, queries, hidden], what the layer before gave.
+
+        cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder.
+        """
+        x, normed = add_norm(x, change, self.attention_norm, self.kernels)
+        x, normed = add_norm(x, self.output(self._attend(normed, cos, sin, row_attention)), self.mlp_norm, self.kernels)
+        return x, self.down(self._gate(self.gate_up(normed)))
+
+    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self.kernels is not None and self.has_silu:
+            return self.kernels.gate(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.activation(gate) * up
 
     def _attend(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_attention: RowAttention | PackedAttention
     ) -> torch.Tensor:
         heads, kv_heads = self.num_heads, self.shape.kv_heads
         projected = self.qkv(x).view(*x.shape[:2], heads + 2 * kv_heads, self.shape.head_dim)
+        if self.kernels is not None and self.query_norm is None and isinstance(row_attention, RowAttention):
+            layer, first_row = row_attention.pool.layers[self.index], row_attention.first_row
+            query = self.kernels.rotate_and_store(projected, cos, sin, row_attention.positions, first_row, layer)
+            return attend_stored(self.index, row_attention, query, self.scaling, self.shape.window).flatten(2)
         turning, value = projected.split([heads + kv_heads, kv_heads], dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = turning.split([heads, kv_heads], dim=2)
@@ -113,12 +177,15 @@ class LlamaDecoder(nn.Module):
 
     angles: torch.Tensor
 
-    def __init__(self, model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> None:
+    def __init__(
+        self, model: Any, shapes: Sequence[LayerShape], max_context_length: int, kernels: Kernels | None = None
+    ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.config = model.config
         self.embedding = model.get_input_embeddings()
         self.layers = nn.ModuleList(
-            Layer(layer, index, shape)
+            Layer(layer, index, shape, kernels)
             for index, (layer, shape) in enumerate(zip(model.model.layers, shapes, strict=True))
         )
         self.norm = RMSNorm(model.model.norm)
@@ -150,11 +217,24 @@ class LlamaDecoder(nn.Module):
         logits_to_keep: how many of the last positions, or which. use_cache: there is none but row_attention's pool.
         """
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
-        x = self.embedding(input_ids)
+        x, change = self.embedding(input_ids), None
         for layer in self.layers:
-            x = layer(x, cos, sin, row_attention)
+            x, change = layer(x, change, cos, sin, row_attention)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return CausalLMOutput(logits=self.head(self.norm(x[:, kept])))
+        assert change is not None
+        _, normed = add_norm(x[:, kept], change[:, kept], self.norm, self.kernels)
+        return CausalLMOutput(logits=self.head(normed))
+
+
+def add_norm(
+    x: torch.Tensor, change: torch.Tensor | None, norm: RMSNorm, kernels: Kernels | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + change (x without one), and its norm."""
+    if kernels is not None:
+        return kernels.add_norm(x, change, norm.weight, norm.eps)
+    if change is not None:
+        x = x + change
+    return x, norm(x)
 
 
 def merge(linears: Sequence[nn.Linear]) -> nn.Linear:
