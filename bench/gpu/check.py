@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from speclen.bench.gpu.passes import PassTime, copy_bandwidth, time_pass
 from speclen.bench.gpu.plots import draw
 from speclen.bench.gpu.sizes import DRY, FULL, Sizes
 from speclen.bench.gpu.tracks import run_tracks
-from speclen.bench.machine import machine
+from speclen.bench.machine import machine, provenance
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.captured_model import RerunRecorder
 from speclen.worker.models.loading import load_pair
@@ -42,7 +43,7 @@ def main() -> int:
     sizes = DRY if dry else FULL
     device = torch.device("cpu" if dry else "cuda:0")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    document = run(sizes, device, arguments.out)
+    document = run(sizes, device, arguments.out, () if arguments.without_tracks else sizes.tracks)
     path = arguments.out / "gpu_check.json"
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"wrote {path}")
@@ -57,12 +58,15 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="everything once, small, on the CPU")
+    parser.add_argument(
+        "--without-tracks", action="store_true", help="all but the serving tracks: minutes, not an hour"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), help="folder for JSON and picture")
     return parser
 
 
-def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
-    """All parts in order; each is printed when it is done. out: for the files of the tracks."""
+def run(sizes: Sizes, device: torch.device, out: Path, tracks: Sequence[str]) -> dict[str, Any]:
+    """All parts in order; each is printed when it is done. out: for the files of the tracks, which are served."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -89,11 +93,12 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
     learned = serve_and_learn(pair, source, sizes)
     say(f"served {learned['num_steps']} steps at {learned['tokens_per_s']:,.0f} tokens/s while learning")
     del pair  # the tracks load it again, in a process of their own
-    tracks = run_tracks(sizes, device.type, out, say)
+    served = run_tracks(sizes, tracks, device.type, out, say) if tracks else []
     checks += [
-        Check(f"track {one['track']} is served", "failed" not in one, one.get("failed", "yes")) for one in tracks
+        Check(f"track {one['track']} is served", "failed" not in one, one.get("failed", "yes")) for one in served
     ]
     document = {
+        **provenance("scripts/gpu_check"),
         "machine": machine(device),
         "sizes": asdict(sizes),
         "seconds": time.monotonic() - started,
@@ -103,7 +108,7 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
         "cells": [asdict(cell) for cell in cells],
         "baselines": baselines,
         "learned": learned,
-        "tracks": tracks,
+        "tracks": served,
         "aims": (found := aims(passes, cells, baselines)),
     }
     for aim in found:

@@ -78,16 +78,16 @@ def run_baselines(pair: ModelPair, source: PromptSource, sizes: Sizes) -> list[d
     for batch_size in sizes.batch_sizes:
         prompts = [source.draw(sizes.prompt_tokens) for _ in range(batch_size)]
         baseline.generate(prompts, 4)
-        seconds = baseline.generate(prompts, sizes.new_tokens)
+        seconds = baseline.generate(prompts, sizes.baseline_tokens)
         rows.append(
-            {"what": "generate", "batch_size": batch_size, "tokens_per_s": batch_size * sizes.new_tokens / seconds}
+            {"what": "generate", "batch_size": batch_size, "tokens_per_s": batch_size * sizes.baseline_tokens / seconds}
         )
     prompts = [source.draw(sizes.prompt_tokens)]
     for length in (None, 3, 6):
         baseline.assisted(prompts, 4, length)
-        seconds = baseline.assisted(prompts, sizes.new_tokens, length)
+        seconds = baseline.assisted(prompts, sizes.baseline_tokens, length)
         what = f"assisted, length {'default' if length is None else length}"
-        rows.append({"what": what, "batch_size": 1, "tokens_per_s": sizes.new_tokens / seconds})
+        rows.append({"what": what, "batch_size": 1, "tokens_per_s": sizes.baseline_tokens / seconds})
     return rows
 
 
