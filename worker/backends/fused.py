@@ -10,7 +10,6 @@ Triton comes with torch's builds for GPUs. Importing this module fails where it 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import triton
@@ -99,16 +98,16 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 @triton.jit
 def _add_norm(
-    x: Any,
-    change: Any,
-    weight: Any,
-    total: Any,
-    normed: Any,
-    size: Any,
-    eps: Any,
+    x,
+    change,
+    weight,
+    total,
+    normed,
+    size,
+    eps,
     has_change: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     """One program a token."""
     start = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, block)
@@ -125,7 +124,7 @@ def _add_norm(
 
 
 @triton.jit
-def _gate(gate_up: Any, output: Any, size: Any, block: tl.constexpr) -> None:
+def _gate(gate_up, output, size, block: tl.constexpr):
     """One program a token and block columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -140,24 +139,24 @@ def _gate(gate_up: Any, output: Any, size: Any, block: tl.constexpr) -> None:
 
 @triton.jit
 def _rotate_and_store(
-    projected: Any,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    query: Any,
-    layer: Any,
-    queries: Any,
-    first_row: Any,
-    length: Any,
-    row_stride: Any,
-    column_stride: Any,
-    angle_stride: Any,
+    projected,
+    cos,
+    sin,
+    positions,
+    query,
+    layer,
+    queries,
+    first_row,
+    length,
+    row_stride,
+    column_stride,
+    angle_stride,
     num_heads: tl.constexpr,
     num_stored: tl.constexpr,
     head_dim: tl.constexpr,
     block_heads: tl.constexpr,
     block_dim: tl.constexpr,
-) -> None:
+):
     """One program a token and block_heads heads: of queries, then keys, then values, as they lie in `projected`."""
     token = tl.program_id(0)
     row, column = token // queries, token % queries
