@@ -138,3 +138,18 @@ def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alon
         collected = engines.generate(engine, one)
         outputs.append([collected.ids("one", index) for index in range(3)])
     assert outputs[0] == outputs[1]
+
+
+def test_what_rows_that_fill_up_have_written_is_read_by_nobody() -> None:
+    """It need not be finite, and masking adds: 0 times what is not finite spoils the row that has the place next."""
+    engine = engines.make_engine(engines.make_pair(), 3, RerunRecorder(), max_context_length=200)
+    spare = captured(engine.target)._spare_position
+    assert spare < engine.target.pool.max_length == reach(193, engine.target.pool.max_length)
+    for model in (engine.target, engine.draft):
+        for layer in captured(model).pool.layers:
+            with torch.inference_mode():
+                layer[:, :, :, spare:] = torch.nan
+    requests = [engines.request(str(n), [1 + n] * (185 + n), max_tokens=14, ignore_eos=True) for n in range(3)]
+    collected = engines.generate(engine, *requests)
+    target, _ = engines.models("llama")
+    assert sum(check_greedy(target, one, collected.ids(one.request_id)) for one in requests) <= 1

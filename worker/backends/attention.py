@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -64,11 +65,18 @@ class RowAttention:
     """One pass of one model over rows first_row, first_row + 1, ... of its pool.
 
     columns: which columns of the masks this pass feeds. start: set when every row writes from that position on, so that
-    writing is a plain copy.
+    writing is a plain copy. recorded: whether the pass is being recorded, so that starting kernels costs nothing later.
+    num_fed: tokens of all rows.
     """
 
     def __init__(
-        self, pool: KVPool, masks: StepMasks, columns: slice, first_row: int = 0, start: int | None = None
+        self,
+        pool: KVPool,
+        masks: StepMasks,
+        columns: slice,
+        first_row: int = 0,
+        start: int | None = None,
+        recorded: bool = False,
     ) -> None:
         self.pool = pool
         self.masks = masks
@@ -77,6 +85,8 @@ class RowAttention:
         self.start = start
         self.positions = masks.positions[:, columns]
         self.num_rows, self.num_queries = self.positions.shape
+        self.num_fed = self.num_rows * self.num_queries
+        self.recorded = recorded
         self._write_index: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._grouped: dict[tuple[int | None, int], torch.Tensor] = {}
 
@@ -98,11 +108,26 @@ class RowAttention:
         cached = self._write_index.get(kv_heads)
         if cached is None:
             device, length = self.positions.device, self.pool.max_length
-            rows = torch.arange(self.first_row, self.first_row + self.num_rows, device=device)
-            heads = rows[:, None] * (2 * kv_heads) + torch.arange(kv_heads, device=device)
+            heads = self._rows()[:, None] * (2 * kv_heads) + torch.arange(kv_heads, device=device)
             keys = (heads[:, :, None] * length + self.positions[:, None, :]).reshape(-1)
             cached = self._write_index[kv_heads] = (keys, keys + kv_heads * length)
         return cached
+
+    def _rows(self) -> torch.Tensor:
+        """[rows] of the pool."""
+        return torch.arange(self.first_row, self.first_row + self.num_rows, device=self.positions.device)
+
+    def fed_positions(self) -> torch.Tensor:
+        """[num_fed], row after row."""
+        return self.positions.flatten()
+
+    def rectangle(self, fed: torch.Tensor) -> torch.Tensor:
+        """Of [heads, num_fed, head_dim], row after row: [rows, heads, queries, head_dim]."""
+        return fed.unflatten(1, (self.num_rows, self.num_queries)).transpose(0, 1)
+
+    def flat(self, output: torch.Tensor) -> torch.Tensor:
+        """Of [rows, queries, heads, head_dim]: [num_fed, heads, head_dim], row after row."""
+        return output.flatten(0, 1)
 
     def read(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [rows, kv_heads, num_tokens, head_dim] of keys and values."""
@@ -121,6 +146,41 @@ class RowAttention:
         return grouped
 
 
+class JoinedRows(RowAttention):
+    """Rows of any place that are fed different numbers of tokens, as if all were fed as many: their last one repeatedly.
+
+    On a GPU kernels for each of them take as long as those for all. What is repeated is written to the same place, and its
+    output left out. rows, starts, counts: [n], of the pool, of tokens that each holds, and of those it is fed.
+    """
+
+    def __init__(self, pool: KVPool, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        device, width = pool.device, np.arange(counts.max())
+        columns = np.minimum(width, counts[:, None] - 1)
+        positions = torch.from_numpy(starts[:, None] + columns).to(device)
+        super().__init__(pool, StepMasks(positions, int((starts + counts).max()), pool.dtype), slice(None))
+        self.num_fed = int(counts.sum())
+        self._places = torch.from_numpy(rows).to(device)
+        firsts = np.cumsum(counts) - counts
+        self._token_at = torch.from_numpy((firsts[:, None] + columns).ravel()).to(device)
+        self._kept = torch.from_numpy(np.flatnonzero(width < counts[:, None])).to(device)
+
+    def _rows(self) -> torch.Tensor:
+        return self._places
+
+    def fed_positions(self) -> torch.Tensor:
+        return self.positions.flatten()[self._kept]
+
+    def rectangle(self, fed: torch.Tensor) -> torch.Tensor:
+        return super().rectangle(fed.index_select(1, self._token_at))
+
+    def flat(self, output: torch.Tensor) -> torch.Tensor:
+        return super().flat(output).index_select(0, self._kept)
+
+    def read(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = layer[:, :, :, : self.masks.num_tokens].index_select(0, self._places)
+        return rows[:, 0], rows[:, 1]
+
+
 class PackedAttention:
     """One pass of one model over several groups of rows, whose tokens follow each other in one sequence.
 
@@ -134,16 +194,12 @@ class PackedAttention:
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """[1, heads, tokens, head_dim] as the parts' [rows, heads, queries, head_dim]."""
-        sizes = [part.num_rows * part.num_queries for part in self.parts]
-        *pieces, _ = tensor[0].split([*sizes, self.num_padding], dim=1)
-        return [
-            piece.unflatten(1, (part.num_rows, part.num_queries)).transpose(0, 1)
-            for piece, part in zip(pieces, self.parts, strict=True)
-        ]
+        *pieces, _ = tensor[0].split([*(part.num_fed for part in self.parts), self.num_padding], dim=1)
+        return [part.rectangle(piece) for piece, part in zip(pieces, self.parts, strict=True)]
 
     def join(self, outputs: list[torch.Tensor]) -> torch.Tensor:
         """The parts' [rows, queries, heads, head_dim] as [1, tokens, heads, head_dim]."""
-        flat = [output.flatten(0, 1) for output in outputs]
+        flat = [part.flat(output) for output, part in zip(outputs, self.parts, strict=True)]
         flat.append(flat[0].new_zeros(self.num_padding, *flat[0].shape[1:]))
         return torch.cat(flat)[None]
 

@@ -6,16 +6,21 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from speclen.worker.backends.attention import PackedAttention, RowAttention, StepMasks
+from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
 
 # Packed passes are filled up to a multiple of so many tokens. Prompts have all lengths, and on a CPU a matrix product
 # of a new size takes a millisecond longer the first time and keeps its kernel: the memory grew by 150 MB.
 TOKENS_MULTIPLE = 16
+# Prompts that attend together copy what their rows hold, the longest one's length for each: of a model of 7 billion
+# parameters 16 kB per token and layer. Each is fed as many tokens as the longest: some in vain.
+MOST_JOINED_TOKENS = 16_384
+MOST_FED_IN_VAIN = 4  # times what is fed
 
 
 class CachedModel:
@@ -34,6 +39,7 @@ class CachedModel:
         self.device = pool.device
         self.max_context_length = max_context_length
         self.num_first_uses = 0  # passes recorded so far, see CapturedModel
+        self.joins_prompts = self.device.type == "cuda"  # all prompts of a pass attend in one kernel
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
@@ -73,10 +79,10 @@ class CachedModel:
 
     def forward_packed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
         """Logits of each part, whose tokens follow each other in one sequence."""
-        attentions = [self._attention(part) for part in parts]
+        attentions = self._attentions(parts)
         num_padding = -sum(part.ids.numel() for part in parts) % TOKENS_MULTIPLE
         ids = torch.cat([part.ids.flatten() for part in parts])
-        positions = torch.cat([attention.positions.flatten() for attention in attentions])
+        positions = torch.cat([attention.fed_positions() for attention in attentions])
         logits = self.run(
             F.pad(ids, (0, num_padding))[None],
             F.pad(positions, (0, num_padding))[None],
@@ -85,6 +91,21 @@ class CachedModel:
         )[0]
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
+
+    def _attentions(self, parts: Sequence[PassPart]) -> list[RowAttention]:
+        """One for each part, or one for all the single rows at the end, which are prompts."""
+        first = len(parts)
+        while self.joins_prompts and first and parts[first - 1].rows.num_rows == 1:
+            first -= 1
+        joined = parts[first:]
+        starts = np.array([part.rows.starts[0] + part.column for part in joined], np.int64)
+        counts = np.array([part.num_queries for part in joined], np.int64)
+        if len(joined) < 2 or not _may_join(starts, counts):
+            return [self._attention(part) for part in parts]
+        rows = np.array([part.rows.first_row for part in joined])
+        for row, end in zip(rows.tolist(), (starts + counts).tolist(), strict=True):
+            self.pool.note_written(row, end)
+        return [*(self._attention(part) for part in parts[:first]), JoinedRows(self.pool, rows, starts, counts)]
 
     def _attention(self, part: PassPart) -> RowAttention:
         """What the layers need of a part. The rows' masks are made once per step; their pages are noted as written."""
@@ -95,6 +116,12 @@ class CachedModel:
         self.pool.note_rows_written(rows.first_row, rows.starts + end)
         start = None if rows.common_start is None else rows.common_start + part.column
         return RowAttention(self.pool, masks, slice(part.column, end), rows.first_row, start)
+
+
+def _may_join(starts: np.ndarray, counts: np.ndarray) -> bool:
+    """Whether rows that hold `starts` tokens and are fed `counts` are alike enough to be fed as one rectangle."""
+    is_small = len(starts) * int((starts + counts).max()) <= MOST_JOINED_TOKENS
+    return is_small and len(counts) * int(counts.max()) <= MOST_FED_IN_VAIN * int(counts.sum())
 
 
 def _kept_tokens(parts: Sequence[PassPart]) -> torch.Tensor:

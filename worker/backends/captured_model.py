@@ -160,7 +160,9 @@ class CapturedModel(CachedModel):
         shape = PassShape(
             padded_rows(rows.num_rows, self.pool.num_rows),
             part.num_queries,
-            reach(rows.num_tokens, self.pool.max_length),
+            reach(
+                rows.num_tokens, self._spare_position
+            ),  # not what rows that fill up have written, be it finite or not
             part.num_logits,
         )
         recorded = self._passes.get(shape) or self._record(shape, part.ids, positions)
@@ -171,6 +173,12 @@ class CapturedModel(CachedModel):
         self._fill(recorded, part.ids, positions)
         recorded.recording.replay()
         return recorded.recording.logits[: rows.num_rows]
+
+    def leave_out_kernels(self, reason: str) -> None:
+        """Record passes in torch's kernels alone from now on, after a warning."""
+        log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)
+        self.model.kernels = None
+        self._passes.clear()
 
     def _fill(self, recorded: RecordedPass, ids: torch.Tensor, positions: torch.Tensor) -> None:
         rows = len(ids)
@@ -196,7 +204,7 @@ class CapturedModel(CachedModel):
 
         def run() -> torch.Tensor:
             masks = StepMasks(fixed_positions, shape.num_tokens, self.pool.dtype)
-            attention = RowAttention(self.pool, masks, slice(None))
+            attention = RowAttention(self.pool, masks, slice(None), recorded=True)
             return self.run(fixed_ids, fixed_positions, attention, shape.num_logits)
 
         try:
@@ -205,10 +213,12 @@ class CapturedModel(CachedModel):
             log.warning("no memory for a recording of %s: it runs unrecorded, %d are kept", shape, len(self._passes))
             self.max_recordings = max(1, len(self._passes))
             return None
-        except RuntimeError as error:
-            log.warning(
-                "this device cannot record passes, they run one kernel at a time: %s", str(error).splitlines()[0]
-            )
+        except Exception as error:  # A driver without graphs, or whatever Triton's compiler raises.
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if getattr(self.model, "kernels", None) is not None:
+                self.leave_out_kernels(reason)
+                return self._record(shape, ids, positions)
+            log.warning("this device cannot record passes, they run one kernel at a time: %s", reason)
             self.recorder = None
             self._passes.clear()
             return None

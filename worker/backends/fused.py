@@ -2,7 +2,8 @@
 
 torch starts about fifteen kernels there in every layer, on some kilobytes each: on an H100 a layer of a model of 7 billion
 parameters waits half as long for them as its weights take to be read, and a draft's layer several times as long. Here are
-four. The plain operators in `llama` say what they compute; the products and attention itself stay torch's.
+four. The plain operators in `llama` say what they compute; the products and attention itself stay torch's. They are for
+passes that are recorded: from Python Triton takes longer to start one than torch takes for all that it stands for.
 
 Triton comes with torch's builds for GPUs. Importing this module fails where it is missing.
 """
@@ -19,14 +20,14 @@ HEADS_PER_PROGRAM = 16
 COLUMNS_PER_PROGRAM = 1024
 
 
-def works_on(device: torch.device) -> bool:
+def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels can be built and started. Raises whatever Triton raises where not: it needs a C compiler."""
-    ones = torch.ones(1, 4, device=device)
+    ones = torch.ones(1, 4, device=device, dtype=dtype)
     total, normed = add_norm(ones, ones, ones[0], 0.0)
-    gated = gate(torch.full((1, 8), 20.0, device=device))
-    layer = torch.zeros(1, 2, 1, 4, 4, device=device)
-    turns = torch.ones(1, 1, 1, 4, device=device)
-    query = rotate_and_store(ones.expand(3, 4)[None, None], turns, turns, torch.tensor([[1]], device=device), 0, layer)
+    gated = gate(torch.full((1, 8), 20.0, device=device, dtype=dtype))
+    layer = torch.zeros(1, 2, 1, 4, 4, device=device, dtype=dtype)
+    turns = torch.ones(1, 1, 1, 4, device=device, dtype=dtype)
+    query = rotate_and_store(ones.expand(3, 4)[None, None], turns, turns, torch.tensor([[1]], device=device), layer)
     found = [total.sum(), normed.sum(), gated.sum(), query.sum(), layer.sum()]
     return [round(float(value), 3) for value in found] == [8.0, 4.0, 1600.0, 8.0, 12.0]
 
@@ -65,13 +66,12 @@ def rotate_and_store(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
-    first_row: int,
     layer: torch.Tensor,
 ) -> torch.Tensor:
     """Queries [rows, heads, queries, head_dim], turned by their positions' angles; keys, turned, and values are stored.
 
     projected: [rows, queries, heads + 2 kv_heads, head_dim]. cos, sin: [rows, queries, 1, head_dim], of all queries equally
-    far apart in memory. positions: [rows, queries]. layer: the pool's, of which rows first_row, ... are written to.
+    far apart in memory. positions: [rows, queries], contiguous. layer: the pool's, whose first rows are written to.
     """
     rows, queries, num_projected, head_dim = projected.shape
     num_stored, length = 2 * layer.shape[2], layer.shape[3]
@@ -81,7 +81,7 @@ def rotate_and_store(
     with device_of(projected):
         _rotate_and_store[(rows * queries, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
             *(projected, cos, sin, positions, query, layer),
-            *(queries, first_row, length, positions.stride(0), positions.stride(1), cos.stride(1)),
+            *(queries, length, cos.stride(1)),
             num_heads=heads,
             num_stored=num_stored,
             head_dim=head_dim,
@@ -137,7 +137,9 @@ def _gate(gate_up, output, size, block: tl.constexpr):
     tl.store(output + row * size + columns, product.to(value.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["queries"]
+)  # 1, 16 and all others would be kernels of their own, compiled when they occur
 def _rotate_and_store(
     projected,
     cos,
@@ -146,10 +148,7 @@ def _rotate_and_store(
     query,
     layer,
     queries,
-    first_row,
     length,
-    row_stride,
-    column_stride,
     angle_stride,
     num_heads: tl.constexpr,
     num_stored: tl.constexpr,
@@ -172,6 +171,6 @@ def _rotate_and_store(
     kept = tl.where(head < num_heads + num_stored // 2, turned, value)
     asked = query + ((row.to(tl.int64) * num_heads + head) * queries + column) * head_dim + dims
     tl.store(asked, kept, mask=inside & (head < num_heads))
-    position = tl.load(positions + row * row_stride + column * column_stride)
-    place = ((row.to(tl.int64) + first_row) * num_stored + head - num_heads) * length + position
+    position = tl.load(positions + token)
+    place = (row.to(tl.int64) * num_stored + head - num_heads) * length + position
     tl.store(layer + place * head_dim + dims, kept, mask=inside & (head >= num_heads))

@@ -174,9 +174,8 @@ def reserve(num_bytes: int) -> mmap.mmap:
 def free_memory(device: torch.device) -> int:
     """Bytes that a process could still use on the device."""
     if device.type == "cuda":
-        # What torch keeps of tensors that are gone, it gives to the next ones.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
+        torch.cuda.empty_cache()  # what torch keeps of tensors that are gone
+        return torch.cuda.mem_get_info(device)[0]
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return min([int(line.split()[1]) * 1024, *_free_of_groups()])

@@ -3,8 +3,8 @@
 transformers starts 39 operators in each layer of a Llama, views not counted, most of them on a few kilobytes: a small draft
 spends more time on starting them than on computing. Here are 28: projections that read the same input are one matrix
 product, the rotary embedding turns queries and keys together and looks its angles up, and a norm takes six instead of
-eight of them. On a GPU `fused` does with a few kernels of its own what lies between the products. The logits differ by
-rounding alone; `check_model` compares them before anything is served.
+eight of them. What lies between the products `fused` does with a few kernels of its own, in passes that a GPU records.
+The logits differ by rounding alone; `check_model` compares them before anything is served.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -
     # Quantised layers, for instance, cannot be merged.
     if not all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
         return None
-    return LlamaDecoder(model, shapes, max_context_length, kernels_for(model.get_input_embeddings().weight.device))
+    weight = model.get_input_embeddings().weight
+    return LlamaDecoder(model, shapes, max_context_length, kernels_for(weight.device, weight.dtype))
 
 
 class Kernels(Protocol):
@@ -60,20 +61,19 @@ class Kernels(Protocol):
         cos: torch.Tensor,
         sin: torch.Tensor,
         positions: torch.Tensor,
-        first_row: int,
         layer: torch.Tensor,
     ) -> torch.Tensor: ...
 
 
 @cache
-def kernels_for(device: torch.device) -> Kernels | None:
-    """`fused`, on a GPU where it runs; None elsewhere."""
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """`fused`, on a GPU where it runs in this dtype; None elsewhere."""
     if device.type != "cuda":
         return None
     try:
         from speclen.worker.backends import fused
 
-        if fused.works_on(device):
+        if fused.works_on(device, dtype):
             return fused
         reason = "they compute something else"
     except Exception as error:  # Triton is missing, or finds no compiler, or not the GPU that it knows.
@@ -108,9 +108,8 @@ class RMSNorm(nn.Module):
 class Layer(nn.Module):
     """One layer. index: its place in the pool."""
 
-    def __init__(self, layer: Any, index: int, shape: LayerShape, kernels: Kernels | None) -> None:
+    def __init__(self, layer: Any, index: int, shape: LayerShape) -> None:
         super().__init__()
-        self.kernels = kernels
         attention, mlp = layer.self_attn, layer.mlp
         self.index = index
         self.shape = shape
@@ -134,29 +133,36 @@ class Layer(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         row_attention: RowAttention | PackedAttention,
+        kernels: Kernels | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x without what this layer's MLP adds, and that. x, change: [rows, queries, hidden], what the layer before gave.
 
-        cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder.
+        cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder. kernels: given only with a RowAttention.
         """
-        x, normed = add_norm(x, change, self.attention_norm, self.kernels)
-        x, normed = add_norm(x, self.output(self._attend(normed, cos, sin, row_attention)), self.mlp_norm, self.kernels)
-        return x, self.down(self._gate(self.gate_up(normed)))
+        x, normed = add_norm(x, change, self.attention_norm, kernels)
+        attended = self.output(self._attend(normed, cos, sin, row_attention, kernels))
+        x, normed = add_norm(x, attended, self.mlp_norm, kernels)
+        return x, self.down(self._gate(self.gate_up(normed), kernels))
 
-    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if self.kernels is not None and self.has_silu:
-            return self.kernels.gate(gate_up)
+    def _gate(self, gate_up: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
+        if kernels is not None and self.has_silu:
+            return kernels.gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate) * up
 
     def _attend(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, row_attention: RowAttention | PackedAttention
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        row_attention: RowAttention | PackedAttention,
+        kernels: Kernels | None,
     ) -> torch.Tensor:
         heads, kv_heads = self.num_heads, self.shape.kv_heads
         projected = self.qkv(x).view(*x.shape[:2], heads + 2 * kv_heads, self.shape.head_dim)
-        if self.kernels is not None and self.query_norm is None and isinstance(row_attention, RowAttention):
-            layer, first_row = row_attention.pool.layers[self.index], row_attention.first_row
-            query = self.kernels.rotate_and_store(projected, cos, sin, row_attention.positions, first_row, layer)
+        if kernels is not None and self.query_norm is None and isinstance(row_attention, RowAttention):
+            layer = row_attention.pool.layers[self.index]
+            query = kernels.rotate_and_store(projected, cos, sin, row_attention.positions, layer)
             return attend_stored(self.index, row_attention, query, self.scaling, self.shape.window).flatten(2)
         turning, value = projected.split([heads + kv_heads, kv_heads], dim=2)
         if self.query_norm is not None and self.key_norm is not None:
@@ -185,7 +191,7 @@ class LlamaDecoder(nn.Module):
         self.config = model.config
         self.embedding = model.get_input_embeddings()
         self.layers = nn.ModuleList(
-            Layer(layer, index, shape, kernels)
+            Layer(layer, index, shape)
             for index, (layer, shape) in enumerate(zip(model.model.layers, shapes, strict=True))
         )
         self.norm = RMSNorm(model.model.norm)
@@ -217,12 +223,15 @@ class LlamaDecoder(nn.Module):
         logits_to_keep: how many of the last positions, or which. use_cache: there is none but row_attention's pool.
         """
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
+        # Starting one of them from Python takes longer than starting all that it stands for from C++.
+        recorded = isinstance(row_attention, RowAttention) and row_attention.recorded
+        kernels = self.kernels if recorded else None
         x, change = self.embedding(input_ids), None
         for layer in self.layers:
-            x, change = layer(x, change, cos, sin, row_attention)
+            x, change = layer(x, change, cos, sin, row_attention, kernels)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         assert change is not None
-        _, normed = add_norm(x[:, kept], change[:, kept], self.norm, self.kernels)
+        _, normed = add_norm(x[:, kept], change[:, kept], self.norm, kernels)
         return CausalLMOutput(logits=self.head(normed))
 
 

@@ -139,7 +139,20 @@ def _on_torch(
         recorder = GraphRecorder(pair.device)
     if recorder is None:
         return [*cached]
-    return [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
+    captured = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
+    for model, one in zip(captured, named, strict=True):
+        _check_kernels(model, one, config)
+    return [*captured]
+
+
+def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -> None:
+    """Recorded passes may go through kernels that others do not: those are left out where logits are not the same."""
+    if not config.check_models or getattr(captured.model, "kernels", None) is None:
+        return
+    try:
+        check_model(captured, one.model, one.name)
+    except ModelError as error:
+        captured.leave_out_kernels(str(error))
 
 
 def _make_ready(one: _Named, pool: KVPool, context: int, config: EngineConfig) -> CachedModel:
