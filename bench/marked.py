@@ -13,6 +13,8 @@ MAKERS = {
             "closed",
             "survey",
             "paper",
+            "gpu_lengths",
+            "gpu_passes",
             "peers",
             "readme",
             "reporting",

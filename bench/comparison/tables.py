@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from speclen.bench.comparison import paper_table, peers_table
+from speclen.bench.comparison import gpu_table, paper_table, peers_table
 from speclen.bench.comparison.document import comparison_of, read_document
 from speclen.bench.comparison.outputs import MAX_EXAMINED
 from speclen.bench.comparison.rounds import Comparison, Ratio, is_fixed
@@ -305,6 +305,8 @@ def tables(folder: Path) -> dict[str, str]:
         "reporting": reporting_table(folder / "reporting.json"),
         "survey": survey_table(folder / "serve" / "survey.json"),
         "paper": paper_table.table(folder / "lengths.json"),
+        "gpu_lengths": gpu_table.lengths_table(folder / "gpu" / "gpu_check.json"),
+        "gpu_passes": gpu_table.passes_table(folder / "gpu" / "gpu_check.json", folder / "gpu" / "passes.json"),
         "peers": peers_table.table(folder / "peers.json"),
         "readme": in_sentences(results),
         "readme_figure": picture_of(SHOWN, results, "docs/results/serve/"),
