@@ -47,8 +47,5 @@ def passes_table(plain: Path, fused: Path) -> str:
 def place(document: dict[str, Any]) -> str:
     """Where and with what program."""
     machine = document["machine"]
-    device, versions = (
-        machine["device"].partition(":")[2],
-        f"torch {machine['torch']}, transformers {machine['transformers']}",
-    )
-    return f"on one {device} in bfloat16 ({versions}; commit `{document['commit']}`)"
+    versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
+    return f"on one {machine['device'].partition(':')[2]} in bfloat16 ({versions}; commit `{document['commit']}`)"

@@ -157,14 +157,10 @@ class CapturedModel(CachedModel):
         """Logits of rows 0, 1, ... by a recorded pass; None when it cannot be recorded."""
         rows, end = part.rows, part.column + part.num_queries
         positions = rows.positions[:, part.column : end]
-        shape = PassShape(
-            padded_rows(rows.num_rows, self.pool.num_rows),
-            part.num_queries,
-            reach(
-                rows.num_tokens, self._spare_position
-            ),  # not what rows that fill up have written, be it finite or not
-            part.num_logits,
-        )
+        # What rows that fill up have written may not be finite, and is read by nobody.
+        num_tokens = reach(rows.num_tokens, self._spare_position)
+        num_rows = padded_rows(rows.num_rows, self.pool.num_rows)
+        shape = PassShape(num_rows, part.num_queries, num_tokens, part.num_logits)
         recorded = self._passes.get(shape) or self._record(shape, part.ids, positions)
         if recorded is None:
             return None

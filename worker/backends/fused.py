@@ -137,9 +137,8 @@ def _gate(gate_up, output, size, block: tl.constexpr):
     tl.store(output + row * size + columns, product.to(value.dtype), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["queries"]
-)  # 1, 16 and all others would be kernels of their own, compiled when they occur
+# Else 1, 16 and all other numbers of queries would be kernels of their own, compiled when they occur.
+@triton.jit(do_not_specialize=["queries"])
 def _rotate_and_store(
     projected,
     cos,
