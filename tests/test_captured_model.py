@@ -124,7 +124,7 @@ def test_rows_and_reach_are_rounded_up_to_few_values() -> None:
 
 
 def test_a_plain_engine_records_nothing() -> None:
-    engine = engines.make_engine()
+    engine = engines.make_engine(max_recordings=0)
     assert not isinstance(engine.target, CapturedModel)
     assert engine.target.num_first_uses == 0
 

@@ -321,7 +321,7 @@ def test_an_exception_outside_a_step_ends_what_there_is_and_the_engine_goes_on(m
     ).ids("x")
     running.stop()
     assert running.engine.failure is running.thread.failure is None
-    assert running.engine.target.pool.num_bytes_held() == 0
+    assert engines.DEVICE.type != "cpu" or running.engine.target.pool.num_bytes_held() == 0
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])
