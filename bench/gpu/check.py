@@ -11,8 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,11 @@ def main() -> int:
         print("torch sees no CUDA device here; --dry-run goes through everything on the CPU", file=sys.stderr)
         return 2
     sizes = DRY if dry else FULL
+    if arguments.without_tracks:
+        sizes = replace(sizes, tracks=())
     device = torch.device("cpu" if dry else "cuda:0")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    document = run(sizes, device, arguments.out, () if arguments.without_tracks else sizes.tracks)
+    document = run(sizes, device, arguments.out)
     path = arguments.out / "gpu_check.json"
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"wrote {path}")
@@ -65,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(sizes: Sizes, device: torch.device, out: Path, tracks: Sequence[str]) -> dict[str, Any]:
-    """All parts in order; each is printed when it is done. out: for the files of the tracks, which are served."""
+def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
+    """All parts in order; each is printed when it is done. out: for the files of the tracks."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -93,9 +94,9 @@ def run(sizes: Sizes, device: torch.device, out: Path, tracks: Sequence[str]) ->
     learned = serve_and_learn(pair, source, sizes)
     say(f"served {learned['num_steps']} steps at {learned['tokens_per_s']:,.0f} tokens/s while learning")
     del pair  # the tracks load it again, in a process of their own
-    served = run_tracks(sizes, tracks, device.type, out, say) if tracks else []
+    tracks = run_tracks(sizes, device.type, out, say)
     checks += [
-        Check(f"track {one['track']} is served", "failed" not in one, one.get("failed", "yes")) for one in served
+        Check(f"track {one['track']} is served", "failed" not in one, one.get("failed", "yes")) for one in tracks
     ]
     document = {
         **provenance("scripts/gpu_check"),
@@ -108,7 +109,7 @@ def run(sizes: Sizes, device: torch.device, out: Path, tracks: Sequence[str]) ->
         "cells": [asdict(cell) for cell in cells],
         "baselines": baselines,
         "learned": learned,
-        "tracks": served,
+        "tracks": tracks,
         "aims": (found := aims(passes, cells, baselines)),
     }
     for aim in found:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ from speclen.bench.gpu.sizes import Sizes
 NEEDED = ("grpc", "grpc_health", "typer", "structlog", "prometheus_client", "sqlite_utils")
 
 
-def run_tracks(
-    sizes: Sizes, tracks: Sequence[str], device: str, out: Path, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def run_tracks(sizes: Sizes, device: str, out: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """A line for each track; the whole comparisons are written beside gpu_check.json. A failed one says why."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -26,7 +24,7 @@ def run_tracks(
         return []
     found = []
     survey_of(out).unlink(missing_ok=True)  # that of an earlier run may be of other sizes
-    for track in tracks:
+    for track in sizes.tracks:
         path = out / f"serve-{track}.json"
         done = subprocess.run(command(sizes, device, track, path), capture_output=True, text=True, check=False)
         if done.returncode:

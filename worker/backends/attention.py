@@ -188,6 +188,8 @@ class PackedAttention:
     they see nothing and nobody sees them.
     """
 
+    recorded = False  # prompts have all lengths
+
     def __init__(self, parts: Sequence[RowAttention], num_padding: int = 0) -> None:
         self.parts = parts
         self.num_padding = num_padding

@@ -98,9 +98,11 @@ class CachedModel:
         while self.joins_prompts and first and parts[first - 1].rows.num_rows == 1:
             first -= 1
         joined = parts[first:]
-        starts = np.array([part.rows.starts[0] + part.column for part in joined], np.int64)
-        counts = np.array([part.num_queries for part in joined], np.int64)
-        if len(joined) < 2 or not _may_join(starts, counts):
+        if len(joined) < 2:
+            return [self._attention(part) for part in parts]
+        starts = np.array([part.rows.starts[0] + part.column for part in joined])
+        counts = np.array([part.num_queries for part in joined])
+        if not _may_join(starts, counts):
             return [self._attention(part) for part in parts]
         rows = np.array([part.rows.first_row for part in joined])
         for row, end in zip(rows.tolist(), (starts + counts).tolist(), strict=True):

@@ -23,6 +23,7 @@ import torch
 
 from speclen.worker.backends.attention import RowAttention, StepMasks
 from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.check import first_line
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
 
 log = logging.getLogger(__name__)
@@ -170,10 +171,14 @@ class CapturedModel(CachedModel):
         recorded.recording.replay()
         return recorded.recording.logits[: rows.num_rows]
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether recorded passes go through kernels that others do not."""
+        return getattr(self.model, "kernels", None) is not None
+
     def leave_out_kernels(self, reason: str) -> None:
-        """Record passes in torch's kernels alone from now on, after a warning."""
-        log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)
-        self.model.kernels = None
+        """Record passes without them from now on, after a warning."""
+        self.model.leave_out_kernels(reason)
         self._passes.clear()
 
     def _fill(self, recorded: RecordedPass, ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -210,10 +215,10 @@ class CapturedModel(CachedModel):
             self.max_recordings = max(1, len(self._passes))
             return None
         except Exception as error:  # A driver without graphs, or whatever Triton's compiler raises.
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if getattr(self.model, "kernels", None) is not None:
-                self.leave_out_kernels(reason)
+            if self.has_kernels:
+                self.leave_out_kernels(first_line(error))
                 return self._record(shape, ids, positions)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             log.warning("this device cannot record passes, they run one kernel at a time: %s", reason)
             self.recorder = None
             self._passes.clear()

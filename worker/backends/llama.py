@@ -21,6 +21,7 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import CausalLMOutput
 
 from speclen.worker.backends.attention import PackedAttention, RowAttention, attend, attend_stored
+from speclen.worker.backends.check import first_line
 from speclen.worker.backends.kv_cache import LayerShape
 
 log = logging.getLogger(__name__)
@@ -77,9 +78,13 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
             return fused
         reason = "they compute something else"
     except Exception as error:  # Triton is missing, or finds no compiler, or not the GPU that it knows.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)
+        reason = first_line(error)
+    warn_left_out(reason)
     return None
+
+
+def warn_left_out(reason: str) -> None:
+    log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)
 
 
 class RMSNorm(nn.Module):
@@ -133,7 +138,7 @@ class Layer(nn.Module):
         cos: torch.Tensor,
         sin: torch.Tensor,
         row_attention: RowAttention | PackedAttention,
-        kernels: Kernels | None = None,
+        kernels: Kernels | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x without what this layer's MLP adds, and that. x, change: [rows, queries, hidden], what the layer before gave.
 
@@ -202,6 +207,11 @@ class LlamaDecoder(nn.Module):
         sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
         self.register_buffer("angles", torch.stack([cos[0], sin[0]], dim=1))
 
+    def leave_out_kernels(self, reason: str) -> None:
+        """Use torch's alone from now on, after a warning."""
+        warn_left_out(reason)
+        self.kernels = None
+
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of tokens."""
         return self.embedding
@@ -224,8 +234,7 @@ class LlamaDecoder(nn.Module):
         """
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
         # Starting one of them from Python takes longer than starting all that it stands for from C++.
-        recorded = isinstance(row_attention, RowAttention) and row_attention.recorded
-        kernels = self.kernels if recorded else None
+        kernels = self.kernels if row_attention.recorded else None
         x, change = self.embedding(input_ids), None
         for layer in self.layers:
             x, change = layer(x, change, cos, sin, row_attention, kernels)
