@@ -76,7 +76,8 @@ class Store:
         if self.num_commits_missing:
             note_missing(connection, self.num_commits_missing)
         lock.note(self._commit_number)
-        # Age is time that has gone by: a clock that jumps ahead must not make every report too old to be kept.
+        # Age is time that has gone by: a clock that jumps ahead must not make every report too old to be kept, nor one that
+        # was ahead when the store was opened, once it is right.
         self._epoch = time.time() - time.monotonic()
         self._closing_at: float | None = None
         self._failure = ""
@@ -250,7 +251,7 @@ class Store:
         """One transaction, in a file that was there before and after it."""
         self._presence.check(self._commit_number)
         number = self._commit_number + 1
-        now = self._epoch + time.monotonic()
+        now = min(self._epoch + time.monotonic(), time.time())
         outcome = write(self._connection, batches, self.config.retention, self._failpoints, number, now)
         self._commit_number = number
         self._presence.check(number)

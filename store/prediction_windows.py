@@ -31,7 +31,8 @@ ADD_PREDICTIONS = """
 WITH n(context_id, batch_size, speculation_length, window_start, num_steps, sum_step_s, sum_tokens) AS (VALUES {rows})
 INSERT INTO prediction_windows
 SELECT c.context_id, n.window_start, c.batch_min, max(c.batch_max), c.speculation_length, sum(n.num_steps),
-  sum(n.sum_step_s), sum(n.sum_tokens), sum(n.num_steps * c.step_s), sum(n.num_steps * c.expected_tokens)
+  sum(n.sum_step_s), sum(n.sum_tokens), sum(n.num_steps * coalesce(c.bare_step_s, c.step_s)),
+  sum(n.num_steps * c.expected_tokens)
 FROM n JOIN latency_cells AS c ON c.context_id = n.context_id AND n.batch_size BETWEEN c.batch_min AND c.batch_max
   AND c.speculation_length = n.speculation_length
 GROUP BY n.window_start, c.context_id, c.batch_min, c.speculation_length

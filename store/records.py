@@ -123,7 +123,7 @@ class LatencyCellRow:
     the same moment. ms_per_token_low, _high: 95% interval. source: "profile", "online" or "both", of the cells that the
     estimate was inferred from where num_steps is 0; "prior" when all was taken over from another context.
     observed_step_s: mean of what the num_steps reports said; num_reports_since: reports of the context since the newest of
-    them. None without any.
+    them. None without any. bare_step_s: step_s without the shares of prompts that it holds.
     """
 
     context_id: int
@@ -140,6 +140,7 @@ class LatencyCellRow:
     updated_at: float
     observed_step_s: float | None = None
     num_reports_since: int | None = None
+    bare_step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

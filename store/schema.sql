@@ -24,7 +24,7 @@ CREATE TABLE workers (
   epoch INTEGER NOT NULL CHECK (epoch >= 0),
   context_id INTEGER NOT NULL REFERENCES contexts,
   address TEXT NOT NULL,
-  policy TEXT NOT NULL,  -- what the worker does with the table: adaptive, profile, fixed:4, none
+  policy TEXT NOT NULL,  -- what the worker does with the table: adaptive, profile, fixed:4, none, copy, plan
   max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   applied_seq INTEGER NOT NULL CHECK (applied_seq >= 0),  -- reports of this epoch up to here are in the estimates
@@ -87,7 +87,7 @@ CREATE TABLE latency_cells (
   num_steps INTEGER NOT NULL CHECK (num_steps >= 0),
   source TEXT NOT NULL CHECK (source IN ('profile', 'online', 'both', 'prior')),
   is_best INTEGER NOT NULL CHECK (is_best IN (0, 1)),
-  updated_at REAL NOT NULL CHECK (updated_at >= 0), observed_step_s REAL CHECK (observed_step_s IS NULL OR (observed_step_s > 0 AND observed_step_s < 1e6)), num_reports_since INTEGER CHECK (num_reports_since >= 0),
+  updated_at REAL NOT NULL CHECK (updated_at >= 0), observed_step_s REAL CHECK (observed_step_s IS NULL OR (observed_step_s > 0 AND observed_step_s < 1e6)), num_reports_since INTEGER CHECK (num_reports_since >= 0), bare_step_s REAL CHECK (bare_step_s IS NULL OR (bare_step_s > 0 AND bare_step_s < 1e6)),
   PRIMARY KEY (context_id, batch_min, speculation_length)
 ) STRICT, WITHOUT ROWID;
 

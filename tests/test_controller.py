@@ -140,6 +140,52 @@ def test_another_engine_on_the_same_device_starts_with_its_step_times():
     assert new.ms_per_token_high > known.ms_per_token_high  # and is less sure of them
 
 
+def test_another_engine_starts_with_the_times_of_the_one_that_is_most_alike():
+    """Story: those of the youngest, which a short try with one thread had left."""
+    steps = Steps(9)
+    controller = Estimator()
+    keys = [
+        ContextKey(*("target", "draft", "device", "float32"), f"torch,threads={at}") for at in ("8,1", "1,1", "8,2")
+    ]
+    for key, slower in zip(keys[:2], (1.0, 3.0), strict=True):
+        controller.add_context(key, LIMITS)
+        for _ in range(40):
+            group = [steps.step(4, length) for length in (0, 2, 4, 6)]
+            controller.observe(key, [step._replace(latency_s=slower * step.latency_s) for step in group], "w")
+    controller.add_context(keys[2], LIMITS)
+    found = [
+        next(row.estimate.step_s for row in controller.learned_rows(key) if row.bucket.batch_max == 4) for key in keys
+    ]
+    assert found[2] == pytest.approx(found[0], rel=0.2)
+    assert found[1] > 2 * found[2]
+
+
+def test_a_profile_of_more_than_was_learned_replaces_nothing_that_was():
+    """Story: it brought larger limits, and with those went all that had been learned; so did the days of a fleet."""
+    steps, controller = Steps(10), controller_for()
+    for length in (0, 2, 4, 6, 8):
+        controller.observe(KEY, [steps.step(4, length) for _ in range(40)])
+    slow = Profile(tuple(ProfileCell(size, length, 9.0) for size in (4, 64) for length in (0, 4)), (), ())
+    controller.add_context(KEY, Limits(64, 8))
+    controller.seed_profile(KEY, slow)
+    row = next(row for row in controller.learned_rows(KEY) if row.bucket.batch_max == 4)
+    assert row.estimate.step_s == pytest.approx(step_time(4, 0), rel=0.2)
+
+
+def test_a_worker_with_a_shorter_limit_gets_the_best_length_within_it():
+    """Story: it got its limit, where no drafts at all were better than drafts of one token."""
+    steps, controller = Steps(11, acceptance=0.8), controller_for()
+    steps.time = lambda batch, length: 0.010 if not length else 0.026 + 0.0015 * length
+    for _ in range(40):
+        controller.observe(KEY, [steps.step(1, length) for length in (0, 1, 2, 4, 6, 8)])
+    choice = controller.table(KEY).choices[0]
+    assert choice.speculation_length > 3
+    assert [choice.length_within(most) for most in range(3)] == [0, 0, 0]
+    assert choice.length_within(8) == choice.speculation_length
+    fixed = controller_for(policy="fixed:5").table(KEY).choices[0]
+    assert fixed.length_within(2) == 2
+
+
 def test_larger_limits_extend_a_context():
     steps, controller = Steps(10), controller_for(Steps(10))
     serve(controller, steps, 4, 80)

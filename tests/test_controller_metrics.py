@@ -145,6 +145,13 @@ def test_the_prediction_error_is_observed_over_predicted():
     assert (sums.num_steps, sums.observed_s, sums.predicted_s) == (1, 0.022, 0.020)
 
 
+def test_the_prediction_error_is_of_single_steps_without_what_prompts_take():
+    """Story: where outputs were short, promises were a fifth longer than any step, and the alert never ended."""
+    error = PredictionError()
+    error.add(Table(1, (Choice(BUCKET, 2, 14.0, None, 10.0),)), [StepObservation(4, 2, 0.022, (1, 2, 1))])
+    assert abs(error.by_bucket()[BUCKET] - 0.1) < 1e-12
+
+
 def test_the_prediction_error_says_nothing_where_nothing_was_predicted():
     error = PredictionError()
     error.add(Table(1, (Choice(BUCKET, 2, None),)), [StepObservation(4, 2, 0.022, (1, 2, 1))])

@@ -160,6 +160,23 @@ def test_a_profile_is_kept_with_its_cells(tmp_path):
     assert service_of(stored).estimator.table(KEY) == service.estimator.table(KEY)
 
 
+@pytest.mark.parametrize("before", ["adaptive", "profile"])
+def test_the_papers_table_is_that_of_the_stored_profile(tmp_path, before):
+    """Story: the policy had forgotten it, or had never seen it: 2 at every batch size, and nothing said so."""
+    cells = tuple(ProfileCell(4, length, 0.01 + 0.002 * abs(length - 4), 0.0, 50) for length in range(5))
+    service = create_service(ControllerConfig(in_memory=True, policy=before), None, StoredState(), News())
+    service.journal.store = object()
+    service.import_profile(KEY, Profile(cells, (0.8, 0.6, 0.4, 0.3), (100,) * 4, source="test"))
+    saved(tmp_path, service)
+    config = ControllerConfig(db=tmp_path / "s.db", policy="profile")
+    store = open_store(config)
+    again = create_service(config, store, store.load(), News())
+    store.close()
+    assert {choice.speculation_length for choice in again.estimator.table(KEY).choices} == {4}
+    again.estimator.add_context(KEY, Limits(32, 8))
+    assert {choice.speculation_length for choice in again.estimator.table(KEY).choices} == {4}
+
+
 def test_a_state_of_another_version_is_learned_anew_and_not_fatal(tmp_path):
     service = service_of(StoredState())
     learned(service)

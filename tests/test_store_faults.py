@@ -378,6 +378,20 @@ def test_a_clock_that_jumps_ahead_makes_no_report_too_old(tmp_path, monkeypatch)
     assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,), (4,), (5,)]
 
 
+def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):
+    """Every commit threw away all reports but the newest, until the controller was started again."""
+    right = time.time()
+    monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)
+    store = Store.open(tmp_path / "s.db")
+    monkeypatch.setattr(time, "time", lambda: right)
+    for seq in (1, 2, 3):
+        commit = moment([seq])
+        commit.reports = [report._replace(received_at=right) for report in commit.reports]
+        assert store_now(store, commit) is None
+    store.close()
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
 @pytest.mark.parametrize("what", ["schema", "column", "line end"])
 def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_path, what):
     """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more;

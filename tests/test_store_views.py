@@ -116,6 +116,15 @@ def test_prediction_error_compares_reports_with_the_estimates_that_came_before_t
     assert row["error_percent"] == pytest.approx(100 * (10.0 / (32.0 / 3.5) - 1))
 
 
+def test_prediction_error_leaves_out_what_prompts_take(store):
+    """Story: a load of short answers was a fifth faster than promised, for ever."""
+    cells = [cell(2, bare_step_s=0.01)]
+    assert store_now(store, Commit(contexts=[context()], workers=[worker()], latency_cells=cells)) is None
+    assert store_now(store, moment([1])) is None
+    [(predicted,)] = rows(store.path, "SELECT sum_predicted_step_s FROM prediction_windows")
+    assert predicted == pytest.approx(0.01)
+
+
 def test_prediction_error_adds_up_over_commits_and_lengths_of_a_minute(store):
     store_now(store, Commit(contexts=[context()], workers=[worker()], latency_cells=[cell(2), cell(1, step_s=0.032)]))
     for seq, length in [(1, 2), (2, 1), (3, 2)]:

@@ -138,7 +138,8 @@ class Profile:
 class LengthEstimate:
     """What is believed about one length in one bucket.
 
-    expected_tokens: per row and step, bonus included. interval: 95% of ms per token.
+    expected_tokens: per row and step, bonus included. interval: 95% of ms per token. bare_step_s: step_s without the
+    shares of prompts that it bears.
     """
 
     speculation_length: int
@@ -147,19 +148,29 @@ class LengthEstimate:
     ms_per_token: float
     ms_per_token_low: float
     ms_per_token_high: float
+    bare_step_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The length believed best for one bucket, with what it was chosen over.
 
-    plan: for workers that can copy, where one that does is believed to be better.
+    plan: for workers that can copy, where one that does is believed to be better. bare_ms_per_token: without the shares of
+    prompts, as the times of single steps are. best_within: the best length of those up to 0, 1, ..., where that is known.
     """
 
     bucket: Bucket
     speculation_length: int
     ms_per_token: float | None = None
     plan: Plan | None = None
+    bare_ms_per_token: float | None = None
+    best_within: tuple[int, ...] = ()
+
+    def length_within(self, most: int) -> int:
+        """The length for a worker that speculates so far at most."""
+        if self.speculation_length <= most:
+            return self.speculation_length
+        return self.best_within[most] if self.best_within else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,10 @@ class Estimator:
         if known is not None:
             return ObserveOutcome(self._widen(known, limits))
         context = self._new_context(key, limits)
-        for other in self._contexts.values():
-            if (other.key.pair, other.key.device, other.key.dtype) == (key.pair, key.device, key.dtype):
-                seed_from(context.main.times, other.main.times, NEAREST_SD)
+        near = [other for other in self._contexts.values() if is_near(other.key, key) and other.main.times.known]
+        if near:
+            nearest = max(near, key=lambda other: (num_alike(other.key, key), other.main.times.num_seen.sum()))
+            seed_from(context.main.times, nearest.main.times, NEAREST_SD)
         self._contexts[key] = context
         return ObserveOutcome(redecide(context, context.main))
 
@@ -148,6 +149,7 @@ class Estimator:
         new.times += [new.new_times() for _ in old.times[1:]]
         for times, known in zip(new.times, old.times, strict=True):
             seed_from(times, known, WIDENED_SD)
+            times.learned_before = known.has_learned
         for acceptance in old.acceptances[1:]:
             acceptance.extend(wider.max_speculation_length, band_of(wider.max_batch_size) + 1)
         new.acceptances += old.acceptances[1:]
@@ -181,11 +183,18 @@ class Estimator:
         check_profile(profile, context.limits)
         if profile.survival:
             main.acceptance.seed(profile.survival, profile.num_survival_rows)
-        if profile.cells and not main.times.evidence.any():
+        if profile.cells and not (main.times.evidence.any() or main.times.has_learned):
             seed(main.times, profile)
         if context.policy is not None:
             context.policy.seed(profile)
         return ObserveOutcome(redecide(context, main, f"a profile was imported ({profile.source or 'unnamed'})"))
+
+    def seed_policy(self, key: ContextKey, profile: Profile) -> None:
+        """Give the policy that chooses in our stead a profile that was imported before it did. KeyError if unknown."""
+        context = self._contexts[key]
+        if context.policy is not None:
+            context.policy.seed(profile)
+            redecide(context, context.main, f"a profile is stored ({profile.source or 'unnamed'})")
 
     def observe(
         self, key: ContextKey, observations: Sequence[StepObservation], worker_id: str | Sequence[str] = ""
@@ -339,3 +348,13 @@ class Estimator:
                 self._acceptance.pop(key.pair, None)
             reason = f"state of {key.target} with {key.draft} on {key.device} is not usable: {error!r}"
             raise ValueError(reason) from error
+
+
+def is_near(one: ContextKey, other: ContextKey) -> bool:
+    """Whether two contexts differ in their engines alone."""
+    return (one.pair, one.device, one.dtype) == (other.pair, other.device, other.dtype)
+
+
+def num_alike(one: ContextKey, other: ContextKey) -> int:
+    """How many parts of the engines' fingerprints are the same: backend, threads, versions."""
+    return len({*one.engine_fingerprint.split(",")} & {*other.engine_fingerprint.split(",")})

@@ -37,9 +37,9 @@ class Compared:
 class PredictionError:
     """Per bucket of one context: step times beside what the table had promised for the tokens that the steps made.
 
-    A ratio of sums, as the objective is: `ms_per_token` times tokens against the time of single steps. compared: of steps at
-    the chosen length, one of each group. elsewhere_s: time of all steps at other lengths, whyever: probes, tables that
-    had not arrived, workers with a policy of their own, ends of requests. regret_s: how much of that the chosen length
+    A ratio of sums, as the objective is: `bare_ms_per_token` times tokens against the time of single steps. compared: of
+    steps at the chosen length, one of each group. elsewhere_s: time of all steps at other lengths, whyever: probes, tables
+    that had not arrived, workers with a policy of their own, ends of requests. regret_s: how much of that the chosen length
     would have saved, as far as its promise holds.
     """
 
@@ -90,7 +90,8 @@ def promised_s(choice: Choice, step: StepObservation) -> float | None:
     """What the choice was expected to take for one step's tokens; None where nothing was, or it is no ordinary one."""
     if choice.ms_per_token is None or not (step.teaches_latency and step.teaches_acceptance):
         return None
-    return 1e-3 * choice.ms_per_token * (1.0 + step.num_accepted / (step.batch_size * step.num_steps))
+    bare = choice.ms_per_token if choice.bare_ms_per_token is None else choice.bare_ms_per_token
+    return 1e-3 * bare * (1.0 + step.num_accepted / (step.batch_size * step.num_steps))
 
 
 def by_batch_size(table: Table) -> list[Choice]:

@@ -13,11 +13,12 @@ from grpc_reflection.v1alpha import reflection
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator.policies import ADAPTIVE
 from speclen.controller.service.journal import Journal, JournalSettings
 from speclen.controller.service.learning_service import LearningService
 from speclen.controller.service.news import News
 from speclen.controller.service.registry import Registry
-from speclen.controller.service.relearning import relearn
+from speclen.controller.service.relearning import relearn, seed_policies
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.snapshots import Snapshots
 from speclen.controller.service.streams import StreamSettings
@@ -93,6 +94,8 @@ def create_service(config: ControllerConfig, store: Store | None, stored: Stored
         relearn(estimator, snapshots.unknown, store.path)
         for context in snapshots.unknown:
             journal.note_relearned(context)
+    if store is not None and config.policy != ADAPTIVE:
+        seed_policies(estimator, registry.contexts.values(), store.path)
     return LearningService(estimator, registry, journal, time.time, news, stored.last_group_id)
 
 

@@ -216,6 +216,8 @@ class LearningService:
         origin = Origin(worker.context.context_id, worker.worker_key, worker.epoch, now)
         num_before = len(worker.group.observations)
         refusals = read_reports(reports, worker.limits, origin, worker.group)
+        if reports and not windows:
+            worker.teaches = True  # whatever its windows did, when it still made some
         told_s = sum(step.latency_s for step in worker.group.observations[num_before:])
         worker.ahead_s = min(worker.ahead_s + told_s, MOST_AHEAD_S)
         num_steps = len(reports)

@@ -44,6 +44,21 @@ def relearn(estimator: Estimator, contexts: Iterable[RegisteredContext], databas
         connection.close()
 
 
+def seed_policies(estimator: Estimator, contexts: Iterable[RegisteredContext], database: Path) -> None:
+    """Give policies that choose in the estimator's stead the profiles that are stored. Raises StoreError.
+
+    They were imported when another policy chose, or before the controller was started again.
+    """
+    of = {context.context_id: context.key for context in contexts}
+    connection = connect_reader(database)
+    try:
+        for stored in stored_profiles(connection):
+            if stored.profile.context_id in of:
+                estimator.seed_policy(of[stored.profile.context_id], profile_of(stored.profile))
+    finally:
+        connection.close()
+
+
 def _relearn_one(
     estimator: Estimator, context: RegisteredContext, connection: Connection, names: dict[int, str], most: int
 ) -> int:

@@ -112,6 +112,7 @@ class Snapshots:
                     updated_at=now,
                     observed_step_s=row.observed_step_s,
                     num_reports_since=row.num_reports_since,
+                    bare_step_s=estimate.bare_step_s,
                 )
             )
 

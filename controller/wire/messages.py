@@ -24,9 +24,9 @@ def table_message(table: Table, limits: Limits) -> pb.LengthTable:
     message = _lengths_message(table)
     most, most_copied = limits.max_speculation_length, limits.max_copied_tokens
     for sent, choice in zip(message.choices, table.choices, strict=True):
-        sent.speculation_length = min(choice.speculation_length, most)
+        sent.speculation_length = choice.length_within(most)
         if most_copied:
-            plan = (choice.plan or Plan(choice.speculation_length)).within(most, most_copied)
+            plan = (choice.plan or Plan(sent.speculation_length)).within(most, most_copied)
             sent.plan.CopyFrom(plan_message(plan))
             sent.speculation_length = plan.draft_length
     return message

@@ -27,7 +27,7 @@ CREATE TABLE workers (
   epoch INTEGER NOT NULL CHECK (epoch >= 0),
   context_id INTEGER NOT NULL REFERENCES contexts,
   address TEXT NOT NULL,
-  policy TEXT NOT NULL,  -- what the worker does with the table: adaptive, profile, fixed:4, none
+  policy TEXT NOT NULL,  -- what the worker does with the table: adaptive, profile, fixed:4, none, copy, plan
   max_batch_size INTEGER NOT NULL CHECK (max_batch_size BETWEEN 1 AND 4096),
   max_speculation_length INTEGER NOT NULL CHECK (max_speculation_length BETWEEN 0 AND 64),
   applied_seq INTEGER NOT NULL CHECK (applied_seq >= 0),  -- reports of this epoch up to here are in the estimates

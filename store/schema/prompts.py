@@ -1,4 +1,4 @@
-"""What prompts cost beside the steps that decode: columns of the steps m011 and m012."""
+"""What prompts cost beside the steps that decode: columns of the steps m011, m012 and m014."""
 
 from __future__ import annotations
 
@@ -11,4 +11,10 @@ DRAFT_PROMPTS = (
 NEW_ROWS = (
     # Rows that sequences got as the step began, summed over the steps: they waited for it with their first tokens.
     "ALTER TABLE step_reports ADD COLUMN num_new_rows INTEGER NOT NULL DEFAULT 0 CHECK (num_new_rows >= 0)",
+)
+
+BARE_STEPS = (
+    # step_s without the shares of prompts, as single steps are told; NULL in rows of before.
+    "ALTER TABLE latency_cells ADD COLUMN bare_step_s REAL "
+    "CHECK (bare_step_s IS NULL OR (bare_step_s > 0 AND bare_step_s < 1e6))",
 )

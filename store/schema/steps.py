@@ -26,7 +26,7 @@ from speclen.store.schema.first_views import (
 )
 from speclen.store.schema.plans import CHANGES as PLANS
 from speclen.store.schema.plans import PLANNED_DECISIONS
-from speclen.store.schema.prompts import DRAFT_PROMPTS, NEW_ROWS
+from speclen.store.schema.prompts import BARE_STEPS, DRAFT_PROMPTS, NEW_ROWS
 from speclen.store.schema.seen import CHANGES as SEEN
 from speclen.store.schema.sums import CHANGES as SUMS
 
@@ -147,4 +147,5 @@ STEPS: dict[str, tuple[str, ...]] = {
     "m011_draft_prompts": DRAFT_PROMPTS,
     "m012_new_rows": NEW_ROWS,
     "m013_planned_decisions": PLANNED_DECISIONS,
+    "m014_bare_steps": BARE_STEPS,
 }

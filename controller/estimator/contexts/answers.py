@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from speclen.controller.estimator.arrays import FloatArray
 from speclen.controller.estimator.contexts.context import Context
 from speclen.controller.estimator.contexts.group import Group
 from speclen.controller.estimator.core import Choice, Mix, Probe, Table
@@ -17,9 +18,22 @@ def table(context: Context, group: Group) -> Table:
     chosen = list(zip(context.buckets, group.lengths, plans, strict=True))
     if not group.times.known:
         return Table(group.version, tuple(Choice(at, length, None, plan) for at, length, plan in chosen))
-    ms = 1e3 / group.choice.goodput
-    choices = tuple(Choice(at, length, float(ms[at.index, length]), plan) for at, length, plan in chosen)
+    choice = group.choice
+    ms, bare = 1e3 / choice.goodput, 1e3 * choice.step_s / choice.tokens
+    # Of another policy's table nobody but that policy knows what it would choose among fewer lengths.
+    within = [()] * len(chosen) if context.policy is not None else best_within(ms * np.exp(choice.doubt))
+    choices = tuple(
+        Choice(at, length, float(ms[at.index, length]), plan, float(bare[at.index, length]), within[at.index])
+        for at, length, plan in chosen
+    )
     return Table(group.version, choices)
+
+
+def best_within(ms: FloatArray) -> list[tuple[int, ...]]:
+    """Of each row the length with the least of its first one, two, ... values."""
+    is_least = ms <= np.minimum.accumulate(ms, axis=1)
+    lengths = np.maximum.accumulate(np.where(is_least, np.arange(ms.shape[1]), 0), axis=1)
+    return [tuple(row) for row in lengths.tolist()]
 
 
 def mix(context: Context, group: Group) -> Mix | None:

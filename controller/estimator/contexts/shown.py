@@ -27,13 +27,14 @@ def learned_rows(context: Context, group: Group) -> list[LearnedRow]:
     unsure = np.array([group.acceptance.log_tokens_variance(kind[band], band) for band in range(len(kind))])
     # The pair's acceptance may have longer lengths than this context.
     spread = np.exp(1.96 * np.sqrt(unsure))[context.bands, :num_lengths].reshape(-1)
-    borne = 1e3 / tokens * (seconds / group.choice.step_s.reshape(-1))
+    bare = group.choice.step_s.reshape(-1)
+    borne = 1e3 / tokens * (seconds / bare)
     low, high = bounds[0] * borne / spread, bounds[1] * borne * spread
     rows = []
     for cell in range(times.num_cells):
         at, length = divmod(cell, num_lengths)
         ms = float(seconds[cell] * 1e3 / tokens[cell]), float(low[cell]), float(high[cell])
-        estimate = LengthEstimate(length, float(tokens[cell]), float(seconds[cell]), *ms)
+        estimate = LengthEstimate(length, float(tokens[cell]), float(seconds[cell]), *ms, float(bare[cell]))
         seen = int(times.num_seen[cell])
         observed = float(times.total_s[cell] / times.num_seen[cell]) if seen else None
         since = int(times.clock - times.seen_at[cell]) if seen else None

@@ -77,6 +77,7 @@ class StepTimes:
         # What steps in which rows copied say: features, log times without what cells leave over, variances (plans/times.py).
         # One of each group of workers that has these step times.
         self.beside: list[Callable[[], tuple[FloatArray, FloatArray, FloatArray]]] = []
+        self.learned_before = False  # from reports, when there were fewer cells
         self.moved = 0.0  # by how much, in log time, the last change moved everything
         self.quickest: list[float] = []  # of the first reports: log time over the prior's
         self.origin = np.zeros((1 + len(self.surface.phi), len(self.surface.phi)))  # first prior, mean above covariance
@@ -97,6 +98,11 @@ class StepTimes:
         """Begin with what is known before any report, to which what was spoiled goes back."""
         self.known, self.origin = True, np.vstack([phi, covariance])
         self.start(phi, covariance)
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether any of this is from reports: then no profile replaces it."""
+        return self.learned_before or bool(self.num_seen.any())
 
     def grid(self, cells: FloatArray) -> FloatArray:
         """A view [buckets, lengths] of values by cell."""

@@ -767,7 +767,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     address: builtins.str
     """Where the worker's GenerationService listens, for people to find it."""
     policy: builtins.str
-    """"adaptive", "profile", "fixed:4", "none": what the worker does with the table."""
+    """"adaptive", "profile", "fixed:4", "none", "copy", "plan": what the worker does with the table."""
     run_id: builtins.str
     """When set, a controller whose run_id is another one refuses the worker."""
     @property
@@ -1002,7 +1002,7 @@ class LearnedRow(google.protobuf.message.Message):
     ms_per_token_high: builtins.float
     num_steps: builtins.int
     source: builtins.str
-    """"profile", "online" or "both"."""
+    """"profile", "online", "both" or "prior"."""
     is_best: builtins.bool
     observed_step_ms: builtins.float
     """Mean of the num_steps step times that were seen; absent without any."""
