@@ -85,6 +85,16 @@ class RandomLengths:
 
 
 @dataclass
+class SameLength(RandomLengths):
+    """The longest at every step; keeps what was reported."""
+
+    def choice_for(
+        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
+    ) -> LengthChoice:
+        return LengthChoice(self.longest)
+
+
+@dataclass
 class RandomPlans(RandomLengths):
     """Another plan at every step: plain, drafting, copying, and both in either way."""
 

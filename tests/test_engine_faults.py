@@ -14,12 +14,12 @@ import engines
 import pytest
 import tiny_models
 import torch
-from engines import Collected, RandomLengths, finish, generate, make_engine, request
+from engines import Collected, RandomLengths, SameLength, finish, generate, make_engine, request
 
 from speclen.worker.backends.attention import PackedAttention, RowAttention
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.engine import PLAIN_STEPS, Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
@@ -86,7 +86,7 @@ def test_prompts_of_a_failed_step_go_to_their_own_rows_when_another_row_ended_in
 
 
 def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
-    engine = make_engine()
+    engine = make_engine(chooser=0)
     honest, calls = engine.target.forward, []
 
     def failing(*args: object, **options: object) -> torch.Tensor:
@@ -154,6 +154,31 @@ def test_a_failing_first_token_ends_its_request_only() -> None:
     collected = generate(engine, *(request(name, PROMPT, max_tokens=8, ignore_eos=True) for name in names))
     assert collected.reason("bad") is FinishReason.ABORT
     assert len(collected.ids("first")) == len(collected.ids("last")) == 8
+
+
+@pytest.mark.parametrize("broken", ["draft", "verification"])
+def test_rows_go_on_without_drafts_where_drafting_fails(broken: str) -> None:
+    """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked."""
+    chooser = SameLength(longest=3)
+    engine = make_engine(chooser=chooser)
+    assert engine.draft is not None
+    if broken == "draft":
+        engine.draft.forward = fail  # type: ignore[method-assign]
+    else:
+        honest = engine.target.forward
+
+        def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
+            if parts[0].num_logits > 1:
+                raise MemoryError("no room for so many logits")
+            return honest(parts)
+
+        engine.target.forward = failing  # type: ignore[method-assign]
+    requests = [request(name, PROMPT, max_tokens=20, ignore_eos=True) for name in ("a", "b")]
+    collected = generate(engine, *requests)
+    for one in requests:
+        assert collected.ids(one.request_id) == generate(make_engine(chooser=0), one).ids(one.request_id)
+    assert {result.speculation_length for result in chooser.results} == {0}
+    assert engine._num_plain_steps == PLAIN_STEPS - len(chooser.results), "one try failed, and none after it"
 
 
 def test_a_failing_callback_is_the_callers_problem() -> None:

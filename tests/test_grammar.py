@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from engines import Collected, RandomLengths
+from engines import Collected, RandomLengths, SameLength
 
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
 from speclen.worker.sampling.grammar import Grammar, StepGrammars
@@ -530,6 +530,16 @@ def test_what_a_slow_grammar_takes_teaches_no_step_time() -> None:
     taken = [result.latency_s for result in chooser.results]
     assert len(taken) == 7
     assert min(taken) < SLOW_S / 2, "a step of the tiny models takes some 2 ms"
+
+
+def test_nothing_is_proposed_for_a_grammar_whose_masks_take_long() -> None:
+    """All rows wait for the masks of one, and every proposed token needs one of its own."""
+    chooser = SameLength(longest=3)
+    grammar = Grammar(SlowMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
+    engines.generate(
+        engines.make_engine(chooser=chooser), structured("a", grammar, [3, 4], max_tokens=8, ignore_eos=True)
+    )
+    assert [result.speculation_length for result in chooser.results] == [0] * 7
 
 
 def test_the_text_of_an_end_token_ends_nothing(prepared: Any) -> None:

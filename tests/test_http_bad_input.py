@@ -268,6 +268,25 @@ def test_a_body_too_large_is_refused_before_it_is_read(worker):
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
 
 
+def test_bodies_that_arrive_take_no_more_memory_than_is_meant_for_them(worker, monkeypatch):
+    """Each was bounded, and four thousand of them could be held back by their last byte."""
+    monkeypatch.setattr(guard, "MAX_ARRIVING_BYTES", 150_000)
+    headers = {"Content-Type": "application/json", "Content-Length": "100001"}
+    with connected(worker) as one, connected(worker) as other:
+        one.sendall(head("POST /v1/completions", headers) + b" " * 100_000)
+        time.sleep(0.2)
+        assert post(worker, {"prompt": "a", "max_tokens": 1}).status_code == 200, "one that is here takes no room"
+        other.sendall(head("POST /v1/completions", headers) + b" " * 100_000)
+        answer = b"".join(iter(lambda: other.recv(4096), b""))
+        assert b" 503 " in answer
+        assert b"too many bodies are being sent at once: try again later" in answer
+    until_idle(worker.engine)
+    with connected(worker) as one:
+        one.sendall(head("POST /v1/completions", headers) + b" " * 100_000)
+        one.sendall(b"x")
+        assert b" 400 " in one.recv(4096)
+
+
 def test_a_full_queue_is_busy_and_not_an_error_of_the_server(worker):
     with worker.client() as client:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 200, "extra_body": {"ignore_eos": True}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -114,6 +115,21 @@ def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert len({choice["text"] for choice in choices}) == 1
     assert post(worker, ENDLESS | {"prompt": ["a"] * 5}).status_code == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_a_body_nothing_stays_that_its_answer_does_not_need(worker: HttpWorker, stream: bool) -> None:
+    """Story: what was sent in 4 MB stayed as 90 MB of empty lists for as long as the request waited and was answered."""
+    hold(worker)
+    junk = {"stream": stream, "junk": [[]] * 100_000, "stream_options": {"junk": [[]] * 100_000} if stream else None}
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(post, worker, ENDLESS | junk) for _ in range(3)]
+        until(lambda: worker.engine.load().num_running + worker.engine.load().num_waiting == 2)
+        until(lambda: worker.async_engine.entrance.num_waiting == 1)
+        gc.collect()
+        assert sum(type(one) is list and not one for one in gc.get_objects()) < 100_000
+        release(worker)
+        assert [answer.result().status_code for answer in answers] == [200] * 3
 
 
 def test_draining_refuses_what_comes_and_finishes_what_waits(worker: HttpWorker) -> None:

@@ -110,6 +110,7 @@ def test_chunks_add_up_to_the_completion():
         ),
     ]
     messages = SequenceMessages("r", 1)
+    messages.add(outputs)
     chunks = [messages.chunk(outputs[:2]).chunk, messages.chunk(outputs[2:]).chunk]
     complete = messages.complete(outputs[-1]).complete
     assert [t for chunk in chunks for t in chunk.token_ids] == list(complete.output_ids) == [4, 5, 6, 7]

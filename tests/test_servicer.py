@@ -8,6 +8,7 @@ import gc
 import re
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -120,6 +121,10 @@ def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
         (tokenized(1, 999), "prompt token 999 is unknown"),
         (tokenized(*[1] * 256), "prompt has 256 tokens"),
         (pb.GenerateRequest(text="x" * 1_000_000), "text has 1000000 bytes"),
+        (
+            tokenized(1, sampling_params=pb.SamplingParams(n=64, logprobs=20, max_tokens=2**32 - 1)),
+            "326400 entries, at most 250000",
+        ),
         (pb.GenerateRequest(text="ab " * 1000), r"prompt has \d+ tokens"),
     ],
 )
@@ -314,6 +319,35 @@ def test_abort_ends_what_runs_and_what_waits() -> None:
             page = generate_latest(at.metrics.registry).decode()
             assert 'speclen_request_success_total{finished_reason="abort"} 2.0' in page
             assert at.async_engine.num_open == 0
+
+    run(test)
+
+
+def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
+    """Over HTTP a request's name is not that of the call it came by. Once the second one was forgotten, for ever."""
+
+    async def test() -> None:
+        async with served(rows=1) as at:
+            engine = at.async_engine
+            tasks = [asyncio.create_task(at.all(tokenized(1, 2, sampling_params=ENDLESS))) for _ in range(2)]
+            await until(
+                lambda: engine.num_open == 2 and at.engine.load().num_running + at.engine.load().num_waiting == 2
+            )
+            twice = engines.request("cmpl-0", [1, 2], max_tokens=4)
+
+            async def run_one() -> int:
+                async with (
+                    engine.open(uuid.uuid4().hex) as stream,
+                    engine.running([twice], stream, "c", 0.0) as outputs,
+                ):
+                    return sum([len(output.token_ids) async for group in outputs for output in group])
+
+            first = asyncio.create_task(run_one())
+            await until(lambda: engine.entrance.num_waiting == 1)
+            with pytest.raises(ValueError, match="'cmpl-0' is already waiting: choose another"):
+                await run_one()
+            assert await first == 4
+            await asyncio.gather(*tasks)
 
     run(test)
 

@@ -232,3 +232,38 @@ def test_how_long_requests_stay_is_learned() -> None:
         assert turnstile.expected_wait_s("a") == 0.0, "a place is free"
 
     run(test)
+
+
+def test_a_request_takes_as_many_places_as_it_has_sequences() -> None:
+    """Story: forty requests of 64 sequences were all inside, and another caller's waited until nearly all had ended."""
+
+    async def test() -> None:
+        turnstile, entered = Turnstile(4, 100), []
+
+        async def request(name: str, num_places: int, done: asyncio.Event) -> None:
+            async with turnstile.turn(name[0], num_places=num_places):
+                entered.append(name)
+                await done.wait()
+
+        doors = {name: asyncio.Event() for name in ("a1", "a2", "a3", "b1", "c1")}
+        tasks = []
+        for name, places in (("a1", 3), ("a2", 64), ("a3", 64), ("b1", 1), ("c1", 2)):
+            tasks.append(asyncio.create_task(request(name, places, doors[name])))
+            await asyncio.sleep(0)
+        assert entered == ["a1", "a2"], "one place was free, which is enough for any"
+        assert turnstile.num_waiting == 3
+        turnstile._mean_stay_s = 4.0
+        assert turnstile.expected_wait_s("d") == 4.0 * (64 + 1 + 2 + 1 + 63) / 4
+        doors["a1"].set()
+        await asyncio.sleep(0.001)
+        assert entered == ["a1", "a2"]
+        for name, now_inside in (("a2", ["a3"]), ("a3", ["b1", "c1"])):
+            doors[name].set()
+            await asyncio.sleep(0.001)
+            assert entered[-len(now_inside) :] == now_inside
+        for door in doors.values():
+            door.set()
+        await asyncio.gather(*tasks)
+        assert turnstile._num_free == 4
+
+    run(test)

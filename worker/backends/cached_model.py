@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,8 @@ class CachedModel:
     def forward_batch(self, part: PassPart) -> torch.Tensor:
         """Logits [rows, num_logits, vocab] of rows that are all fed equally many tokens."""
         attention = self._attention(part)
-        return self.run(part.ids, attention.positions, attention, part.num_logits)
+        with without_plans(self.device):
+            return self.run(part.ids, attention.positions, attention, part.num_logits)
 
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
@@ -83,12 +85,13 @@ class CachedModel:
         num_padding = -sum(part.ids.numel() for part in parts) % TOKENS_MULTIPLE
         ids = torch.cat([part.ids.flatten() for part in parts])
         positions = torch.cat([attention.fed_positions() for attention in attentions])
-        logits = self.run(
-            F.pad(ids, (0, num_padding))[None],
-            F.pad(positions, (0, num_padding))[None],
-            PackedAttention(attentions, num_padding),
-            _kept_tokens(parts).to(self.device),
-        )[0]
+        with without_plans(self.device):
+            logits = self.run(
+                F.pad(ids, (0, num_padding))[None],
+                F.pad(positions, (0, num_padding))[None],
+                PackedAttention(attentions, num_padding),
+                _kept_tokens(parts).to(self.device),
+            )[0]
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
@@ -118,6 +121,22 @@ class CachedModel:
         self.pool.note_rows_written(rows.first_row, rows.starts + end)
         start = None if rows.common_start is None else rows.common_start + part.column
         return RowAttention(self.pool, masks, slice(part.column, end), rows.first_row, start)
+
+
+@contextlib.contextmanager
+def without_plans(device: torch.device) -> Iterator[None]:
+    """Attention on a GPU without cuDNN, which makes a plan for every new shape, some tens of milliseconds of the host.
+
+    Prompts have ever new shapes. Recorded passes, whose shapes come again, are left to torch's choice.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _may_join(starts: np.ndarray, counts: np.ndarray) -> bool:

@@ -2,7 +2,7 @@
 
 Launching the few hundred kernels of a small model's pass one by one takes several times as long as running them. A
 recorded pass is one launch. Everything in it has a fixed place: the pool, the inputs, which are copied in before, and the
-logits, which stay valid until the next pass of the same shape.
+logits, which all recordings of a model put where the last one did: they stay valid until the model's next pass.
 
 A shape is the number of rows, of queries per row, and of tokens that attention reads. Rows and tokens are rounded up,
 so that a few dozen recordings serve everything. Rows that are there only to fill up write beyond the longest context, where
@@ -64,7 +64,7 @@ class RerunRecorder:
     """For devices without graphs: the same fixed places, none of the speed."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        return Rerun(run, run().clone())
+        return Rerun(run, run())
 
 
 @dataclass(slots=True)
@@ -137,6 +137,9 @@ class CapturedModel(CachedModel):
         self.max_queries = max_queries
         self.max_recordings = max_recordings
         self._passes: OrderedDict[PassShape, RecordedPass] = OrderedDict()
+        # Where logits are put: of one position a row, and of several. Else each recording held its own, which for hundreds
+        # of shapes and a large vocabulary is gigabytes.
+        self._places: dict[bool, torch.Tensor] = {}
         self._spare_position = plain.pool.max_length - max_queries
         if self._spare_position < plain.max_context_length:
             raise ValueError(
@@ -189,6 +192,16 @@ class CapturedModel(CachedModel):
             recorded.positions[rows : recorded.used_rows] = self._spare_positions(recorded.ids.shape[1])
         recorded.used_rows = rows
 
+    def _put(self, logits: torch.Tensor) -> torch.Tensor:
+        """The same in the place for such logits, which is made when a pass first runs: before it is recorded."""
+        _, num_logits, vocab_size = logits.shape
+        several = num_logits > 1
+        if several not in self._places:
+            most = self.pool.num_rows * (self.max_queries if several else 1)
+            self._places[several] = logits.new_empty(most * vocab_size)
+        place = self._places[several][: logits.numel()].view(logits.shape)
+        return place.copy_(logits)
+
     def _spare_positions(self, queries: int) -> torch.Tensor:
         return torch.arange(self._spare_position, self._spare_position + queries, device=self.pool.device)
 
@@ -206,26 +219,32 @@ class CapturedModel(CachedModel):
         def run() -> torch.Tensor:
             masks = StepMasks(fixed_positions, shape.num_tokens, self.pool.dtype)
             attention = RowAttention(self.pool, masks, slice(None), recorded=True)
-            return self.run(fixed_ids, fixed_positions, attention, shape.num_logits)
+            return self._put(self.run(fixed_ids, fixed_positions, attention, shape.num_logits))
 
         try:
             recording = self.recorder.record(run)
-        except torch.OutOfMemoryError:
-            log.warning("no memory for a recording of %s: it runs unrecorded, %d are kept", shape, len(self._passes))
-            self.max_recordings = max(1, len(self._passes))
-            return None
-        except Exception as error:  # A driver without graphs, or whatever Triton's compiler raises.
+        except Exception as error:  # A driver without graphs, no memory, or whatever Triton's compiler raises.
+            if is_out_of_memory(error):
+                log.warning(
+                    "no memory for a recording of %s: it runs unrecorded, %d are kept", shape, len(self._passes)
+                )
+                self.max_recordings = max(1, len(self._passes))
+                return None
             if self.has_kernels:
                 self.leave_out_kernels(first_line(error))
                 return self._record(shape, ids, positions)
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            log.warning("this device cannot record passes, they run one kernel at a time: %s", reason)
+            log.warning("this device cannot record passes, they run one kernel at a time: %s", first_line(error))
             self.recorder = None
             self._passes.clear()
             return None
         self.num_first_uses += 1
         recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
         return recorded
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's allocator has an error of its own, the driver tells it in words."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def padded_rows(rows: int, most: int) -> int:

@@ -104,7 +104,7 @@ def find_copies(rows: Sequence[SequenceState], plan: Plan, max_context_length: i
     found: list[Copied | None] = []
     for row in rows:
         copied, index = None, row.copy_index
-        if row.may_copy and index is not None and index.num_indexed == len(row.tokens):
+        if row.may_copy and not row.has_slow_grammar and index is not None and index.num_indexed == len(row.tokens):
             num_searched += 1
             most = min(plan.copy_max_tokens, row.num_left - 1, max_context_length - len(row.tokens))
             copied = index.find(plan.copy_min_match, most)

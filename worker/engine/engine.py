@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 
 GRAMMAR_SHARE = 0.25  # of what else a step takes: the masks of its grammars are counted up to that
 
+# Steps without drafts and copies after one in which they failed: else every step might be taken twice.
+PLAIN_STEPS = 256
+
 # Tokens of output that are read before it is told what they were: such a report is larger, and takes longer to learn from.
 READ_TOGETHER = 256
 
@@ -82,6 +85,7 @@ class Engine:
         self._chooser = chooser
         self._reading = Reading()  # what is not told yet of what rows' indexes have read
         self._draft_prompt_s = 0.0  # not told yet
+        self._num_plain_steps = 0  # to come, whatever is chosen
         shared = config.max_shared_tokens if config.max_copied_tokens else 0
         self._past = PastOutputs(shared) if shared else None
         self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
@@ -284,6 +288,9 @@ class Engine:
             read=read,
             num_new_rows=num_new_rows,
         )
+        if rows and self._num_plain_steps:
+            self._num_plain_steps -= 1
+            plan = plan.plainly()
         return plan, choice
 
     def _start_copies(self) -> list[SequenceState]:
@@ -305,9 +312,9 @@ class Engine:
     def _run_and_commit(self, plan: StepPlan, started: float) -> StepResult | None:
         """Run a plan, hand out its tokens and settle the rows; None when no row decoded.
 
-        A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other. A
-        part that fails ends its requests, not the engine. Every try makes its rules and its batch anew, and finds the rows
-        where they are by then.
+        A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other, and
+        what is proposed for them may fail without them. A part that fails ends its requests, not the engine. Every try makes
+        its rules and its batch anew, and finds the rows where they are by then.
         """
         try:
             tokens = self.runner.run(plan)
@@ -318,6 +325,13 @@ class Engine:
                 )
                 results = [self._run_and_commit(part, started) for part in parts]
                 return results[0]
+            if plan.proposes:
+                self._num_plain_steps = PLAIN_STEPS
+                log.exception(
+                    "what was proposed for %d rows failed; they go on without for %d steps", len(plan.rows), PLAIN_STEPS
+                )
+                self._run_and_commit(plan.plainly(), started)
+                return None  # what a step takes is not what this one took
             log.exception("a step of %d rows and %d prompts failed; it ends them", len(plan.rows), len(plan.chunks))
             self._end(plan.sequences, error)
             return None

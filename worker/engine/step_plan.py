@@ -87,6 +87,15 @@ class StepPlan:
         decoding = [replace(self, chunks=[])] if self.rows else []
         return decoding + [StepPlan([], 0, [], [chunk], True) for chunk in self.chunks]
 
+    @property
+    def proposes(self) -> bool:
+        """Whether any row drafts or copies, or would if it had any use for it."""
+        return self.drafts or self.speculation_length > 0 or self.copies is not None
+
+    def plainly(self) -> StepPlan:
+        """The same rows and prompts, for which nothing is proposed."""
+        return replace(self, draft_lengths=[0] * len(self.rows), drafts=False, copies=None)
+
     def histogram(self, num_accepted: Sequence[int]) -> tuple[int, ...]:
         """How many rows accepted exactly 0, 1, ..., speculation_length tokens. num_accepted: by row."""
         counts = [0] * (self.speculation_length + 1)
@@ -132,7 +141,8 @@ def plan_lengths(
         own = row.fixed_length if row.fixed_length is not None else chosen_length
         if copied and not (copies is not None and copies.plan.draft_after_copy and not row.sampling.looks_back):
             own = 0
-        length = min(own, max_context_length - len(row.tokens) - copied) if row.may_draft else 0
+        may_draft = row.may_draft and not row.has_slow_grammar
+        length = min(own, max_context_length - len(row.tokens) - copied) if may_draft else 0
         lengths.append(length)
         useful = max(useful, min(length, row.num_left - 1 - copied))
     return [min(length, useful) for length in lengths]

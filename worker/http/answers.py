@@ -12,6 +12,8 @@ from speclen.worker.http.statistics import SpeculationStatistics
 from speclen.worker.http.translate import Job
 from speclen.worker.requests.request import SequenceOutput, TokenLogprobs
 
+MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
+
 
 @dataclass(slots=True)
 class Choice:
@@ -50,6 +52,11 @@ class Answer:
             choice.token_ids += output.token_ids
             choice.text.append(output.text)
             choice.logprobs += output.logprobs
+
+    @property
+    def is_large(self) -> bool:
+        """Whether putting it together may take so long that others should not wait for it."""
+        return sum(len(choice.logprobs) for choice in self._choices) > MANY_LOGPROBS
 
     def whole(self) -> dict[str, Any]:
         """The answer, once everything was added."""

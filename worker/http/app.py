@@ -18,12 +18,21 @@ from speclen.worker.http.errors import ApiError, from_exception, from_invalid, n
 from speclen.worker.http.guard import CALLER
 from speclen.worker.http.openapi import DESCRIPTION, describe, errors
 from speclen.worker.http.responses import JobResponse, error_response, json_response
-from speclen.worker.http.schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from speclen.worker.http.schema import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
 from speclen.worker.http.translate import Job, chat_job, completion_job
 from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service.async_engine import AsyncEngine
 
+# What an answer still asks of the body when its job has been made.
+NEEDED = {"model", "stream", "stream_options", "n", "include_metrics", "return_token_ids"}
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
     "(metrics_listen), and for requests and replicas Ray's own"
@@ -71,6 +80,7 @@ def add_generation(app: FastAPI, front: Front) -> None:
 
         async def make_answer() -> Answer:
             job = await make_job(body, front.engine, caller, *options)
+            forget(request, body)
             return Answer(job, body.model or front.model, decode)
 
         return JobResponse(body, front.engine, caller, make_answer)
@@ -166,6 +176,20 @@ def caller_of(request: Request) -> str:
         return str(named)
     host = request.client.host if request.client is not None else ""
     return f"ipv6:%5B{host}%5D" if ":" in host else f"ipv4:{host}"
+
+
+def forget(request: Request, body: Sampling) -> None:
+    """Let go of all that a body said and that its answer does not need.
+
+    A request may wait, and be answered, for long, and objects take up to thirty times the bytes that bodies are bounded by.
+    """
+    for name in ("_body", "_json"):  # where Starlette keeps what it has read
+        request.__dict__.pop(name, None)
+    for name in set(type(body).model_fields) - NEEDED:
+        body.__dict__[name] = None
+    for part in (body, body.stream_options):
+        if part is not None and part.model_extra:
+            part.model_extra.clear()
 
 
 def check_model(body: Any, front: Front) -> None:

@@ -13,6 +13,7 @@ from speclen.worker.http.responses import error_response
 MAX_BODY_BYTES = 4 * 1024 * 1024  # as over gRPC
 CALLER = "speclen.caller"  # of the scope: whose key it was, nothing where there is one key
 BODY_TIMEOUT_S = 30.0  # from the headers to the last byte of the body
+MAX_ARRIVING_BYTES = 64 * MAX_BODY_BYTES  # of all bodies that have not arrived entirely
 
 
 class Guard:
@@ -26,6 +27,7 @@ class Guard:
         self._app = app
         self._keyring = keyring
         self._body_timeout_s = body_timeout_s
+        self._num_arriving = 0  # bytes of bodies that are not here entirely
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +42,9 @@ class Guard:
             await response(scope, receive, send)
             return
         if body is not None:
-            await self._app(scope, replaying(body, receive), send)
+            receive = replaying(body, receive)
+            del body  # the answer may take minutes
+            await self._app(scope, receive, send)
 
     def _check_key(self, scope: Scope) -> None:
         if self._keyring is None:
@@ -66,12 +70,20 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
+                    new = message.get("body", b"")
+                    body += new
+                    self._num_arriving += len(new)
                     more = message.get("more_body", False)
                     if len(body) > MAX_BODY_BYTES:
                         raise too_large()
+                    if more and self._num_arriving > MAX_ARRIVING_BYTES:
+                        raise ApiError(
+                            503, "too many bodies are being sent at once: try again later", code="overloaded"
+                        )
         except TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from error
+        finally:
+            self._num_arriving -= len(body)
         return bytes(body)
 
 

@@ -70,7 +70,7 @@ class JobResponse(Response):
             ):
                 async for group in outputs:
                     answer.add(group)
-            response = json_response(answer.whole())
+            response = await asyncio.to_thread(whole, answer) if answer.is_large else whole(answer)
         except Exception as error:
             response = error_response(self._told(error))
         await response(scope, receive, send)
@@ -136,6 +136,10 @@ def error_response(error: ApiError) -> Response:
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(to_json(content), status, headers, "application/json")
+
+
+def whole(answer: Answer) -> Response:
+    return json_response(answer.whole())
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -17,10 +17,10 @@ from speclen.worker.requests.request import (
     StructuredOutput,
     TextTooLongError,
 )
+from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, num_answer_logprobs
 from speclen.worker.service.async_engine import AsyncEngine
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
-MAX_LOGPROBS = 250_000  # in one answer that is not streamed: some 25 MB of JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,21 +167,22 @@ def make_job(
             raise too_long(len(ids), max_tokens, engine.max_sequence_tokens, param)
         sampling = to_sampling(body, max_tokens or most_tokens(body, room, logprobs), logprobs)
         requests.append(GenerationRequest(f"{job_id}-{index}", tuple(ids), sampling, fixed_length(body)))
-    check_size(body, requests)
+    check_size(body, requests, engine.max_sequence_tokens)
     return Job(job_id, body, requests)
 
 
 def most_tokens(body: Sampling, room: int, logprobs: int | None) -> int:
     """Tokens of a choice where nobody says: as the context has room for, and no more than `check_size` lets through."""
     entries = (body.n or 1) * (logprobs or 0)
-    return room if body.stream or not entries else min(room, MAX_LOGPROBS // entries)
+    return room if body.stream or not entries else min(room, MAX_ANSWER_LOGPROBS // entries)
 
 
-def check_size(body: Sampling, requests: list[GenerationRequest]) -> None:
+def check_size(body: Sampling, requests: list[GenerationRequest], max_context_length: int) -> None:
     """Raises ApiError for an answer that would be too large to be put together at once."""
-    entries = sum(one.sampling.n * one.sampling.max_tokens * (one.sampling.logprobs or 0) for one in requests)
-    if entries > MAX_LOGPROBS and not body.stream:
-        message = f"logprobs of so many tokens may be {entries} entries, at most {MAX_LOGPROBS} are allowed: use stream"
+    entries = sum(num_answer_logprobs(one, max_context_length) for one in requests)
+    if entries > MAX_ANSWER_LOGPROBS and not body.stream:
+        most = MAX_ANSWER_LOGPROBS
+        message = f"logprobs of so many tokens may be {entries} entries, at most {most} are allowed: use stream"
         raise ApiError(400, message, "logprobs")
 
 

@@ -122,7 +122,8 @@ def resolve_dtype(dtype: str, device: torch.device, num_parameters: int) -> torc
             raise ModelError(f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        with torch.cuda.device(device):
+            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     large = num_parameters >= CPU_FLOAT32_PARAMETERS
     return torch.bfloat16 if large and cpu_has_bfloat16() else torch.float32
 

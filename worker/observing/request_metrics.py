@@ -39,7 +39,9 @@ class RequestMetrics:
     def __init__(self, worker: WorkerMetrics) -> None:
         registry = worker.registry
         self.worker = worker
-        self.prompt_tokens = Counter("speclen_prompt_tokens", "Tokens of prompts that were fed", registry=registry)
+        self.prompt_tokens = Counter(
+            "speclen_prompt_tokens", "Tokens of prompts, remembered ones included", registry=registry
+        )
         self.success = Counter(
             "speclen_request_success", "Sequences that have ended, by reason", ["finished_reason"], registry=registry
         )

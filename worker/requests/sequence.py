@@ -94,6 +94,11 @@ class SequenceState:
         """Tokens it may still put out."""
         return self.limit - len(self.tokens)
 
+    @property
+    def has_slow_grammar(self) -> bool:
+        """Whether nothing should be proposed for it, since each proposed token needs a mask of its own."""
+        return self.sampling.grammar is not None and self.sampling.grammar.is_slow
+
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
         """Make what choosing tokens needs; called once, when the sequence gets its row."""
         self.admitted_at = time.monotonic()

@@ -15,6 +15,7 @@ MAX_STOP_LENGTH = 256
 MAX_ENTRIES = 1024  # of logit_bias and stop_token_ids
 MOST = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_ENTRIES, "logit_bias": MAX_ENTRIES}
 MAX_LOGPROBS = 20
+MAX_ANSWER_LOGPROBS = 250_000  # in one answer that is put together as a whole: some 25 MB of JSON
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or not: -1 is the same as 2**64 - 1
 
 
@@ -56,6 +57,22 @@ def check_length(name: str, entries: Sized, limit: int) -> None:
     """Raises ValueError for more entries than that."""
     if len(entries) > limit:
         raise ValueError(f"{name} has {len(entries)} entries, at most {limit} are allowed")
+
+
+def num_answer_logprobs(request: GenerationRequest, max_context_length: int) -> int:
+    """Entries that the log probabilities of all its sequences have at most."""
+    sampling = request.sampling
+    tokens = min(sampling.max_tokens, max_context_length - len(request.prompt_ids))
+    return sampling.n * tokens * (sampling.logprobs or 0)
+
+
+def check_answer_size(request: GenerationRequest, max_context_length: int) -> None:
+    """Raises ValueError where an answer that repeats all log probabilities at its end would be too large."""
+    if (entries := num_answer_logprobs(request, max_context_length)) > MAX_ANSWER_LOGPROBS:
+        raise ValueError(
+            f"logprobs of n x max_tokens tokens may be {entries} entries, at most {MAX_ANSWER_LOGPROBS} are allowed: ask "
+            "for fewer"
+        )
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:

@@ -14,6 +14,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+SLOW_MASK_S = 0.002
+MASK_SMOOTHING = 0.2  # weight of the newest
+
 
 class Matcher(Protocol):
     """Reads one output against a grammar; llguidance's LLMatcher. After an error it stays in error."""
@@ -74,6 +77,7 @@ class GrammarState:
         self._matcher: Matcher | None = matcher.deep_copy()
         self._kept, self._num_kept = matcher, 0  # one that has read so many tokens of the output, for when that fails
         self._spent_s = 0.0
+        self._mask_s = 0.0  # what one took, of late
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
         self._early = np.array([*held_back], dtype=np.int64)  # not before min_tokens
@@ -91,6 +95,11 @@ class GrammarState:
         """Seconds that its masks took since this was last asked."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its masks take so long that none should be made in vain: all rows wait for them."""
+        return self._mask_s > SLOW_MASK_S
 
     def append(self, ids: Sequence[int]) -> int:
         """Move on by tokens that become output, an end token being the last; how many may. Fewer than all are a failure."""
@@ -133,7 +142,9 @@ class GrammarState:
         try:
             return self._masks_of(draft, first, columns)
         finally:
-            self._spent_s += time.perf_counter() - began
+            took_s = time.perf_counter() - began
+            self._spent_s += took_s
+            self._mask_s += MASK_SMOOTHING * (took_s / max(1, columns) - self._mask_s)
 
     def _masks_of(self, draft: Sequence[int], first: int, columns: int) -> list[np.ndarray | None]:
         found: list[np.ndarray | None] = []

@@ -206,7 +206,6 @@ class AsyncEngine:
             stream.fail(error)
             run.trace.end(error)
         finally:
-            self._waiting.pop(run.request.request_id, None)
             run.timeline.abandon()
             run.trace.end()
 
@@ -215,15 +214,20 @@ class AsyncEngine:
     ) -> None:
         """Wait for the turn, and keep it until the engine is done with the request, or somebody aborts it before."""
         request_id = run.request.request_id
+        if request_id in self._waiting:  # over HTTP a request's name is not its caller's
+            raise ValueError(f"request_id {request_id!r} is already waiting: choose another")
         self._waiting[request_id] = run, stream
-        async with self.entrance.turnstile.turn(caller, patience_s):
-            if self._waiting.pop(request_id, None) is not None:  # else it was aborted
-                self.engine.submit(run.request, functools.partial(self._relay.put, stream))
-                try:
-                    on_submit()
-                    await run.ended.wait()
-                finally:
-                    await self._until_let_go(request_id)
+        try:
+            async with self.entrance.turnstile.turn(caller, patience_s, run.request.sampling.n):
+                if self._waiting.pop(request_id, None) is not None:  # else it was aborted
+                    self.engine.submit(run.request, functools.partial(self._relay.put, stream))
+                    try:
+                        on_submit()
+                        await run.ended.wait()
+                    finally:
+                        await self._until_let_go(request_id)
+        finally:
+            self._waiting.pop(request_id, None)
 
     async def _until_let_go(self, request_id: str) -> None:
         """Until the engine has ended the request, its id and its place are taken: nobody else may have the turn."""

@@ -116,7 +116,7 @@ def to_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
 
 
 class SequenceMessages:
-    """Builds the messages of one sequence: merges outputs into chunks and remembers the whole for the completion."""
+    """Builds the messages of one sequence: merges outputs into chunks, and into the completion what it was told to add."""
 
     def __init__(self, request_id: str, index: int) -> None:
         self.request_id = request_id
@@ -125,26 +125,27 @@ class SequenceMessages:
         self.text: list[str] = []
         self.logprobs: list[TokenLogprobs] = []
 
+    def add(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Remember the outputs of one or more steps for the completion."""
+        for output in outputs:
+            self.token_ids += output.token_ids
+            self.text.append(output.text)
+            self.logprobs += output.logprobs
+
     def chunk(self, outputs: Sequence[SequenceOutput]) -> pb.GenerateResponse:
         """One chunk for the outputs of one or more steps, which must not be empty."""
-        token_ids = [token for output in outputs for token in output.token_ids]
-        text = "".join(output.text for output in outputs)
-        logprobs = [one for output in outputs for one in output.logprobs]
-        self.token_ids += token_ids
-        self.text.append(text)
-        self.logprobs += logprobs
         chunk = pb.GenerateChunk(
-            token_ids=token_ids,
-            text=text,
+            token_ids=[token for output in outputs for token in output.token_ids],
+            text="".join(output.text for output in outputs),
             prompt_tokens=outputs[-1].num_prompt_tokens,
             completion_tokens=outputs[-1].num_completion_tokens,
             index=self.index,
-            logprobs=to_logprobs(logprobs),
+            logprobs=to_logprobs([one for output in outputs for one in output.logprobs]),
         )
         return pb.GenerateResponse(request_id=self.request_id, chunk=chunk)
 
     def complete(self, last: SequenceOutput) -> pb.GenerateResponse:
-        """The completion, once `chunk` has seen every output, `last` included."""
+        """The completion, once every output was added, `last` included."""
         assert last.finish_reason is not None
         complete = pb.GenerateComplete(
             output_ids=self.token_ids,

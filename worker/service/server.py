@@ -55,9 +55,9 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
+STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 # The engine's thread takes the interpreter back from the event loop between any two operators. At the default of 5 ms
 # one busy moment of gRPC would cost more than a whole step.
-STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 SWITCH_INTERVAL_S = 0.0005
 ENGINE = "the engine"
 FRONT = "the HTTP front"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import time
@@ -30,7 +31,7 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.requests.validation import check_length, prompt_too_long
+from speclen.worker.requests.validation import check_answer_size, check_length, prompt_too_long
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id, to_structured_output
 from speclen.worker.service.relay import OutputStream
@@ -108,6 +109,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
         grammar = None if wanted is None else await self._async_engine.entrance.grammars.prepare(wanted, caller)
         generation = to_request(message, request_id, prompt_ids, grammar)
+        check_answer_size(generation, self._engine.max_context_length)
 
         def tell_queue_time() -> None:
             context.set_trailing_metadata(((QUEUE_METADATA, f"{time.monotonic() - arrived_at:.3f}"),))
@@ -122,11 +124,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for outputs in all_outputs:
                 for index, group in group_by_index(outputs).items():
                     sequence = sequences.get(index) or sequences.setdefault(index, SequenceMessages(request_id, index))
-                    chunk = sequence.chunk(group)
-                    if message.stream and (chunk.chunk.token_ids or chunk.chunk.text):
-                        await write(chunk)
+                    sequence.add(group)
+                    if message.stream and any(output.token_ids or output.text for output in group):
+                        await write(sequence.chunk(group))
                     if group[-1].finish_reason is not None:
                         await write(sequence.complete(group[-1]))
+                        del sequences[index]
+                    await asyncio.sleep(0)  # the log probabilities of one sequence may take a while
 
     async def _prompt_ids(self, message: pb.GenerateRequest, caller: str) -> Sequence[int]:
         kind = message.WhichOneof("input")

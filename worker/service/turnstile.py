@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 from speclen.worker.requests.request import QueueFullError
@@ -31,8 +33,19 @@ async def done_by(thread: Executor, function: Callable[..., Result], *arguments:
         raise
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A request that waits. come: done when it may come in, or when it is pushed out."""
+
+    come: asyncio.Future[None]
+    num_places: int
+
+
 class Turnstile:
-    """For one event loop. width: requests inside at once. max_waiting: requests that wait for that at most.
+    """For one event loop. width: places inside. max_waiting: requests that wait for that at most.
+
+    A request takes as many places as it has sequences, and comes in as soon as one is free: so what is inside is less than
+    one request more than the width, and none is too large to come in.
 
     max_wait_s: a request that is expected to wait longer is refused at once, since whoever hears it early can go elsewhere;
     0: none is.
@@ -47,7 +60,7 @@ class Turnstile:
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s or math.inf
         self._mean_stay_s = 0.0  # inside; 0 until the first has left
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, the next one first
+        self._waiting: dict[str, deque[Turn]] = {}  # by caller, the next one first
 
     @property
     def num_waiting(self) -> int:
@@ -56,29 +69,33 @@ class Turnstile:
 
     def expected_wait_s(self, caller: str) -> float:
         """How long one more request of a caller would wait if stays go on being as long (Little's law)."""
+        if self._num_free > 0:
+            return 0.0
         own = len(self._waiting.get(caller, ()))
-        ahead = own + sum(min(len(queue), own + 1) for name, queue in self._waiting.items() if name != caller)
-        return 0.0 if self._num_free else (ahead + 1) * self._mean_stay_s / self._width
+        before = [queue if name == caller else islice(queue, own + 1) for name, queue in self._waiting.items()]
+        ahead = sum(turn.num_places for queue in before for turn in queue)
+        return (ahead + 1 - self._num_free) * self._mean_stay_s / self._width
 
     @contextlib.asynccontextmanager
-    async def turn(self, caller: str, patience_s: float = math.inf) -> AsyncIterator[float]:
+    async def turn(self, caller: str, patience_s: float = math.inf, num_places: int = 1) -> AsyncIterator[float]:
         """Wait for the turn, and be inside for the length of the block. The value: seconds waited.
 
-        patience_s: after which the caller gives up. Raises QueueFullError, at once where it would be in vain to wait.
+        patience_s: after which the caller gives up. num_places: that the request takes. Raises QueueFullError, at once where
+        it would be in vain to wait.
         """
         started = time.monotonic()
-        if self._num_free:
-            self._num_free -= 1
+        if self._num_free > 0:
+            self._num_free -= num_places
         else:
             self._check_wait(caller, patience_s)
-            await self._wait(caller)
+            await self._wait(caller, num_places)
         entered = time.monotonic()
         try:
             yield entered - started
         finally:
             stay_s = time.monotonic() - entered
             self._mean_stay_s += (SMOOTHING if self._mean_stay_s else 1.0) * (stay_s - self._mean_stay_s)
-            self._leave()
+            self._leave(num_places)
 
     def _check_wait(self, caller: str, patience_s: float) -> None:
         """Raises QueueFullError for a request whose turn is expected too late."""
@@ -92,21 +109,21 @@ class Turnstile:
                 f"{limit}: try again later"
             )
 
-    async def _wait(self, caller: str) -> None:
+    async def _wait(self, caller: str, num_places: int) -> None:
         if self.num_waiting >= self._max_waiting:
             self._make_room(caller)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn = Turn(asyncio.get_running_loop().create_future(), num_places)
         self._waiting.setdefault(caller, deque()).append(turn)
         started = time.monotonic()
         try:
-            await turn
+            await turn.come
         except QueueFullError as error:
             waited_s = time.monotonic() - started
             raise QueueFullError(f"{error} after {waited_s:.1f} s in the queue: try again later") from None
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                if turn.exception() is None:
-                    self._leave()  # The turn had come in the same moment.
+            if turn.come.done() and not turn.come.cancelled():
+                if turn.come.exception() is None:
+                    self._leave(num_places)  # The turn had come in the same moment.
             else:
                 self._forget(caller, turn)
             raise
@@ -123,23 +140,25 @@ class Turnstile:
             )
         turn = self._waiting[greediest][-1]
         self._forget(greediest, turn)
-        if not turn.done():  # else it gave up in the same moment
-            turn.set_exception(QueueFullError("pushed out by a caller with fewer requests"))
+        if not turn.come.done():  # else it gave up in the same moment
+            turn.come.set_exception(QueueFullError("pushed out by a caller with fewer requests"))
 
-    def _leave(self) -> None:
-        """Give the place to the first of the caller whose turn it is, who then goes behind the other callers."""
-        for caller in list(self._waiting):
+    def _leave(self, num_places: int) -> None:
+        """Give the places to the first of the caller whose turn it is, who then goes behind the other callers."""
+        self._num_free += num_places
+        while self._num_free > 0 and self._waiting:
+            caller = next(iter(self._waiting))
             queue = self._waiting.pop(caller)
-            while queue and queue[0].done():  # gave up in the same moment
+            while queue and queue[0].come.done():  # gave up in the same moment
                 queue.popleft()
             if queue:
-                queue.popleft().set_result(None)
+                turn = queue.popleft()
+                turn.come.set_result(None)
+                self._num_free -= turn.num_places
                 if queue:
                     self._waiting[caller] = queue
-                return
-        self._num_free += 1
 
-    def _forget(self, caller: str, turn: asyncio.Future[None]) -> None:
+    def _forget(self, caller: str, turn: Turn) -> None:
         queue = self._waiting.get(caller)
         if queue is not None and turn in queue:
             queue.remove(turn)
