@@ -174,7 +174,8 @@ def names_of(command: Any) -> set[str]:
 
 def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, Any]:
     """The values under the names that click knows the command's parameters by; sub-commands are sub-sections."""
-    names = {name.replace("_", "-"): name for name in (p.name for p in command.params) if name}
+    parameters = {p.name: p for p in command.params if p.name}
+    names = {name.replace("_", "-"): name for name in parameters}
     subcommands = command.commands if isinstance(command, TyperGroup) else {}
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -184,8 +185,37 @@ def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, 
         name = names.get(key.replace("_", "-"))
         if name is None:
             raise UserError(f"{where} has no setting {key!r}{suggestion(key, [*names, *subcommands])}")
+        if wanted := not_of_its_type(value, parameters[name]):
+            raise UserError(f"{where}: {key} is {value!r}, but must be {wanted}")
         checked[name] = value
     return checked
+
+
+def not_of_its_type(value: Any, parameter: Any) -> str:
+    """What a value of a TOML file would have to be, "" where it is that. click would cut 3.9 to 3, and take true for 1.
+
+    A string is taken for whatever it says, as in a variable.
+    """
+    if isinstance(value, str):
+        return ""
+    if getattr(parameter, "multiple", False) or parameter.nargs != 1:
+        return "" if isinstance(value, list) else "a list"
+    taken, wanted = {
+        "bool": ((bool,), "true or false"),
+        "int": ((int,), "a whole number"),
+        "float": ((int, float), "a number"),
+    }.get(kind_of(parameter), ((int, float), "a string"))
+    return "" if type(value) in taken else wanted
+
+
+def kind_of(parameter: Any) -> str:
+    """Name of the type that a parameter's function asks for. In older versions of typer click's own types say it."""
+    descriptor = getattr(parameter, "type_descriptor", None)
+    if descriptor is not None:
+        return str(getattr(descriptor.annotation, "__name__", "str"))
+    return {"boolean": "bool", "integer": "int", "float": "float"}.get(
+        parameter.type.name.removesuffix(" range"), "str"
+    )
 
 
 def suggestion(word: str, known: Any) -> str:

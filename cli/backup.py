@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from speclen.console.database import DB_OPTION, copy_database
-from speclen.console.errors import UserError, wrapped
+from speclen.console.errors import UserError, say
 from speclen.console.processes import end_as_by_ctrl_c
 from speclen.store.backup import is_empty
 from speclen.store.connection import StoreError
@@ -112,7 +111,3 @@ def tell_made(place: BackupPlace, db: Path, last_commit: int, as_json: bool) -> 
     else:
         print(f"{made.name}: {made.num_bytes:,} bytes in {took_s:.1f} s, checked", flush=True)
     return made.commit
-
-
-def say(sentence: str) -> None:
-    print(wrapped(sentence), file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import typer
 
 from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
-from speclen.console.errors import UserError, wrapped
+from speclen.console.errors import UserError, say, wrapped
 from speclen.console.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
@@ -99,17 +99,14 @@ def run(
 
 def keep(document: ProfileDocument, path: Path) -> None:
     from speclen.bench.profile.document import write_document
-    from speclen.bench.profile.run import say
 
     write_document(path, document.to_json())
     say(f"profile in {path}")
 
 
 def hand_over(document: ProfileDocument, destination: Destination) -> None:
-    from speclen.bench.profile.run import say
-
     profile_id = destination.take(document.to_request(document.context, as_prior=False))
-    say(wrapped(f"profile {profile_id} in {destination}"))
+    say(f"profile {profile_id} in {destination}")
 
 
 def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:

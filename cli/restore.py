@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import typer
 
 from speclen.console.database import DB_OPTION
-from speclen.console.errors import UserError, wrapped
+from speclen.console.errors import UserError, say
 from speclen.store.backup import check_file, is_empty, put_in_place
 from speclen.store.connection import StoreError
 
@@ -68,7 +67,3 @@ def from_place(source: str, db: Path, if_missing: bool) -> None:
         raise UserError(
             f"there is no backup of {db.stem} in {source}: is that the place that `speclen backup --to` has?"
         )
-
-
-def say(sentence: str) -> None:
-    print(wrapped(sentence), file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import grpc
 import typer
 
 from speclen.console.client import SECURITY, Client, ClientConfig, client_from
-from speclen.console.errors import UserError, wrapped
+from speclen.console.errors import UserError, say
 from speclen.console.flags import arguments, flags_from
 from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
 from speclen.console.whose import check_available, identity
@@ -273,7 +272,3 @@ def print_what_is_left(database: Path | None) -> None:
         return
     print(f"\nAll stopped. What was learned stays in {database}:\n")
     print(f"  speclen tables --db {database}\n", flush=True)
-
-
-def say(message: str) -> None:
-    print(wrapped(message), file=sys.stderr, flush=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from speclen.console.errors import UserError, wrapped
+from speclen.console.errors import UserError, say
 from speclen.console.processes import end_as_by_ctrl_c
 from speclen.integrations.ray.room import check_reachable
 from speclen.integrations.ray.settings import FleetConfig
@@ -56,7 +55,3 @@ In another terminal:
 """,
         flush=True,
     )
-
-
-def say(message: str) -> None:
-    print(wrapped(message), file=sys.stderr, flush=True)

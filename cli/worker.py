@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from speclen.console.errors import UserError, wrapped
+from speclen.console.errors import UserError, say
 from speclen.console.flags import flags_from
 from speclen.console.whose import check_controller
 from speclen.transport.address import check_exposure
@@ -31,7 +31,7 @@ def worker(**settings: Any) -> None:
     try:
         config = WorkerConfig(**settings)
         check_surroundings(config)
-        progress(f"starting a worker on {config.listen}")
+        say(f"starting a worker on {config.listen}")
         set_spins()  # before torch is imported, which takes seconds
         from speclen.transport.logs import set_up_logs
         from speclen.worker.service.server import serve
@@ -40,9 +40,9 @@ def worker(**settings: Any) -> None:
         if config.http_listen:
             from speclen.worker.http.server import http_front
 
-            asyncio.run(serve(config, progress, http_front))
+            asyncio.run(serve(config, say, http_front))
         else:
-            asyncio.run(serve(config, progress))
+            asyncio.run(serve(config, say))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     except PartFailedError:  # It has been logged.
@@ -66,7 +66,3 @@ def check_surroundings(config: WorkerConfig) -> None:
         check_tracing()
     for address in controllers(config.controller):
         check_controller(config.controller_security(), address, config.run_id)
-
-
-def progress(message: str) -> None:
-    print(wrapped(message), file=sys.stderr, flush=True)

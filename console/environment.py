@@ -36,7 +36,13 @@ def check_environment(names: Iterable[str], verbs: Iterable[str], settings: Call
 
 
 # Variables that are no settings of a verb.
-OTHERS = {"SPECLEN_CONFIG", "SPECLEN_FAILPOINT", "SPECLEN_CONTROLLER", "SPECLEN_VLLM_ANY_VERSION"}
+OTHERS = {
+    "SPECLEN_CONFIG",
+    "SPECLEN_CONTROLLER",
+    "SPECLEN_FAILPOINT",
+    "SPECLEN_TEST_DEVICE",
+    "SPECLEN_VLLM_ANY_VERSION",
+}
 
 
 def nearest(name: str, prefix: str, known: set[str]) -> str:

@@ -18,3 +18,8 @@ def wrapped(sentence: str, stream: TextIO | None = None) -> str:
         return sentence
     width = shutil.get_terminal_size().columns
     return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
+
+
+def say(sentence: str) -> None:
+    """Tells the user how far a command is; stdout is for what it was asked for."""
+    print(wrapped(sentence), file=sys.stderr, flush=True)

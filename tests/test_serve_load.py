@@ -22,7 +22,7 @@ from speclen.bench.serving.survey import (
     measure,
 )
 from speclen.bench.serving.tracks import Arrival
-from speclen.bench.serving.watch import over_time, reached_steps_at, watch
+from speclen.bench.serving.watch import reached_steps_at, watch
 
 
 def arrivals(times, num_tokens=10):
@@ -147,14 +147,14 @@ def test_a_closed_loop_counts_nothing_before_its_first_requests_have_ended():
         closed(4, num_settling=8)
 
 
-def test_counters_become_batch_sizes_and_lengths_over_time():
+def test_counters_of_a_worker_are_watched():
     samples = []
     replay(FakeService(step_s=0.02), arrivals([0.0], num_tokens=40), samples=samples)
     assert len(samples) >= 3
     assert samples[0].table == ((1, 2),)
-    stretches = [stretch for stretch in over_time(samples) if stretch.num_steps]
-    assert all(stretch.mean_batch_size == pytest.approx(1.0) for stretch in stretches)
-    assert all(stretch.mean_length == 0.0 for stretch in stretches)
+    steps = samples[-1].num_steps - samples[0].num_steps
+    assert samples[-1].num_row_steps - samples[0].num_row_steps == steps > 0
+    assert samples[-1].num_draft_tokens == 0
     assert reached_steps_at(samples, 1) > 0
     assert reached_steps_at(samples, 10_000) is None
 
@@ -175,7 +175,6 @@ def test_a_survey_finds_capacity_and_the_best_plans(tmp_path):
     assert not survey.is_exhaustive(3)
     assert str(survey.best_plan(2)) == "draft 2"
     assert survey.capacity_tokens_per_s == survey.tokens_per_s((2, "draft 2")) == 600
-    assert survey.plain_s_per_token == 0.01
     survey.save(tmp_path / "survey.json", {"machine": "fake"})
     assert load_survey(tmp_path / "survey.json") == survey
     # What is near the best is visited again: here one length, and no copies.

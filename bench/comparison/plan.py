@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,7 +30,7 @@ from speclen.bench.serving.survey import (
 )
 from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, draw_requests
 from speclen.bench.serving.warm import WarmWorker
-from speclen.console.errors import UserError
+from speclen.console.errors import UserError, say
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1.control_pb2 import ContextKey
@@ -235,15 +234,3 @@ def show_cells(done: int, total: int) -> None:
         print(f"\rsurvey: {done} of {total} visits", end="" if done < total else "\n", file=sys.stderr, flush=True)
     elif done % 20 == 0 or done == total:
         say(f"survey: {done} of {total} visits")
-
-
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
-def read_json(path: Path) -> Any:
-    """Raises ValueError naming the file."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error

@@ -28,7 +28,6 @@ from speclen.bench.comparison.plan import (
     capacity_of,
     load_tokenizer,
     machine_of,
-    say,
 )
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
@@ -41,7 +40,7 @@ from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
-from speclen.console.errors import UserError
+from speclen.console.errors import UserError, say
 from speclen.console.files import check_place
 from speclen.console.flags import flags_from
 from speclen.transport.settings import settings_of

@@ -17,8 +17,6 @@ from speclen.bench.serving.tracks import Block
 from speclen.bench.serving.watch import Sample, reached_steps_at, watch
 
 BIN_S = 1.0  # of the course of a block
-# A request that was sent this late did not come when the track says, so the block measured another track.
-LATE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import asyncio
 import functools
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from grpc import aio
 
+from speclen.bench.serving.deployment import free_address
 from speclen.bench.spread import spread
 from speclen.console.processes import Child
 from speclen.v1 import generation_pb2 as pb
@@ -42,12 +42,6 @@ class Rounds:
     tokens_per_s: list[float] = field(default_factory=list)
     worker_cpu_s_per_1000_tokens: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def ask_over_grpc(stub: rpc.GenerationServiceAsyncStub) -> Ask:

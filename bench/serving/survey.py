@@ -124,11 +124,6 @@ class Survey:
     def capacity_tokens_per_s(self) -> float:
         return self.tokens_per_s(self.capacity_cell)
 
-    @property
-    def plain_s_per_token(self) -> float:
-        """Seconds per token of one request alone, without speculation."""
-        return 1.0 / self.tokens_per_s((1, str(PLAIN)))
-
     def is_exhaustive(self, max_length: int) -> bool:
         """Whether every length, and copying, was measured at every number of requests."""
         cells = itertools.product(self.concurrencies, [*lengths_up_to(max_length), *COPYING_PLANS])

@@ -35,17 +35,6 @@ class Sample:
     table: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Means over a stretch of the track; None where no step was done."""
-
-    from_s: float
-    to_s: float
-    num_steps: int
-    mean_batch_size: float | None
-    mean_length: float | None
-
-
 def to_sample(info: pb.GetServerInfoResponse, at_s: float) -> Sample:
     return Sample(
         at_s=round(at_s, 3),
@@ -75,37 +64,6 @@ async def watch(address: str, samples: list[Sample]) -> None:
             except grpc.RpcError:
                 pass  # what it means for requests is counted where they fail
             await asyncio.sleep(max(0.01, begin + tick * INTERVAL_S - time.monotonic()))
-
-
-def between(first: Sample, last: Sample) -> Stretch:
-    """What happened between two samples."""
-    steps = last.num_steps - first.num_steps
-    row_steps = last.num_row_steps - first.num_row_steps
-    drafted = last.num_draft_tokens - first.num_draft_tokens
-    return Stretch(
-        from_s=first.at_s,
-        to_s=last.at_s,
-        num_steps=steps,
-        mean_batch_size=row_steps / steps if steps else None,
-        mean_length=drafted / row_steps if row_steps > 0 else None,
-    )
-
-
-def over_time(samples: Sequence[Sample], num_points: int = 60) -> list[Stretch]:
-    """The run in at most num_points stretches of about equal length."""
-    if len(samples) < 2:
-        return []
-    stride = max(1, len(samples) // num_points)
-    picked = list(samples[::stride])
-    if picked[-1] is not samples[-1]:
-        picked.append(samples[-1])
-    return [between(a, b) for a, b in itertools.pairwise(picked)]
-
-
-def counted_stretch(samples: Sequence[Sample], from_s: float) -> Stretch | None:
-    """Everything after from_s."""
-    later = [sample for sample in samples if sample.at_s >= from_s]
-    return between(later[0], later[-1]) if len(later) > 1 else None
 
 
 def reached_steps_at(samples: Sequence[Sample], num_steps: int) -> float | None:

@@ -93,10 +93,6 @@ class FleetConfig:
             insecure=self.insecure,
         )
 
-    def caller_security(self) -> ServerSecurity:
-        """The tokens that callers of the one address need; TLS is the proxies' (Ray's) business."""
-        return ServerSecurity(token_file=self.worker.get("token_file"))
-
 
 def fleet_from(arguments: Mapping[str, Any]) -> FleetConfig:
     """The configuration that KEY=VALUE arguments ask for. Raises ValueError naming what is wrong."""

@@ -151,7 +151,7 @@ def guarded(terminal: Terminal, report: Report) -> Iterator[dict[str, str]]:
     for port, own in ports.items():
         toml = toml.replace(port, own)
     toml = toml.replace("meta-llama/Llama-3.1-8B", "bundled:target").replace("meta-llama/Llama-3.2-1B", "bundled:draft")
-    (terminal.folder / "speclen.toml").write_text(toml.replace("/var/lib/speclen", "guarded"))
+    (terminal.folder / "speclen.toml").write_text(toml.replace('".speclen"', '"guarded"'))
     file = {"SPECLEN_CONFIG": str(terminal.folder / "speclen.toml")}
     running: list[Running] = []
     try:

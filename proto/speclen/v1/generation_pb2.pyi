@@ -630,7 +630,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     CONTROLLER_FIELD_NUMBER: builtins.int
     policy: builtins.str
     table_source: builtins.str
-    """"controller", "last table", "profile" or "default": where the lengths in use come from."""
+    """"controller", "last table", "profile", "policy" or "default": where the lengths in use come from."""
     num_requests_running: builtins.int
     num_requests_waiting: builtins.int
     num_kv_tokens_used: builtins.int
