@@ -234,6 +234,29 @@ def test_how_long_requests_stay_is_learned() -> None:
     run(test)
 
 
+def test_places_of_sequences_that_have_ended_are_for_the_next_ones() -> None:
+    """Else rows would be idle until the last sequence of a request has ended."""
+
+    async def test() -> None:
+        turnstile = Turnstile(4, 100)
+        async with turnstile.turn("a", num_places=6) as places:
+            other = Requests(turnstile)
+            await other.come("b1", "b2")
+            places.give_back(2)
+            await asyncio.sleep(0.001)
+            assert other.entered == []
+            places.give_back()
+            await asyncio.sleep(0.001)
+            assert other.entered == ["b1"]
+        await asyncio.sleep(0.001)
+        assert other.entered == ["b1", "b2"]
+        for name in other.entered:
+            await other.go(name)
+        assert turnstile._num_free == 4
+
+    run(test)
+
+
 def test_a_request_takes_as_many_places_as_it_has_sequences() -> None:
     """Story: forty requests of 64 sequences were all inside, and another caller's waited until nearly all had ended."""
 

@@ -30,6 +30,7 @@ from speclen.worker.requests.request import (
 )
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import OutputRelay, OutputStream
+from speclen.worker.service.turnstile import Places
 
 FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
 LOOK_S = 0.01  # between two looks whether a request has ended
@@ -43,13 +44,17 @@ class Run:
         self.timeline = timeline
         self.trace = trace
         self.ended = asyncio.Event()
+        self.places: Places | None = None  # while it is inside
         self._num_unfinished = request.sampling.n
 
     def saw(self, output: SequenceOutput) -> None:
         """Take note of every output of the request, in order."""
         self.timeline.saw(output)
         self.trace.saw(output)
-        self._num_unfinished -= output.finish_reason is not None
+        if output.finish_reason is not None:
+            self._num_unfinished -= 1
+            if self.places is not None:
+                self.places.give_back()
         if not self._num_unfinished:
             self.ended.set()
 
@@ -218,7 +223,7 @@ class AsyncEngine:
             raise ValueError(f"request_id {request_id!r} is already waiting: choose another")
         self._waiting[request_id] = run, stream
         try:
-            async with self.entrance.turnstile.turn(caller, patience_s, run.request.sampling.n):
+            async with self.entrance.turnstile.turn(caller, patience_s, run.request.sampling.n) as run.places:
                 if self._waiting.pop(request_id, None) is not None:  # else it was aborted
                     self.engine.submit(run.request, functools.partial(self._relay.put, stream))
                     try:

@@ -41,6 +41,21 @@ class Turn:
     num_places: int
 
 
+@dataclass(slots=True)
+class Places:
+    """Those that a request inside has."""
+
+    _leave: Callable[[int], None]
+    num_left: int
+
+    def give_back(self, num_places: int = 1) -> None:
+        """For the next ones, before the request has ended: of its sequences some end sooner."""
+        num_places = min(num_places, self.num_left)
+        if num_places:
+            self.num_left -= num_places
+            self._leave(num_places)
+
+
 class Turnstile:
     """For one event loop. width: places inside. max_waiting: requests that wait for that at most.
 
@@ -77,25 +92,24 @@ class Turnstile:
         return (ahead + 1 - self._num_free) * self._mean_stay_s / self._width
 
     @contextlib.asynccontextmanager
-    async def turn(self, caller: str, patience_s: float = math.inf, num_places: int = 1) -> AsyncIterator[float]:
-        """Wait for the turn, and be inside for the length of the block. The value: seconds waited.
+    async def turn(self, caller: str, patience_s: float = math.inf, num_places: int = 1) -> AsyncIterator[Places]:
+        """Wait for the turn, and be inside for the length of the block. The value: the places, to give back some earlier.
 
         patience_s: after which the caller gives up. num_places: that the request takes. Raises QueueFullError, at once where
         it would be in vain to wait.
         """
-        started = time.monotonic()
         if self._num_free > 0:
             self._num_free -= num_places
         else:
             self._check_wait(caller, patience_s)
             await self._wait(caller, num_places)
-        entered = time.monotonic()
+        entered, places = time.monotonic(), Places(self._leave, num_places)
         try:
-            yield entered - started
+            yield places
         finally:
             stay_s = time.monotonic() - entered
             self._mean_stay_s += (SMOOTHING if self._mean_stay_s else 1.0) * (stay_s - self._mean_stay_s)
-            self._leave(num_places)
+            places.give_back(places.num_left)
 
     def _check_wait(self, caller: str, patience_s: float) -> None:
         """Raises QueueFullError for a request whose turn is expected too late."""
