@@ -46,7 +46,10 @@ class Recorder(Protocol):
     """Records passes."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        """Record what `run` does; its result need not be right before the first replay."""
+        """Record what `run` does, which always puts its result in the same place.
+
+        That need not be right before the first replay.
+        """
 
 
 @dataclass(slots=True)
@@ -57,11 +60,11 @@ class Rerun:
     logits: torch.Tensor
 
     def replay(self) -> None:
-        self.logits.copy_(self.run())
+        self.run()
 
 
 class RerunRecorder:
-    """For devices without graphs: the same fixed places, none of the speed."""
+    """For devices without graphs: the same places, none of the speed."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
         return Rerun(run, run())

@@ -33,7 +33,7 @@ STATUSES = {
     415: "The body has another Content-Type than application/json.",
     429: "The queue is full: try again later.",
     500: "An error inside the server: try it again.",
-    503: "The worker is stopping or has failed.",
+    503: "The worker is stopping, has failed, or is sent too many bodies at once.",
 }
 
 

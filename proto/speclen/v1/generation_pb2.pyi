@@ -127,7 +127,9 @@ class SamplingParams(google.protobuf.message.Message):
     A negative one over HTTP is the same as that plus 2^64.
     """
     logprobs: builtins.int
-    """Log probabilities of the chosen token and of the k most likely ones, for k = 0 to 20. Default: none."""
+    """Log probabilities of the chosen token and of the k most likely ones, for k = 0 to 20. Default: none.
+    At most 250,000 entries of all sequences: n x tokens x k.
+    """
     include_stop_str_in_output: builtins.bool
     """Keep the stop string in the text."""
     include_special_tokens: builtins.bool
