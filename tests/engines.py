@@ -14,7 +14,7 @@ import tiny_models
 import torch
 
 from speclen.worker.backends import openvino
-from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.backends.recording import Recorder
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength, LengthChoice, LengthChooser, StepResult
@@ -39,9 +39,10 @@ BACKENDS = [
 
 @functools.cache
 def models(family: str, noise: float = 0.1) -> tuple[Any, Any]:
-    target = tiny_models.build(family)
-    draft = tiny_models.noisy_copy(target, noise)
-    return target.to(DEVICE), draft.to(DEVICE)
+    with torch.inference_mode(False):  # whoever asks first, others may run them outside of it
+        target = tiny_models.build(family)
+        draft = tiny_models.noisy_copy(target, noise)
+        return target.to(DEVICE), draft.to(DEVICE)
 
 
 def make_pair(family: str = "llama", noise: float = 0.1, draft: Any | None = None, **changes: Any) -> ModelPair:
@@ -140,6 +141,7 @@ def make_engine(
     """An engine of 4 rows that checks nothing, since one test checks every family."""
     chooser = FixedLength(chooser) if isinstance(chooser, int) else chooser
     defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1, "backend": "torch"}
+    defaults["record_ahead_s"] = 0.0
     pair, config = pair or make_pair(), EngineConfig(**(defaults | settings))
     return Engine(pair, config, chooser, prepare(pair, config, recorder))
 

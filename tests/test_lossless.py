@@ -18,7 +18,7 @@ import pytest
 import tiny_models
 from engines import Collected, RandomLengths, RandomPlans
 
-from speclen.worker.backends.captured_model import Recorder
+from speclen.worker.backends.recording import Recorder
 from speclen.worker.engine.length_chooser import StepFlag
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest

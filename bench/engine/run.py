@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from speclen.worker.backends.captured_model import Recorder
 from speclen.worker.backends.forward_clock import ForwardClock
+from speclen.worker.backends.recording import Recorder
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import FixedLength, StepResult
 from speclen.worker.engine.preparation import prepare

@@ -28,7 +28,7 @@ from speclen.bench.gpu.sizes import DRY, FULL, Sizes
 from speclen.bench.gpu.tracks import run_tracks
 from speclen.bench.machine import machine, provenance
 from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.captured_model import RerunRecorder
+from speclen.worker.backends.recording import RerunRecorder
 from speclen.worker.models.loading import load_pair
 
 

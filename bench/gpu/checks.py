@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from speclen.bench.gpu.sizes import Sizes
-from speclen.worker.backends.captured_model import CapturedModel, Recorder
+from speclen.worker.backends.captured_model import CapturedModel
+from speclen.worker.backends.recording import Recorder
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.engine.preparation import prepare

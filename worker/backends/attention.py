@@ -65,8 +65,7 @@ class RowAttention:
     """One pass of one model over rows first_row, first_row + 1, ... of its pool.
 
     columns: which columns of the masks this pass feeds. start: set when every row writes from that position on, so that
-    writing is a plain copy. recorded: whether the pass is being recorded, so that starting kernels costs nothing later.
-    num_fed: tokens of all rows.
+    writing is a plain copy. num_fed: tokens of all rows.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class RowAttention:
         columns: slice,
         first_row: int = 0,
         start: int | None = None,
-        recorded: bool = False,
     ) -> None:
         self.pool = pool
         self.masks = masks
@@ -86,7 +84,6 @@ class RowAttention:
         self.positions = masks.positions[:, columns]
         self.num_rows, self.num_queries = self.positions.shape
         self.num_fed = self.num_rows * self.num_queries
-        self.recorded = recorded
         self._write_index: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._grouped: dict[tuple[int | None, int], torch.Tensor] = {}
 
@@ -146,6 +143,22 @@ class RowAttention:
         return grouped
 
 
+class RecordedRows(RowAttention):
+    """Rows in a pass that is recorded, so that starting its kernels costs nothing later.
+
+    rows: [rows], of the pool: 0, 1, ... unless kernels attend, which know how to find others. num_places: of a row, beyond
+    which are those of queries that only fill up.
+    """
+
+    def __init__(self, pool: KVPool, masks: StepMasks, rows: torch.Tensor, num_places: int) -> None:
+        super().__init__(pool, masks, slice(None))
+        self.rows = rows
+        self.num_places = num_places
+
+    def _rows(self) -> torch.Tensor:
+        return self.rows
+
+
 class JoinedRows(RowAttention):
     """Rows of any place that are fed different numbers of tokens, as if all were fed as many: their last one repeatedly.
 
@@ -187,8 +200,6 @@ class PackedAttention:
     parts: a group each; their tokens lie row after row. num_padding: tokens at the end that are there only to fill up;
     they see nothing and nobody sees them.
     """
-
-    recorded = False  # prompts have all lengths
 
     def __init__(self, parts: Sequence[RowAttention], num_padding: int = 0) -> None:
         self.parts = parts
@@ -255,26 +266,14 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
-    sliding_window: int | None,
+    window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of one group of rows, as `attend_rows`."""
-    row_attention.write(row_attention.pool.layers[layer_index], key, value)
-    return attend_stored(layer_index, row_attention, query, scaling, sliding_window, softcap)
-
-
-def attend_stored(
-    layer_index: int,
-    row_attention: RowAttention,
-    query: torch.Tensor,
-    scaling: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """As `attend`, of one group of rows whose keys and values of this pass are in the pool already.
+    """Attention of one group of rows, as `attend`.
 
     Heads that share keys are folded into the query dimension, so that a key is read once for all of them.
     """
+    row_attention.write(row_attention.pool.layers[layer_index], key, value)
     rows, heads, queries, head_dim = query.shape
     keys, values = row_attention.read(row_attention.pool.layers[layer_index])
     kv_heads = keys.shape[1]

@@ -4,107 +4,42 @@ Launching the few hundred kernels of a small model's pass one by one takes sever
 recorded pass is one launch. Everything in it has a fixed place: the pool, the inputs, which are copied in before, and the
 logits, which all recordings of a model put where the last one did: they stay valid until the model's next pass.
 
-A shape is the number of rows, of queries per row, and of tokens that attention reads. Rows and tokens are rounded up,
-so that a few dozen recordings serve everything. Rows that are there only to fill up write beyond the longest context, where
-nobody reads. Prompts, whose shapes are without number, take the plain path.
-
-What a recording is made of is behind `Recorder`, so that all of this but the graph itself runs, and is tested, anywhere.
+A shape is the number of rows, of queries per row, and of tokens that attention reads; the last is always the same where
+kernels read of every row what it holds. Rows and tokens are rounded up, so that some dozens of recordings serve everything,
+and most of them are made before anybody is served. Rows that are there only to fill up write beyond the longest context,
+where nobody reads. Prompts have lengths without number: with kernels they are cut into blocks, of which some make a shape;
+without, they take the plain path.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
-from speclen.worker.backends.attention import RowAttention, StepMasks
+from speclen.worker.backends.attention import RecordedRows, StepMasks
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import first_line
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
+from speclen.worker.backends.prompt_blocks import (
+    MOST_BLOCKS,
+    BlocksInputs,
+    RecordedBlocks,
+    cut,
+    num_blocks_of,
+    sizes_up_to,
+)
+from speclen.worker.backends.recording import Recorder, Recording, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
 # Tokens that attention reads at least, and the steps that follow within each doubling.
 SMALLEST_REACH = 128
 REACHES_PER_DOUBLING = 2
-
-
-class Recording(Protocol):
-    """A recorded pass. logits: where its result lies after `replay`."""
-
-    logits: torch.Tensor
-
-    def replay(self) -> None:
-        """Run the pass again, on what its inputs hold now."""
-
-
-class Recorder(Protocol):
-    """Records passes."""
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        """Record what `run` does, which always puts its result in the same place.
-
-        That need not be right before the first replay.
-        """
-
-
-@dataclass(slots=True)
-class Rerun:
-    """A recording that records nothing: it runs the pass again, into the same place."""
-
-    run: Callable[[], torch.Tensor]
-    logits: torch.Tensor
-
-    def replay(self) -> None:
-        self.run()
-
-
-class RerunRecorder:
-    """For devices without graphs: the same places, none of the speed."""
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        return Rerun(run, run())
-
-
-@dataclass(slots=True)
-class GraphRecording:
-    """A CUDA graph."""
-
-    graph: Any
-    logits: torch.Tensor
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-
-class GraphRecorder:
-    """Records CUDA graphs, which share one pool of memory: only one of them runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        with torch.cuda.device(self._device):
-            return self._record(run)
-
-    def _record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        # Libraries choose their kernels and take their workspaces in the first runs, which no graph may contain.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls may not be recorded; others may go on using the device.
-        with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
-            logits = run()
-        return GraphRecording(graph, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +63,7 @@ class RecordedPass:
 
 
 class CapturedModel(CachedModel):
-    """Replays decoding passes of up to `max_queries` queries a row; everything else takes the plain path.
+    """Replays passes of up to `max_queries` queries a row, and with kernels those of prompts; others take the plain path.
 
     max_recordings: kept at most, the least recently used goes first. The pool must hold `max_queries` tokens more per
     row than rows ever fill. num_first_uses: passes recorded so far; a step in which it grew says nothing about step times.
@@ -140,9 +75,12 @@ class CapturedModel(CachedModel):
         self.max_queries = max_queries
         self.max_recordings = max_recordings
         self._passes: OrderedDict[PassShape, RecordedPass] = OrderedDict()
-        # Where logits are put: of one position a row, and of several. Else each recording held its own, which for hundreds
-        # of shapes and a large vocabulary is gigabytes.
-        self._places: dict[bool, torch.Tensor] = {}
+        self._blocks: dict[int, RecordedBlocks] = {}  # by their number
+        self._most_blocks = MOST_BLOCKS
+        # Where logits are put, by what they are of. Else each recording held its own, which for hundreds of shapes and a
+        # large vocabulary is gigabytes.
+        self._places: dict[str, torch.Tensor] = {}
+        self._all_rows = torch.arange(plain.pool.num_rows, device=plain.device)
         self._spare_position = plain.pool.max_length - max_queries
         if self._spare_position < plain.max_context_length:
             raise ValueError(
@@ -151,23 +89,25 @@ class CapturedModel(CachedModel):
             )
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
-        """As PassModel, but prompts in a pass of their own, beside the recorded one of the rows that decode."""
-        first, *others = equal_parts(parts)
-        if self.recorder is None or first.num_queries > self.max_queries or first.rows.first_row:
-            return super().forward(parts)
-        logits = self._replay(first)
+        """As PassModel, but prompts in a pass of their own, after the one of the rows that decode."""
+        first, *others = equal = equal_parts(parts)
+        logits = self._replay(first) if self._is_decoding(first) else None
         if logits is None:
-            return super().forward(parts)
-        return [logits, *(self.forward_packed(others) if others else ())]
+            return self._feed(equal)
+        return [logits, *(self._feed(others) if others else ())]
+
+    def _is_decoding(self, part: PassPart) -> bool:
+        """Whether a part has a shape of its own; prompts do not, nor does a draft that lacks many tokens."""
+        if self.recorder is None or part.num_queries > self.max_queries or part.rows.first_row:
+            return False
+        return not self.has_kernels or part.num_queries <= 2 or part.num_logits == part.num_queries
 
     def _replay(self, part: PassPart) -> torch.Tensor | None:
         """Logits of rows 0, 1, ... by a recorded pass; None when it cannot be recorded."""
         rows, end = part.rows, part.column + part.num_queries
         positions = rows.positions[:, part.column : end]
-        # What rows that fill up have written may not be finite, and is read by nobody.
-        num_tokens = reach(rows.num_tokens, self._spare_position)
         num_rows = padded_rows(rows.num_rows, self.pool.num_rows)
-        shape = PassShape(num_rows, part.num_queries, num_tokens, part.num_logits)
+        shape = PassShape(num_rows, part.num_queries, self._reach(rows.num_tokens), part.num_logits)
         recorded = self._passes.get(shape) or self._record(shape, part.ids, positions)
         if recorded is None:
             return None
@@ -176,6 +116,59 @@ class CapturedModel(CachedModel):
         self._fill(recorded, part.ids, positions)
         recorded.recording.replay()
         return recorded.recording.logits[: rows.num_rows]
+
+    def _feed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits of parts that are prompts, or like them: in recorded blocks, where there can be any."""
+        num_blocks = num_blocks_of(parts)
+        fitting = num_blocks <= self._most_blocks and all(part.num_logits == 1 for part in parts)
+        if not (fitting and self.has_kernels and self.recorder is not None):
+            return super().forward(parts)
+        recorded = self._blocks.get(num_blocks) or self._record_blocks(num_blocks)
+        if recorded is None:
+            return super().forward(parts)
+        for part in parts:
+            self.pool.note_rows_written(part.rows.first_row, part.rows.starts + part.column + part.num_queries)
+        return recorded.replay(cut(parts, self._spare_position), parts)
+
+    def record_ahead(self, widths: Sequence[tuple[int, int]], until: float) -> int:
+        """Record passes before they occur, of all numbers of rows; how many are recorded then.
+
+        widths: queries and logits of each. until: by time.monotonic(), when no further one is begun. Those over short rows
+        come first, and of these the largest: others share its memory.
+        """
+        had_kernels = self.has_kernels
+        nothing = torch.empty(0, 1, dtype=torch.long, device=self.device)
+        for shape in self._shapes(widths)[: self.max_recordings]:
+            if time.monotonic() >= until or self._record(shape, nothing, nothing) is None:
+                break
+            if self.has_kernels != had_kernels:  # They do not run, and without them shapes are others.
+                self._passes.clear()
+                return self.record_ahead(widths, until)
+        for num_blocks in reversed(sizes_up_to(self._most_blocks)) if self.has_kernels else ():
+            if time.monotonic() >= until or self.recorder is None or self._record_blocks(num_blocks) is None:
+                break
+        return len(self._passes) + len(self._blocks)
+
+    def _shapes(self, widths: Sequence[tuple[int, int]]) -> list[PassShape]:
+        most = self.pool.num_rows
+        return [
+            PassShape(num_rows, num_queries, num_tokens, num_logits)
+            for num_tokens in self._reaches()
+            for num_queries, num_logits in sorted(widths, reverse=True)
+            for num_rows in sorted({padded_rows(rows, most) for rows in range(1, most + 1)}, reverse=True)
+        ]
+
+    def _reach(self, num_tokens: int) -> int:
+        """Tokens of each row that a pass reads, where its rows hold so many at most."""
+        # What rows that fill up have written may not be finite, and is read by nobody.
+        return self._spare_position if self.has_kernels else reach(num_tokens, self._spare_position)
+
+    def _reaches(self) -> list[int]:
+        """All of them, the smallest first."""
+        found = [self._reach(1)]
+        while found[-1] < self._spare_position:
+            found.append(self._reach(found[-1] + 1))
+        return found
 
     @property
     def has_kernels(self) -> bool:
@@ -186,6 +179,7 @@ class CapturedModel(CachedModel):
         """Record passes without them from now on, after a warning."""
         self.model.leave_out_kernels(reason)
         self._passes.clear()
+        self._blocks.clear()
 
     def _fill(self, recorded: RecordedPass, ids: torch.Tensor, positions: torch.Tensor) -> None:
         rows = len(ids)
@@ -195,14 +189,14 @@ class CapturedModel(CachedModel):
             recorded.positions[rows : recorded.used_rows] = self._spare_positions(recorded.ids.shape[1])
         recorded.used_rows = rows
 
-    def _put(self, logits: torch.Tensor) -> torch.Tensor:
-        """The same in the place for such logits, which is made when a pass first runs: before it is recorded."""
-        _, num_logits, vocab_size = logits.shape
-        several = num_logits > 1
-        if several not in self._places:
-            most = self.pool.num_rows * (self.max_queries if several else 1)
-            self._places[several] = logits.new_empty(most * vocab_size)
-        place = self._places[several][: logits.numel()].view(logits.shape)
+    def _put(self, logits: torch.Tensor, kind: str, most: int) -> torch.Tensor:
+        """The same in the place of its kind, which is made when a pass first runs: before it is recorded.
+
+        logits: [..., vocab]. most: tokens that passes of this kind have logits of.
+        """
+        if kind not in self._places:
+            self._places[kind] = logits.new_empty(most * logits.shape[-1])
+        place = self._places[kind][: logits.numel()].view(logits.shape)
         return place.copy_(logits)
 
     def _spare_positions(self, queries: int) -> torch.Tensor:
@@ -210,7 +204,6 @@ class CapturedModel(CachedModel):
 
     def _record(self, shape: PassShape, ids: torch.Tensor, positions: torch.Tensor) -> RecordedPass | None:
         """Record a pass; None when that cannot be done, then or ever."""
-        assert self.recorder is not None
         if len(self._passes) >= self.max_recordings:
             self._passes.popitem(last=False)
         fixed_ids = ids.new_zeros(shape.num_rows, shape.num_queries)
@@ -218,36 +211,57 @@ class CapturedModel(CachedModel):
         fixed_positions[:] = self._spare_positions(shape.num_queries)
         # What is written while recording is what the first replay writes again.
         fixed_ids[: len(ids)], fixed_positions[: len(ids)] = ids, positions
+        kind, most = ("several", self.max_queries) if shape.num_logits > 1 else ("one", 1)
 
         def run() -> torch.Tensor:
             masks = StepMasks(fixed_positions, shape.num_tokens, self.pool.dtype)
-            attention = RowAttention(self.pool, masks, slice(None), recorded=True)
-            return self._put(self.run(fixed_ids, fixed_positions, attention, shape.num_logits))
+            attention = RecordedRows(self.pool, masks, self._all_rows[: shape.num_rows], self._spare_position)
+            logits = self.run(fixed_ids, fixed_positions, attention, shape.num_logits)
+            return self._put(logits, kind, self.pool.num_rows * most)
 
+        had_kernels = self.has_kernels
+        recording = self._try_to_record(run, str(shape))
+        if recording is None:
+            if had_kernels and not self.has_kernels:
+                return self._record(shape, ids, positions)
+            self.max_recordings = max(1, len(self._passes))
+            return None
+        recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
+        return recorded
+
+    def _record_blocks(self, num_blocks: int) -> RecordedBlocks | None:
+        """Record a pass of so many blocks, which are fed nothing; None when that cannot be done, then or ever."""
+        inputs = BlocksInputs(num_blocks, self._spare_position, self.device)
+        recording = self._try_to_record(
+            lambda: self._put(inputs.run(self), "blocks", MOST_BLOCKS), f"{num_blocks} blocks of prompts"
+        )
+        if recording is None:
+            self._most_blocks = max(self._blocks, default=0)
+            return None
+        recorded = self._blocks[num_blocks] = RecordedBlocks(inputs, recording)
+        return recorded
+
+    def _try_to_record(self, run: Callable[[], torch.Tensor], what: str) -> Recording | None:
+        """None, after a warning, when there is no memory, when kernels do not run, or when the device does not record."""
+        assert self.recorder is not None
         try:
             recording = self.recorder.record(run)
         except Exception as error:  # A driver without graphs, no memory, or whatever Triton's compiler raises.
             if is_out_of_memory(error):
                 log.warning(
-                    "no memory for a recording of %s: it runs unrecorded, %d are kept", shape, len(self._passes)
+                    "no memory for a recording of %s: it runs unrecorded, %d are kept",
+                    what,
+                    len(self._passes) + len(self._blocks),
                 )
-                self.max_recordings = max(1, len(self._passes))
-                return None
-            if self.has_kernels:
+            elif self.has_kernels:
                 self.leave_out_kernels(first_line(error))
-                return self._record(shape, ids, positions)
-            log.warning("this device cannot record passes, they run one kernel at a time: %s", first_line(error))
-            self.recorder = None
-            self._passes.clear()
+            else:
+                log.warning("this device cannot record passes, they run one kernel at a time: %s", first_line(error))
+                self.recorder = None
+                self._passes.clear()
             return None
         self.num_first_uses += 1
-        recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
-        return recorded
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """torch's allocator has an error of its own, the driver tells it in words."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+        return recording
 
 
 def padded_rows(rows: int, most: int) -> int:

@@ -2,8 +2,11 @@
 
 torch starts about fifteen kernels there in every layer, on some kilobytes each: on an H100 a layer of a model of 7 billion
 parameters waits half as long for them as its weights take to be read, and a draft's layer several times as long. Here are
-four. The plain operators in `llama` say what they compute; the products and attention itself stay torch's. They are for
-passes that are recorded: from Python Triton takes longer to start one than torch takes for all that it stands for.
+five; the products stay torch's. The plain operators in `llama` say what they compute. They are for passes that are
+recorded: from Python Triton takes longer to start one than torch takes for all that it stands for.
+
+Attention reads of every row what that row holds. torch's reads of all rows what the longest holds, and how much that is
+belongs to what is recorded: another recording for every length.
 
 Triton comes with torch's builds for GPUs. Importing this module fails where it is missing.
 """
@@ -18,6 +21,10 @@ import triton.language as tl
 
 HEADS_PER_PROGRAM = 16
 COLUMNS_PER_PROGRAM = 1024
+# Of attention: queries of one program, and bytes of keys that it takes in at once, at most.
+QUERIES_PER_PROGRAM = 64
+KEYS_BYTES = 16_384
+SMALLEST_PRODUCT = 16  # rows and columns that Triton multiplies at least
 
 
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -27,9 +34,12 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     gated = gate(torch.full((1, 8), 20.0, device=device, dtype=dtype))
     layer = torch.zeros(1, 2, 1, 4, 4, device=device, dtype=dtype)
     turns = torch.ones(1, 1, 1, 4, device=device, dtype=dtype)
-    query = rotate_and_store(ones.expand(3, 4)[None, None], turns, turns, torch.tensor([[1]], device=device), layer)
-    found = [total.sum(), normed.sum(), gated.sum(), query.sum(), layer.sum()]
-    return [round(float(value), 3) for value in found] == [8.0, 4.0, 1600.0, 8.0, 12.0]
+    positions = torch.tensor([[1]], device=device)
+    rows = torch.zeros(1, dtype=torch.long, device=device)
+    query = rotate_and_store(ones.expand(3, 4)[None, None], turns, turns, rows, positions, layer)
+    attended = attend(query, rows, positions, layer, 1e9, None, 4)  # sees the second token alone, whose values are 1
+    found = [total.sum(), normed.sum(), gated.sum(), query.sum(), layer.sum(), attended.sum()]
+    return [round(float(value), 3) for value in found] == [8.0, 4.0, 1600.0, 8.0, 12.0, 4.0]
 
 
 def add_norm(
@@ -65,22 +75,23 @@ def rotate_and_store(
     projected: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    rows: torch.Tensor,
     positions: torch.Tensor,
     layer: torch.Tensor,
 ) -> torch.Tensor:
     """Queries [rows, heads, queries, head_dim], turned by their positions' angles; keys, turned, and values are stored.
 
-    projected: [rows, queries, heads + 2 kv_heads, head_dim]. cos, sin: [rows, queries, 1, head_dim], of all queries equally
-    far apart in memory. positions: [rows, queries], contiguous. layer: the pool's, whose first rows are written to.
+    projected: [rows, queries, heads + 2 kv_heads, head_dim]. cos, sin: [..., 1, head_dim], of all queries equally far apart
+    in memory. rows: [rows], of the pool, whose layer is written to. positions: [rows, queries], contiguous.
     """
-    rows, queries, num_projected, head_dim = projected.shape
+    num_rows, queries, num_projected, head_dim = projected.shape
     num_stored, length = 2 * layer.shape[2], layer.shape[3]
     heads = num_projected - num_stored
-    query = projected.new_empty(rows, heads, queries, head_dim)
+    query = projected.new_empty(num_rows, heads, queries, head_dim)
     projected = projected.contiguous()
     with device_of(projected):
-        _rotate_and_store[(rows * queries, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
-            *(projected, cos, sin, positions, query, layer),
+        _rotate_and_store[(num_rows * queries, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
+            *(projected, cos, sin, rows, positions, query, layer),
             *(queries, length, cos.stride(1)),
             num_heads=heads,
             num_stored=num_stored,
@@ -89,6 +100,44 @@ def rotate_and_store(
             block_dim=triton.next_power_of_2(head_dim),
         )
     return query
+
+
+def attend(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    layer: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    num_places: int,
+) -> torch.Tensor:
+    """Each query's attention to its row's tokens up to itself: [rows, queries, heads, head_dim].
+
+    query: [rows, heads, queries, head_dim]. rows: [rows], of the pool, whose layer's keys and values are read. positions:
+    [rows, queries], contiguous. window: tokens that a query sees, itself included. num_places: of a row; queries at
+    positions beyond them, which only fill up, get zeros.
+    """
+    num_rows, heads, queries, head_dim = query.shape
+    kv_heads, length = layer.shape[2:4]
+    grouped = heads // kv_heads * queries  # queries that read the same keys
+    block_queries = min(QUERIES_PER_PROGRAM, max(SMALLEST_PRODUCT, triton.next_power_of_2(grouped)))
+    block_dim = max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim))
+    block_keys = min(128, max(SMALLEST_PRODUCT, KEYS_BYTES // (block_dim * query.element_size())))
+    output = query.new_empty(num_rows, queries, heads, head_dim)
+    with device_of(query):
+        _attend[(num_rows, kv_heads, triton.cdiv(grouped, block_queries))](
+            *(query, rows, positions, layer, output, scaling, window or 0, num_places, grouped, queries, length),
+            has_window=window is not None,
+            is_interpreted=not query.is_cuda,
+            num_heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_queries=block_queries,
+            block_keys=block_keys,
+            block_dim=block_dim,
+            num_stages=2,
+        )
+    return output
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -143,6 +192,7 @@ def _rotate_and_store(
     projected,
     cos,
     sin,
+    rows,
     positions,
     query,
     layer,
@@ -171,5 +221,77 @@ def _rotate_and_store(
     asked = query + ((row.to(tl.int64) * num_heads + head) * queries + column) * head_dim + dims
     tl.store(asked, kept, mask=inside & (head < num_heads))
     position = tl.load(positions + token)
-    place = (row.to(tl.int64) * num_stored + head - num_heads) * length + position
+    place = (tl.load(rows + row).to(tl.int64) * num_stored + head - num_heads) * length + position
     tl.store(layer + place * head_dim + dims, kept, mask=inside & (head >= num_heads))
+
+
+@triton.jit(do_not_specialize=["window", "num_places", "grouped", "queries"])
+def _attend(
+    query,
+    rows,
+    positions,
+    layer,
+    output,
+    scaling,
+    window,
+    num_places,
+    grouped,
+    queries,
+    length,
+    has_window: tl.constexpr,
+    is_interpreted: tl.constexpr,
+    num_heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_queries: tl.constexpr,
+    block_keys: tl.constexpr,
+    block_dim: tl.constexpr,
+):
+    """One program a row, head of keys, and block_queries of the queries that read them; softmax as it goes along."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    asked = tl.program_id(2) * block_queries + tl.arange(0, block_queries)
+    dims = tl.arange(0, block_dim)
+    is_dim = dims < head_dim
+    position = tl.load(positions + row * queries + asked % queries, mask=asked < grouped, other=-1)
+    position = tl.where(position < num_places, position, -1).to(tl.int32)
+    first_asked = (row.to(tl.int64) * num_heads * queries + kv_head * grouped) * head_dim
+    held = (asked < grouped)[:, None] & is_dim[None, :]
+    q = tl.load(query + first_asked + asked[:, None] * head_dim + dims[None, :], mask=held, other=0.0)
+    stored = tl.load(rows + row).to(tl.int64) * 2 * kv_heads + kv_head
+    keys, values = layer + stored * length * head_dim, layer + (stored + kv_heads) * length * head_dim
+    end = tl.max(position, axis=0) + 1
+    start = 0
+    if has_window:
+        # Of the queries only those count that have a place; where none has, nothing is read.
+        first = tl.min(tl.where(position >= 0, position, end), axis=0)
+        start = tl.maximum(0, first - window + 1) // block_keys * block_keys
+    best = tl.full([block_queries], float("-inf"), tl.float32)
+    total = tl.zeros([block_queries], tl.float32)
+    summed = tl.zeros([block_queries, block_dim], tl.float32)
+    for first_key in range(start, end, block_keys):
+        place = first_key + tl.arange(0, block_keys)
+        is_read = (place < end)[:, None] & is_dim[None, :]
+        key = tl.load(keys + place[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0)
+        value = tl.load(values + place[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0)
+        if is_interpreted:  # which takes bfloat16's bits for whole numbers
+            q, key, value = q.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
+        ages = position[:, None] - place[None, :]
+        seen = ages >= 0
+        if has_window:
+            seen = seen & (ages < window)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        # A query that has seen nothing yet has no best score to subtract.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - base[:, None])
+        kept = tl.exp(best - base)
+        summed = summed * kept[:, None]
+        summed += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        total = total * kept + tl.sum(weights, axis=1)
+        best = higher
+    attended = summed / tl.where(total > 0, total, 1.0)[:, None]
+    head, column = kv_head * (grouped // queries) + asked // queries, asked % queries
+    place = ((row.to(tl.int64) * queries + column) * num_heads + head) * head_dim
+    tl.store(output + place[:, None] + dims[None, :], attended.to(output.dtype.element_ty), mask=held)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import CausalLMOutput
 
-from speclen.worker.backends.attention import PackedAttention, RowAttention, attend, attend_stored
+from speclen.worker.backends.attention import PackedAttention, RecordedRows, RowAttention, attend
 from speclen.worker.backends.check import first_line
 from speclen.worker.backends.kv_cache import LayerShape
 
@@ -61,8 +61,20 @@ class Kernels(Protocol):
         projected: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        rows: torch.Tensor,
         positions: torch.Tensor,
         layer: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        layer: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        num_places: int,
     ) -> torch.Tensor: ...
 
 
@@ -142,7 +154,7 @@ class Layer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x without what this layer's MLP adds, and that. x, change: [rows, queries, hidden], what the layer before gave.
 
-        cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder. kernels: given only with a RowAttention.
+        cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder. kernels: given only with RecordedRows.
         """
         x, normed = add_norm(x, change, self.attention_norm, kernels)
         attended = self.output(self._attend(normed, cos, sin, row_attention, kernels))
@@ -165,14 +177,17 @@ class Layer(nn.Module):
     ) -> torch.Tensor:
         heads, kv_heads = self.num_heads, self.shape.kv_heads
         projected = self.qkv(x).view(*x.shape[:2], heads + 2 * kv_heads, self.shape.head_dim)
-        if kernels is not None and self.query_norm is None and isinstance(row_attention, RowAttention):
-            layer = row_attention.pool.layers[self.index]
-            query = kernels.rotate_and_store(projected, cos, sin, row_attention.positions, layer)
-            return attend_stored(self.index, row_attention, query, self.scaling, self.shape.window).flatten(2)
-        turning, value = projected.split([heads + kv_heads, kv_heads], dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = turning.split([heads, kv_heads], dim=2)
-            turning = torch.cat([self.query_norm(query), self.key_norm(key)], dim=2)
+            query, key, value = projected.split([heads, kv_heads, kv_heads], dim=2)
+            projected = torch.cat([self.query_norm(query), self.key_norm(key), value], dim=2)
+        if kernels is not None and isinstance(row_attention, RecordedRows):
+            rows, positions = row_attention.rows, row_attention.positions
+            layer, num_places = row_attention.pool.layers[self.index], row_attention.num_places
+            by_row = projected.view(*positions.shape, *projected.shape[2:])
+            query = kernels.rotate_and_store(by_row, cos, sin, rows, positions, layer)
+            attended = kernels.attend(query, rows, positions, layer, self.scaling, self.shape.window, num_places)
+            return attended.view(*x.shape[:2], -1)
+        turning, value = projected.split([heads + kv_heads, kv_heads], dim=2)
         turned = turning * cos + turning.roll(self.shape.head_dim // 2, dims=-1) * sin
         query, key, value = (part.transpose(1, 2) for part in (*turned.split([heads, kv_heads], dim=2), value))
         attended = attend(self.index, row_attention, query, key, value, self.scaling, self.shape.window)
@@ -234,7 +249,7 @@ class LlamaDecoder(nn.Module):
         """
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
         # Starting one of them from Python takes longer than starting all that it stands for from C++.
-        kernels = self.kernels if row_attention.recorded else None
+        kernels = self.kernels if isinstance(row_attention, RecordedRows) else None
         x, change = self.embedding(input_ids), None
         for layer in self.layers:
             x, change = layer(x, change, cos, sin, row_attention, kernels)

@@ -28,6 +28,7 @@ class EngineConfig:
     )
     check_models: bool = True  # compare each model with its plain forward before serving
     max_recordings: int = 256  # passes recorded as CUDA graphs on a GPU, the least used goes first; 0: none are
+    record_ahead_s: float = 30.0  # of a start, for recording them before they occur, at most
     rewrite_models: bool = True  # run Llama-style models in fewer operators than transformers does
     pack_weights: bool = True  # on a CPU, a second copy of the weights in its kernels' own layout, if memory allows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -13,12 +14,13 @@ import torch
 from speclen.worker.backends import openvino
 from speclen.worker.backends.attention import install
 from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.captured_model import CapturedModel, GraphRecorder, Recorder
+from speclen.worker.backends.captured_model import CapturedModel
 from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 from speclen.worker.backends.llama import rewrite
 from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
-from speclen.worker.backends.passes import PassModel
+from speclen.worker.backends.passes import PassModel, padded_width
+from speclen.worker.backends.recording import GraphRecorder, Recorder
 from speclen.worker.engine.config import BACKENDS, EngineConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.models.naming import ModelError
@@ -142,7 +144,22 @@ def _on_torch(
     captured = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
     for model, one in zip(captured, named, strict=True):
         _check_kernels(model, one, config)
+    _record_ahead(captured, config)
     return [*captured]
+
+
+def _record_ahead(captured: Sequence[CapturedModel], config: EngineConfig) -> None:
+    """Record what steps will run: recorded when it occurs a pass takes ten times as long, and everybody waits."""
+    started = time.monotonic()
+    until = started + config.record_ahead_s
+    lengths = set(range(config.max_speculation_length + 1 if len(captured) > 1 else 1))
+    if config.max_copied_tokens:
+        lengths |= {padded_width(proposed) for proposed in range(1, config.max_proposed_tokens + 1)}
+    widths = [[(length + 1, length + 1) for length in lengths], [(1, 1), (2, 1)]]  # a draft lacks one or two tokens
+    # The draft's take less time each.
+    numbers = [model.record_ahead(widths[at], until) for at, model in reversed([*enumerate(captured)])]
+    if any(numbers):
+        log.info("%d passes are recorded, in %.1f s", sum(numbers), time.monotonic() - started)
 
 
 def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -> None:

@@ -1,0 +1,107 @@
+"""Prompts cut into blocks of a few tokens, so that prompts of all lengths make passes of few shapes.
+
+A block is a row of a recorded pass: it has a row of the pool, which is read when the pass is replayed. Some blocks of
+prompts together, rounded up, are all that tells passes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from speclen.worker.backends.attention import RecordedRows, StepMasks
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.passes import PassPart, padded_width
+from speclen.worker.backends.recording import Recording
+
+BLOCK_TOKENS = 16
+MOST_BLOCKS = 32  # of a recorded pass: with more, starting kernels one by one takes no longer than running them
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """ids: [blocks * BLOCK_TOKENS], on the device. positions: [blocks, BLOCK_TOKENS]; where nothing is fed, `num_places`.
+
+    rows: [blocks], of the pool. last: of every row of the parts, where its last token stands in `ids`.
+    """
+
+    ids: torch.Tensor
+    positions: np.ndarray
+    rows: np.ndarray
+    last: np.ndarray
+
+
+def cut(parts: Sequence[PassPart], num_places: int) -> Blocks:
+    """The parts' rows, each of which begins a block. num_places: of a row of the pool, beyond which nobody reads."""
+    ids, positions, rows, last = [], [], [], []
+    num_tokens = 0
+    for part in parts:
+        fed = part.num_queries
+        width = -(-fed // BLOCK_TOKENS) * BLOCK_TOKENS
+        ids.append(F.pad(part.ids, (0, width - fed)).flatten())
+        places = (part.rows.starts + part.column)[:, None] + np.arange(width)
+        places[:, fed:] = num_places
+        positions.append(places.reshape(-1, BLOCK_TOKENS))
+        numbers = part.rows.first_row + np.arange(part.rows.num_rows)
+        rows.append(np.repeat(numbers, width // BLOCK_TOKENS))
+        last.append(num_tokens + np.arange(part.rows.num_rows) * width + fed - 1)
+        num_tokens += part.rows.num_rows * width
+    return Blocks(torch.cat(ids), np.concatenate(positions), np.concatenate(rows), np.concatenate(last))
+
+
+class BlocksInputs:
+    """What a recorded pass of `num_blocks` blocks reads, and where it puts the logits [blocks, vocab] after `last`."""
+
+    def __init__(self, num_blocks: int, num_places: int, device: torch.device) -> None:
+        self.num_places = num_places
+        self.ids = torch.zeros(1, num_blocks * BLOCK_TOKENS, dtype=torch.long, device=device)
+        self.positions = torch.full((num_blocks, BLOCK_TOKENS), num_places, device=device)
+        self.rows = torch.zeros(num_blocks, dtype=torch.long, device=device)
+        self.last = torch.zeros(num_blocks, dtype=torch.long, device=device)
+
+    def fill(self, blocks: Blocks) -> None:
+        """Blocks beyond those given are fed nothing."""
+        self.ids[0, : len(blocks.ids)] = blocks.ids
+        num_blocks = len(self.rows)
+        positions = np.full(self.positions.shape, self.num_places)
+        rows, last = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
+        positions[: len(blocks.positions)] = blocks.positions
+        rows[: len(blocks.rows)] = blocks.rows
+        last[: len(blocks.last)] = blocks.last
+        for place, values in ((self.positions, positions), (self.rows, rows), (self.last, last)):
+            place.copy_(torch.from_numpy(values))
+
+    def run(self, model: CachedModel) -> torch.Tensor:
+        """Logits [blocks, vocab] after the tokens at `last`."""
+        masks = StepMasks(self.positions, self.num_places, model.pool.dtype)
+        attention = RecordedRows(model.pool, masks, self.rows, self.num_places)
+        return model.run(self.ids, self.positions.view(1, -1), attention, self.last)[0]
+
+
+@dataclass(slots=True)
+class RecordedBlocks:
+    """A recorded pass and its inputs."""
+
+    inputs: BlocksInputs
+    recording: Recording
+
+    def replay(self, blocks: Blocks, parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """Logits [rows, 1, vocab] of each part, valid until the next replay."""
+        self.inputs.fill(blocks)
+        self.recording.replay()
+        logits = self.recording.logits[: len(blocks.last), None]
+        return [*logits.split([part.rows.num_rows for part in parts])]
+
+
+def num_blocks_of(parts: Sequence[PassPart]) -> int:
+    """Blocks that the parts' rows make, rounded up to a size that is recorded."""
+    return padded_width(sum(part.rows.num_rows * -(-part.num_queries // BLOCK_TOKENS) for part in parts))
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """All numbers of blocks that `num_blocks_of` gives, up to the most that are recorded."""
+    return sorted({padded_width(number) for number in range(1, most + 1)})
