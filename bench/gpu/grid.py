@@ -38,12 +38,12 @@ class Cell:
 
 
 def run_grid(bench: EngineBench, source: PromptSource, sizes: Sizes, say: Say) -> list[Cell]:
-    """Every batch size at every length; the first run of each records its passes and does not count."""
+    """Every batch size at every length; a first run of each, a short one, records what is not yet and does not count."""
     cells = []
     for batch_size in sizes.batch_sizes:
         prompts = [source.draw(sizes.prompt_tokens) for _ in range(batch_size)]
         for length in sizes.lengths:
-            bench.run(prompts, sizes.new_tokens, length)
+            bench.run(prompts, max(4, sizes.new_tokens // 8), length)
             with busy_times(bench.engine.pair.device) as busy:
                 run = bench.run(prompts, sizes.new_tokens, length)
             if not run.steps:

@@ -16,6 +16,7 @@ overwritten by the next tokens.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import mmap
@@ -174,6 +175,7 @@ def reserve(num_bytes: int) -> mmap.mmap:
 def free_memory(device: torch.device) -> int:
     """Bytes that a process could still use on the device."""
     if device.type == "cuda":
+        gc.collect()  # An engine that is gone may still lie in cycles, with a pool of most of the memory.
         torch.cuda.empty_cache()  # what torch keeps of tensors that are gone
         return torch.cuda.mem_get_info(device)[0]
     for line in _lines("/proc/meminfo"):
