@@ -15,6 +15,7 @@ MAKERS = {
             "paper",
             "gpu_lengths",
             "gpu_passes",
+            "gpu_attention",
             "peers",
             "readme",
             "reporting",

@@ -43,6 +43,19 @@ class BrokenRecorder:
         return RerunRecorder().record(run)
 
 
+class PickyRecorder(CountingRecorder):
+    """A device without memory for passes of more than `most` logits."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        if run().shape[:-1].numel() > self.most:
+            raise torch.OutOfMemoryError("full")
+        return super().record(run)
+
+
 def captured(model: object) -> CapturedModel:
     assert isinstance(model, CapturedModel)
     return model
@@ -138,6 +151,33 @@ def test_recording_ahead_ends_where_memory_does() -> None:
     engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
     assert len(captured(engine.draft)._passes) == 4
     assert not captured(engine.target)._passes
+    assert texts(engine) == texts(engines.make_engine())
+
+
+def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The largest are tried first: they are told of once, and run unrecorded."""
+    recorder, settings = PickyRecorder(8), {"max_speculation_length": 3, "max_context_length": 100}
+    chooser = RandomLengths(1, longest=3)
+    with caplog.at_level(logging.WARNING):
+        engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **settings)
+        passes = captured(engine.target)._passes
+        assert {(shape.num_rows, shape.num_queries) for shape in passes} == {
+            *((rows, queries) for rows in (1, 2) for queries in (1, 2, 3, 4)),
+            *((4, 1), (4, 2)),
+        }
+        before = recorder.num_recordings
+        found = texts(engine)
+    assert found == texts(engines.make_engine(chooser=RandomLengths(1, longest=3), **settings))
+    assert recorder.num_recordings <= before + sum(map(catches_up, chooser.results))
+    told = [record.getMessage() for record in caplog.records if "no memory for a recording" in record.getMessage()]
+    assert len(told) == 2 + (1 if captured(engine.target).has_kernels else 0), told
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no graphs here"), torch.OutOfMemoryError("full")])
+def test_an_engine_starts_where_nothing_can_be_recorded(error: Exception) -> None:
+    engine = engines.make_engine(recorder=BrokenRecorder(error), record_ahead_s=60, check_models=True)
     assert texts(engine) == texts(engines.make_engine())
 
 

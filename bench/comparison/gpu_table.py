@@ -8,6 +8,10 @@ from typing import Any
 
 from speclen.bench.comparison.paper_table import PAPER_GAINS, PAPER_LENGTHS, row_of, times
 
+# Models, rows and queries of those that were timed.
+SHOWN_PASSES = (("target", 1, 1), ("draft", 1, 1), ("target", 32, 1), ("draft", 32, 1), ("target", 32, 9))
+SHOWN_PROMPTS = (10, 250)
+
 
 def lengths_table(path: Path) -> str:
     """Best length and gain by batch size beside the paper's, and transformers' own generation."""
@@ -37,11 +41,43 @@ def passes_table(plain: Path, fused: Path) -> str:
     if not (plain.exists() and fused.exists()):
         return "Nothing has been measured yet."
     before, after = (json.loads(path.read_text("utf-8")) for path in (plain, fused))
-    lines = ["| pass, ms | read from memory alone | torch's kernels | `fused` |", "|---|---|---|---|"]
+    lines = ["| pass, ms | read from memory alone | torch's kernels | ours between the products |", "|---|---|---|---|"]
     for old, new in zip(before["passes"], after["passes"], strict=True):
         name = f"{old['model']}, {old['batch_size']} x {old['num_queries']} tokens"
         lines.append(row_of(name, [f"{1e3 * each:.2f}" for each in (old["floor_s"], old["seconds"], new["seconds"])]))
     return "\n".join([*lines, "", f"The first two {place(before)}; the last at commit `{after['commit']}`."])
+
+
+def attention_table(path: Path) -> str:
+    """Milliseconds of passes by how much of their rows attention reads, and of prompts, recorded and not."""
+    if not path.exists():
+        return "Nothing has been measured yet."
+    document = json.loads(path.read_text("utf-8"))
+    lines = [
+        "| pass, ms | rows of | reading what the longest holds | what each holds | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for one in document["attention"]:
+        if (one["model"], one["batch_size"], one["num_queries"]) in SHOWN_PASSES:
+            before, after = one["longest_row_read_ms"], one["own_rows_read_ms"]
+            longest = one["longest_row"]
+            spread = f"{longest} tokens" if one["rows"] == "all as long" else f"20 to {longest} tokens"
+            shape = f"{one['model']}, {one['batch_size']} x {one['num_queries']} tokens"
+            lines.append(row_of(shape, [spread, f"{before:.2f}", f"{after:.2f}", f"{after / before:.2f}"]))
+    lines += ["", "| prompt, ms | kernel by kernel | recorded in blocks |", "|---|---|---|"]
+    for one in document["prompts"]:
+        if one["num_tokens"] in SHOWN_PROMPTS:
+            name = f"{one['model']}, {one['num_tokens']} tokens after {one['held']}"
+            lines.append(row_of(name, [f"{one['plain_ms']:.1f}", f"{one['recorded_ms']:.1f}"]))
+    commits = document["commit"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"On one {document['machine']['device'].partition(':')[2]}; commits `{commits['longest_row_read_ms']}`, then "
+            f"`{commits['prompts']}`; [all of them](gpu/attention.json).",
+        ]
+    )
 
 
 def place(document: dict[str, Any]) -> str:

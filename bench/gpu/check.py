@@ -22,7 +22,7 @@ import torch
 from speclen.bench.engine.run import EngineBench
 from speclen.bench.gpu.checks import Check, run_checks
 from speclen.bench.gpu.grid import Cell, prompt_source, run_baselines, run_grid, serve_and_learn
-from speclen.bench.gpu.passes import PassTime, copy_bandwidth, time_pass
+from speclen.bench.gpu.passes import PassTime, copy_bandwidth, time_pass, time_prompt
 from speclen.bench.gpu.plots import draw
 from speclen.bench.gpu.sizes import DRY, FULL, Sizes
 from speclen.bench.gpu.tracks import run_tracks
@@ -86,6 +86,9 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
     passes = run_passes(bench, sizes, bandwidth)
     for one in passes:
         say(as_line(one))
+    prompts = run_prompts(bench, sizes, bandwidth)
+    for one in prompts:
+        say(as_line(one, "a prompt of"))
     cells = run_grid(bench, source, sizes, say)
     del bench
     baselines = run_baselines(pair, source, sizes)
@@ -106,6 +109,7 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
         "checks": [asdict(check) for check in checks],
         "copy_bandwidth": bandwidth,
         "passes": [asdict(one) | {"efficiency": one.efficiency} for one in passes],
+        "prompts": [asdict(one) | {"efficiency": one.efficiency} for one in prompts],
         "cells": [asdict(cell) for cell in cells],
         "baselines": baselines,
         "learned": learned,
@@ -134,10 +138,22 @@ def run_passes(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[PassT
     return found
 
 
-def as_line(one: PassTime) -> str:
+def run_prompts(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[PassTime]:
+    """Passes of single prompts, of both models."""
+    models = [("target", bench.engine.target), ("draft", bench.engine.draft)]
+    return [
+        time_prompt(name, model, num_tokens, bandwidth, sizes.pass_repeats)
+        for name, model in models
+        for num_tokens in sizes.timed_prompts
+        if isinstance(model, CachedModel)
+    ]
+
+
+def as_line(one: PassTime, of: str = "") -> str:
+    shape = f"{of} {one.num_queries} tokens" if of else f"batch size {one.batch_size}, {one.num_queries} queries"
     return (
-        f"{one.model} pass, batch size {one.batch_size}, {one.num_queries} queries: {1e3 * one.seconds:.3f} ms, "
-        f"floor {1e3 * one.floor_s:.3f} ms ({one.efficiency:.0%}), unrecorded {1e3 * one.plain_seconds:.3f} ms"
+        f"{one.model} pass, {shape}: {1e3 * one.seconds:.3f} ms, floor {1e3 * one.floor_s:.3f} ms "
+        f"({one.efficiency:.0%}), unrecorded {1e3 * one.plain_seconds:.3f} ms"
     )
 
 

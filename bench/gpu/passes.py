@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.passes import PassPart, StepRows
+from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
 from speclen.worker.engine import step_runner
 from speclen.worker.engine.speculative import speculative_step
 
@@ -101,6 +101,25 @@ def time_pass(
         num_queries,
         timer.median(lambda: model.forward([part()]), repeats),
         timer.median(lambda: model.forward_batch(part()), max(3, repeats // 5)),
+        read / bandwidth,
+    )
+
+
+@torch.inference_mode()
+def time_prompt(name: str, model: CachedModel, num_tokens: int, bandwidth: float, repeats: int) -> PassTime:
+    """A pass of one prompt, as the engine runs it, and one kernel at a time."""
+
+    def part() -> PassPart:
+        return prompt_part(0, [1] * num_tokens, 0, model.device)
+
+    timer = Timer(model.device)
+    read = weight_bytes(model.model) + num_tokens * model.pool.bytes_per_token
+    return PassTime(
+        name,
+        1,
+        num_tokens,
+        timer.median(lambda: model.forward([part()]), repeats),
+        timer.median(lambda: model.forward_packed([part()]), max(3, repeats // 5)),
         read / bandwidth,
     )
 

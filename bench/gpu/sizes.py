@@ -17,6 +17,7 @@ class Sizes:
     batch_sizes: tuple[int, ...]
     lengths: tuple[int, ...]
     prompt_tokens: int
+    timed_prompts: tuple[int, ...]  # tokens of prompts that passes are timed of
     new_tokens: int
     baseline_tokens: int
     copied_bytes: int
@@ -36,6 +37,7 @@ FULL = Sizes(
     batch_sizes=(1, 2, 4, 8, 16, 32),
     lengths=tuple(range(9)),
     prompt_tokens=128,
+    timed_prompts=(10, 130, 250),
     new_tokens=128,
     baseline_tokens=32,
     copied_bytes=4 << 30,
@@ -56,6 +58,7 @@ DRY = Sizes(
     batch_sizes=(1, 2),
     lengths=(0, 2),
     prompt_tokens=16,
+    timed_prompts=(20,),
     new_tokens=12,
     baseline_tokens=12,
     copied_bytes=32 << 20,

@@ -18,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -65,16 +66,27 @@ class RecordedPass:
 class CapturedModel(CachedModel):
     """Replays passes of up to `max_queries` queries a row, and with kernels those of prompts; others take the plain path.
 
-    max_recordings: kept at most, the least recently used goes first. The pool must hold `max_queries` tokens more per
-    row than rows ever fill. num_first_uses: passes recorded so far; a step in which it grew says nothing about step times.
+    max_recordings: of passes of decoding rows, kept at most, the least recently used goes first. The pool must hold
+    `max_queries` tokens more per row than rows ever fill. num_first_uses: passes recorded so far; a step in which it grew
+    says nothing about step times. widths: queries and logits a row of passes that decoding rows make; with kernels others
+    are cut into blocks.
     """
 
-    def __init__(self, plain: CachedModel, recorder: Recorder, max_queries: int, max_recordings: int) -> None:
+    def __init__(
+        self,
+        plain: CachedModel,
+        recorder: Recorder,
+        max_queries: int,
+        max_recordings: int,
+        widths: Sequence[tuple[int, int]] = (),
+    ) -> None:
         super().__init__(plain.model, plain.pool, plain.max_context_length)
         self.recorder: Recorder | None = recorder
         self.max_queries = max_queries
         self.max_recordings = max_recordings
+        self.widths = widths
         self._passes: OrderedDict[PassShape, RecordedPass] = OrderedDict()
+        self._too_large: set[PassShape] = set()  # for the memory
         self._blocks: dict[int, RecordedBlocks] = {}  # by their number
         self._most_blocks = MOST_BLOCKS
         # Where logits are put, by what they are of. Else each recording held its own, which for hundreds of shapes and a
@@ -97,10 +109,12 @@ class CapturedModel(CachedModel):
         return [logits, *(self._feed(others) if others else ())]
 
     def _is_decoding(self, part: PassPart) -> bool:
-        """Whether a part has a shape of its own; prompts do not, nor does a draft that lacks many tokens."""
+        """Whether a part has a shape of its own; prompts do not, nor does a draft that lacks many tokens of few rows."""
         if self.recorder is None or part.num_queries > self.max_queries or part.rows.first_row:
             return False
-        return not self.has_kernels or part.num_queries <= 2 or part.num_logits == part.num_queries
+        if not self.has_kernels or part.num_logits > 1 or num_blocks_of([part]) > self._most_blocks:
+            return True
+        return (part.num_queries, part.num_logits) in self.widths
 
     def _replay(self, part: PassPart) -> torch.Tensor | None:
         """Logits of rows 0, 1, ... by a recorded pass; None when it cannot be recorded."""
@@ -130,33 +144,42 @@ class CapturedModel(CachedModel):
             self.pool.note_rows_written(part.rows.first_row, part.rows.starts + part.column + part.num_queries)
         return recorded.replay(cut(parts, self._spare_position), parts)
 
-    def record_ahead(self, widths: Sequence[tuple[int, int]], until: float) -> int:
-        """Record passes before they occur, of all numbers of rows; how many are recorded then.
+    def record_ahead(self, until: float) -> int:
+        """Record passes before they occur, of all widths and numbers of rows; how many are recorded then.
 
-        widths: queries and logits of each. until: by time.monotonic(), when no further one is begun. Those over short rows
-        come first, and of these the largest: others share its memory.
+        until: by time.monotonic(), when no further one is begun.
         """
         had_kernels = self.has_kernels
         nothing = torch.empty(0, 1, dtype=torch.long, device=self.device)
-        for shape in self._shapes(widths)[: self.max_recordings]:
-            if time.monotonic() >= until or self._record(shape, nothing, nothing) is None:
+        blocks = reversed(sizes_up_to(self._most_blocks)) if had_kernels else ()
+        missing: list[Callable[[], object]] = [
+            *(partial(self._record, shape, nothing, nothing) for shape in self._shapes() if shape not in self._passes),
+            *(partial(self._record_blocks, number) for number in blocks if number not in self._blocks),
+        ]
+        for record in missing:
+            if self.recorder is None or time.monotonic() >= until:
                 break
+            record()
             if self.has_kernels != had_kernels:  # They do not run, and without them shapes are others.
-                self._passes.clear()
-                return self.record_ahead(widths, until)
-        for num_blocks in reversed(sizes_up_to(self._most_blocks)) if self.has_kernels else ():
-            if time.monotonic() >= until or self.recorder is None or self._record_blocks(num_blocks) is None:
-                break
+                return self.record_ahead(until)
         return len(self._passes) + len(self._blocks)
 
-    def _shapes(self, widths: Sequence[tuple[int, int]]) -> list[PassShape]:
+    def _shapes(self) -> list[PassShape]:
+        """All that may be kept: over short rows rather than long ones, and narrow rather than wide.
+
+        Of those over equally long rows the largest come first, whose memory the others share.
+        """
         most = self.pool.num_rows
-        return [
+        sizes = {padded_rows(rows, most) for rows in range(1, most + 1)}
+        shapes = [
             PassShape(num_rows, num_queries, num_tokens, num_logits)
             for num_tokens in self._reaches()
-            for num_queries, num_logits in sorted(widths, reverse=True)
-            for num_rows in sorted({padded_rows(rows, most) for rows in range(1, most + 1)}, reverse=True)
+            for num_queries, num_logits in sorted(self.widths)
+            for num_rows in sizes
         ]
+        return sorted(
+            shapes[: self.max_recordings], key=lambda shape: (shape.num_tokens, -shape.num_queries, -shape.num_rows)
+        )
 
     def _reach(self, num_tokens: int) -> int:
         """Tokens of each row that a pass reads, where its rows hold so many at most."""
@@ -204,6 +227,8 @@ class CapturedModel(CachedModel):
 
     def _record(self, shape: PassShape, ids: torch.Tensor, positions: torch.Tensor) -> RecordedPass | None:
         """Record a pass; None when that cannot be done, then or ever."""
+        if shape in self._too_large:
+            return None
         if len(self._passes) >= self.max_recordings:
             self._passes.popitem(last=False)
         fixed_ids = ids.new_zeros(shape.num_rows, shape.num_queries)
@@ -224,7 +249,7 @@ class CapturedModel(CachedModel):
         if recording is None:
             if had_kernels and not self.has_kernels:
                 return self._record(shape, ids, positions)
-            self.max_recordings = max(1, len(self._passes))
+            self._too_large.add(shape)
             return None
         recorded = self._passes[shape] = RecordedPass(fixed_ids, fixed_positions, recording, len(ids))
         return recorded
@@ -236,7 +261,7 @@ class CapturedModel(CachedModel):
             lambda: self._put(inputs.run(self), "blocks", MOST_BLOCKS), f"{num_blocks} blocks of prompts"
         )
         if recording is None:
-            self._most_blocks = max(self._blocks, default=0)
+            self._most_blocks = max(sizes_up_to(num_blocks - 1), default=0)
             return None
         recorded = self._blocks[num_blocks] = RecordedBlocks(inputs, recording)
         return recorded

@@ -209,6 +209,7 @@ def check_model(cached: PassModel, plain_model: Any, name: str) -> None:
 # Tokens per row that are fed together at the end: as many as are recorded for any worker, so that these are looked at, too.
 NUM_TAIL = 2
 LEAST_TOKENS = 48  # of the longest row
+MOST_FED = 256  # tokens in a pass, as when prompts are served: larger ones may take another path
 # Tokens times parameters that the longest row may cost: some seconds on two cores of a CPU, one on a GPU.
 BUDGET = {"cpu": 2e11, "cuda": 5e13}
 
@@ -265,15 +266,16 @@ def _plain_logits(model: Any, ids: list[list[int]]) -> torch.Tensor:
 
 
 def _ragged_logits(model: PassModel, ids: list[list[int]]) -> torch.Tensor:
-    """The same through the rows: prompts in two chunks, then a junk token each, then the last tokens together.
+    """The same through the rows: prompts in chunks, then a junk token each, then the last tokens together.
 
-    The second chunks of all rows go in one packed pass, as prompts do.
+    The last chunks of all rows go in one packed pass, as prompts do.
     """
     prompts = [tokens[:-NUM_TAIL] for tokens in ids]
-    halves = [len(prompt) // 2 for prompt in prompts]
+    halves = [max(len(prompt) // 2, len(prompt) - MOST_FED // len(ids)) for prompt in prompts]
     for row, half in enumerate(halves):
-        if half:
-            model.forward([prompt_part(row, prompts[row][:half], 0, model.device)])
+        for start in range(0, half, MOST_FED):
+            chunk = prompts[row][start : min(half, start + MOST_FED)]
+            model.forward([prompt_part(row, chunk, start, model.device)])
     model.forward([prompt_part(row, prompts[row][half:], half, model.device) for row, half in enumerate(halves)])
     for row, tokens in enumerate(ids):
         model.forward([prompt_part(row, tokens[:1], len(prompts[row]), model.device)])

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 
 from speclen.worker.backends.attention import RecordedRows, StepMasks
 from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.passes import PassPart, padded_width
+from speclen.worker.backends.passes import PassPart
 from speclen.worker.backends.recording import Recording
 
 BLOCK_TOKENS = 16
-MOST_BLOCKS = 32  # of a recorded pass: with more, starting kernels one by one takes no longer than running them
+# Of a recorded pass: what an engine feeds at once, 256 tokens, in prompts that fill their last block or do not.
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
+MOST_BLOCKS = SIZES[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,11 @@ class RecordedBlocks:
 
 
 def num_blocks_of(parts: Sequence[PassPart]) -> int:
-    """Blocks that the parts' rows make, rounded up to a size that is recorded."""
-    return padded_width(sum(part.rows.num_rows * -(-part.num_queries // BLOCK_TOKENS) for part in parts))
+    """Blocks that the parts' rows make, rounded up to a size that is recorded; as they are when that is none."""
+    number = sum(part.rows.num_rows * -(-part.num_queries // BLOCK_TOKENS) for part in parts)
+    return next((size for size in SIZES if size >= number), number)
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """All numbers of blocks that `num_blocks_of` gives, up to the most that are recorded."""
-    return sorted({padded_width(number) for number in range(1, most + 1)})
+    """Numbers of blocks that are recorded, up to `most`."""
+    return [size for size in SIZES if size <= most]

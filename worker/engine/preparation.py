@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # Share of a GPU's free memory that the pools may take: they are allocated in full, and passes need room too.
 GPU_POOL_SHARE = 0.8
+# Queries and logits a row of a draft's passes: it lacks a token, or two after a step that accepted everything.
+DRAFT_WIDTHS = ((1, 1), (2, 1))
 # Tokens that a row should hold at least: rather fewer rows than less than that.
 LEAST_CONTEXT = 1024
 
@@ -141,25 +143,26 @@ def _on_torch(
         recorder = GraphRecorder(pair.device)
     if recorder is None:
         return [*cached]
-    captured = [CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings) for one in cached]
+    captured = [
+        CapturedModel(one, recorder, _spare_tokens(config), config.max_recordings, widths)
+        for one, widths in zip(cached, (_target_widths(config, len(cached) > 1), DRAFT_WIDTHS), strict=False)
+    ]
     for model, one in zip(captured, named, strict=True):
         _check_kernels(model, one, config)
-    _record_ahead(captured, config)
+    # What is recorded when it occurs takes ten times as long, and everybody waits. The draft's passes take less time each.
+    started = time.monotonic()
+    number = sum(model.record_ahead(started + config.record_ahead_s) for model in reversed(captured))
+    if number:
+        log.info("%d passes are recorded, in %.1f s", number, time.monotonic() - started)
     return [*captured]
 
 
-def _record_ahead(captured: Sequence[CapturedModel], config: EngineConfig) -> None:
-    """Record what steps will run: recorded when it occurs a pass takes ten times as long, and everybody waits."""
-    started = time.monotonic()
-    until = started + config.record_ahead_s
-    lengths = set(range(config.max_speculation_length + 1 if len(captured) > 1 else 1))
+def _target_widths(config: EngineConfig, drafts: bool) -> list[tuple[int, int]]:
+    """Queries and logits a row of the passes that verify what rows propose."""
+    lengths = set(range(config.max_speculation_length + 1 if drafts else 1))
     if config.max_copied_tokens:
         lengths |= {padded_width(proposed) for proposed in range(1, config.max_proposed_tokens + 1)}
-    widths = [[(length + 1, length + 1) for length in lengths], [(1, 1), (2, 1)]]  # a draft lacks one or two tokens
-    # The draft's take less time each.
-    numbers = [model.record_ahead(widths[at], until) for at, model in reversed([*enumerate(captured)])]
-    if any(numbers):
-        log.info("%d passes are recorded, in %.1f s", sum(numbers), time.monotonic() - started)
+    return [(length + 1, length + 1) for length in sorted(lengths)]
 
 
 def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -> None:
