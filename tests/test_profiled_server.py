@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from speclen.bench.simulation.profiled_server import (
+    Policy,
     ProfiledMachine,
     Traffic,
     adaptive,
@@ -14,7 +15,7 @@ from speclen.bench.simulation.profiled_server import (
     make_traffic,
     serve,
 )
-from speclen.controller.estimator.core import Profile, ProfileCell
+from speclen.controller.estimator.core import Profile, ProfileCell, StepObservation
 
 SURVIVAL = (0.7, 0.5, 0.38, 0.3)
 
@@ -55,6 +56,15 @@ def test_batches_form_and_the_queue_is_served_in_order() -> None:
     outcome = serve(machine(), together, fixed(0))
     assert outcome.num_steps == 150  # 16 requests, 16, and the last 8, of 50 tokens each
     assert outcome.p95_ms_per_token > outcome.ms_per_token
+
+
+def test_a_policy_is_told_what_a_worker_would_tell_it() -> None:
+    """The tokens that requests asked for, none of those proposed beyond, and the rows that came while others decoded."""
+    told: list[StepObservation] = []
+    traffic = Traffic(np.array([0.0, 0.0, 0.05, 100.0]), np.array([30, 7, 11, 5]))
+    serve(machine(), traffic, Policy(lambda batch_size: 4, told.append))
+    assert sum(step.num_tokens for step in told) == 30 + 7 + 11 + 5
+    assert [step.num_new_rows for step in told if step.num_new_rows] == [1]
 
 
 def test_the_true_table_varies_with_the_batch_and_adaptation_comes_near_it() -> None:

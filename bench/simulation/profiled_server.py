@@ -139,12 +139,15 @@ def serve(machine: ProfiledMachine, traffic: Traffic, policy: Policy, seed: int 
         length = policy.choose(len(rows))
         latency = machine.step_s[len(rows), length] * float(np.exp(NOISE * rng.standard_normal()))
         runs = (rng.random(len(rows))[:, None] < machine.survival[None, :length]).sum(axis=1)
+        runs = np.minimum(runs, left[rows] - 1)  # what is proposed beyond a request's last token is kept by nobody
         now += latency
         num_steps += 1
         busy_rows += len(rows)
         if policy.observe is not None:
             histogram = tuple(np.bincount(runs, minlength=length + 1).tolist())
-            policy.observe(StepObservation(len(rows), length, latency, histogram))
+            # As a worker tells it, new rows came while others decoded.
+            num_new_rows = joining if joining < len(rows) else 0
+            policy.observe(StepObservation(len(rows), length, latency, histogram, num_new_rows=num_new_rows))
         left[rows] -= runs + 1
         done = rows[left[rows] <= 0]
         finished_s[done] = now
