@@ -33,7 +33,10 @@ def learned_rows(db: Path, context: str) -> list[Row]:
 def matrices(rows: list[Row]) -> RenderableType:
     """One matrix per context, in the order of the view."""
     if not rows:
-        return Text("Nothing is learned yet: start a worker, or import a profile with `speclen profile import`.")
+        return Text(
+            "Nothing is learned yet: start a worker (one that has just begun shows within two seconds), or import a "
+            "profile with `speclen profile import`."
+        )
     parts = [titled(name, list(group)) for name, group in groupby(rows, key=lambda row: row["context"])]
     return Group(*(line for part in parts for line in part))
 
