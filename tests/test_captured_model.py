@@ -186,9 +186,7 @@ def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pyt
         engine = engines.make_engine(recorder=BrokenRecorder(RuntimeError("no graphs here\nat all")))
         assert texts(engine) == texts(engines.make_engine())
     told = [record.getMessage() for record in caplog.records]
-    told = [
-        message for message in told if "kernels are left out" not in message
-    ]  # which come first, where there are any
+    told = [message for message in told if "kernels are left out" not in message]  # first, where there are any
     assert len(told) == 2, "one for the target, one for the draft"
     assert all(message.endswith("one kernel at a time: RuntimeError: no graphs here") for message in told)
 

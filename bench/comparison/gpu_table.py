@@ -74,14 +74,19 @@ def attention_table(path: Path) -> str:
         [
             *lines,
             "",
-            f"On one {document['machine']['device'].partition(':')[2]}; commits `{commits['longest_row_read_ms']}`, then "
+            f"On one {device_of(document)}; commits `{commits['longest_row_read_ms']}`, then "
             f"`{commits['prompts']}`; [all of them](gpu/attention.json).",
         ]
     )
+
+
+def device_of(document: dict[str, Any]) -> str:
+    """Its name, without its kind."""
+    return str(document["machine"]["device"].partition(":")[2])
 
 
 def place(document: dict[str, Any]) -> str:
     """Where and with what program."""
     machine = document["machine"]
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
-    return f"on one {machine['device'].partition(':')[2]} in bfloat16 ({versions}; commit `{document['commit']}`)"
+    return f"on one {device_of(document)} in bfloat16 ({versions}; commit `{document['commit']}`)"

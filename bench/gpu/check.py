@@ -88,7 +88,7 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
         say(as_line(one))
     prompts = run_prompts(bench, sizes, bandwidth)
     for one in prompts:
-        say(as_line(one, "a prompt of"))
+        say(f"prompt: {as_line(one)}")
     cells = run_grid(bench, source, sizes, say)
     del bench
     baselines = run_baselines(pair, source, sizes)
@@ -149,11 +149,10 @@ def run_prompts(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[Pass
     ]
 
 
-def as_line(one: PassTime, of: str = "") -> str:
-    shape = f"{of} {one.num_queries} tokens" if of else f"batch size {one.batch_size}, {one.num_queries} queries"
+def as_line(one: PassTime) -> str:
     return (
-        f"{one.model} pass, {shape}: {1e3 * one.seconds:.3f} ms, floor {1e3 * one.floor_s:.3f} ms "
-        f"({one.efficiency:.0%}), unrecorded {1e3 * one.plain_seconds:.3f} ms"
+        f"{one.model} pass, batch size {one.batch_size}, {one.num_queries} queries: {1e3 * one.seconds:.3f} ms, "
+        f"floor {1e3 * one.floor_s:.3f} ms ({one.efficiency:.0%}), unrecorded {1e3 * one.plain_seconds:.3f} ms"
     )
 
 

@@ -93,33 +93,37 @@ def time_pass(
     def part() -> PassPart:
         return PassPart(StepRows(starts, num_queries, device), ids, num_logits=num_queries)
 
-    timer = Timer(device)
-    read = weight_bytes(model.model) + batch_size * (num_tokens + num_queries) * model.pool.bytes_per_token
-    return PassTime(
-        name,
-        batch_size,
-        num_queries,
-        timer.median(lambda: model.forward([part()]), repeats),
-        timer.median(lambda: model.forward_batch(part()), max(3, repeats // 5)),
-        read / bandwidth,
-    )
+    return _time(name, model, part, model.forward_batch, bandwidth, repeats)
 
 
 @torch.inference_mode()
 def time_prompt(name: str, model: CachedModel, num_tokens: int, bandwidth: float, repeats: int) -> PassTime:
-    """A pass of one prompt, as the engine runs it, and one kernel at a time."""
+    """A pass of one prompt, likewise."""
 
     def part() -> PassPart:
         return prompt_part(0, [1] * num_tokens, 0, model.device)
 
-    timer = Timer(model.device)
+    return _time(name, model, part, lambda one: model.forward_packed([one]), bandwidth, repeats)
+
+
+def _time(
+    name: str,
+    model: CachedModel,
+    part: Callable[[], PassPart],
+    plain: Callable[[PassPart], object],
+    bandwidth: float,
+    repeats: int,
+) -> PassTime:
+    """part: makes the pass's only one. plain: runs it one kernel at a time."""
+    timer, rows = Timer(model.device), part().rows
+    num_tokens = int(rows.starts.sum()) + rows.num_rows * rows.num_columns
     read = weight_bytes(model.model) + num_tokens * model.pool.bytes_per_token
     return PassTime(
         name,
-        1,
-        num_tokens,
+        rows.num_rows,
+        rows.num_columns,
         timer.median(lambda: model.forward([part()]), repeats),
-        timer.median(lambda: model.forward_packed([part()]), max(3, repeats // 5)),
+        timer.median(lambda: plain(part()), max(3, repeats // 5)),
         read / bandwidth,
     )
 
