@@ -60,6 +60,8 @@ def backup(
 
 
 def to_file(target: Path, db: Path, overwrite: bool, as_json: bool) -> None:
+    if target.exists() and db.exists() and target.samefile(db):
+        raise UserError(f"{target} is the database itself: name another file for its copy")
     if target.exists() and not overwrite:
         raise UserError(f"{target} exists: name another file, or give --overwrite")
     num_bytes = copy_database(db, target)

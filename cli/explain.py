@@ -41,7 +41,9 @@ def explain(
         if not 1 <= batch <= row.max_batch_size:
             raise UserError(f"batch size {batch} is beyond this context's workers: use 1 to {row.max_batch_size}")
         bucket = controller.context(key).buckets[controller.bucket_index(key, batch)]
-        change = last_change(connection, row.context_id, bucket.batch_min)
+        # Of workers that are unlike the others no decisions are stored.
+        apart = bool(worker) and any(controller.models_of(key, worker))
+        change = None if apart else last_change(connection, row.context_id, bucket.batch_min)
     try:
         explanation = explain_choice(controller, key, batch, change, worker)
     except ValueError as error:

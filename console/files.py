@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from speclen.console.errors import UserError
+
+DATABASE_BEGINS = b"SQLite format 3\0"
 
 
 def check_place(file: Path) -> None:
@@ -19,11 +22,23 @@ def check_place(file: Path) -> None:
         raise UserError(f"{file} cannot be written: choose another place")
 
 
+def refuse_database(file: Path) -> None:
+    """Raises UserError for a database: who names one where a result goes takes the name for that of what is read."""
+    with contextlib.suppress(OSError):  # what cannot be read is told by who writes
+        if not file.is_file():
+            return
+        with file.open("rb") as opened:
+            begins = opened.read(len(DATABASE_BEGINS))
+        if begins == DATABASE_BEGINS:
+            raise UserError(f"{file} is a database and stays: name another file for what is written")
+
+
 def write_whole(file: Path, text: str) -> None:
     """The text and a line's end, whole or not at all: a reader never finds a part, nor is an old file lost to a full disk.
 
-    Folders that lead there are made. Raises UserError naming the file.
+    Folders that lead there are made. Raises UserError naming the file, also where it is a database.
     """
+    refuse_database(file)
     try:
         if file.exists() and not file.is_file():  # a pipe or a device takes it as it comes
             file.write_text(text + "\n", "utf-8")

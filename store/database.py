@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from speclen.store.connection import (
     sqlite3,
 )
 from speclen.store.failpoints import Failpoints
-from speclen.store.files import Presence, WriterLock, move_aside, size_of
+from speclen.store.files import Presence, WriterLock, damage_path, move_aside, note_damage, size_of
 from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
 from speclen.store.schema.opening import give_way, note_missing, open_checked
@@ -102,15 +103,17 @@ class Store:
             lock = WriterLock(path)
         except OSError as error:
             raise StoreError(f"{path} cannot be created ({error}): choose another place with --db.") from error
+        checked_bytes = sys.maxsize if damage_path(path).exists() else config.checked_bytes
         try:
             try:
-                connection = open_checked(path, config.checked_bytes)
+                connection = open_checked(path, checked_bytes)
             except CorruptStoreError:
                 if not move_corrupt_aside:
                     raise
                 move_aside(path)
                 lock.take_file()
                 connection = open_checked(path, config.checked_bytes)
+            damage_path(path).unlink(missing_ok=True)
             return cls(path, connection, lock, config)
         except BaseException:
             lock.release()
@@ -262,6 +265,7 @@ class Store:
         """Raises CorruptStoreError if SQLite says that the file is damaged, StoreGoneError where that is why."""
         if is_corruption(error):
             self._presence.check(self._commit_number)
+            note_damage(self.path)
             raise refusal(self.path, error, advice=MOVE_AWAY) from error
 
     def _wait_to_retry(self, batches: Batches, error: Exception, delay: float) -> bool:

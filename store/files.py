@@ -18,6 +18,19 @@ from speclen.store.connection import StoreError, refusal
 LOCK_PATIENCE_S = 0.3
 
 
+def damage_path(database: Path) -> Path:
+    """A file that is there after damage was found in the database, whose next opening then reads all of it.
+
+    What makes a file large is not read when it is opened: a damaged page among old reports would be met again and again.
+    """
+    return database.with_name(database.name + "-damaged")
+
+
+def note_damage(database: Path) -> None:
+    with contextlib.suppress(OSError):  # the damage itself is what is told
+        damage_path(database).touch()
+
+
 class WriterLock:
     """Held by the one process that may write; the kernel releases it when the process dies, however it dies.
 

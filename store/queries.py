@@ -55,11 +55,11 @@ def stored_reports(connection: Connection) -> Iterator[ReportRow]:
     return (ReportRow(*row) for row in connection.execute(f"SELECT {columns} FROM step_reports ORDER BY report_id"))
 
 
-def newest_reports(connection: Connection, context_id: int, limit: int) -> list[ReportRow]:
-    """The newest raw reports of a context, oldest first."""
+def newest_reports(connection: Connection, context_id: int, limit: int) -> Iterator[ReportRow]:
+    """The newest raw reports of a context, the newest first: they can be had where an older one cannot be read."""
     columns = ", ".join(ReportRow._fields)
     query = f"SELECT {columns} FROM step_reports WHERE context_id = ? ORDER BY report_id DESC LIMIT ?"
-    return [ReportRow(*row) for row in connection.execute(query, (context_id, limit))][::-1]
+    return (ReportRow(*row) for row in connection.execute(query, (context_id, limit)))
 
 
 def contexts_with_reports(connection: Connection) -> set[int]:

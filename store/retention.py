@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from speclen.store.connection import Connection
 
+# On average, with all that steps with copies and reviews tell: several times what a fleet's reports take.
+MOST_REPORT_BYTES = 500
+# Tables and states of a thousand contexts, decisions, events.
+BYTES_BESIDE_REPORTS = 2**28
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -20,6 +25,11 @@ class Retention:
     max_prediction_days: float = 7.0
     # Decisions, drift events and store events, each: rare, so this is years.
     max_event_rows: int = 100_000
+
+    @property
+    def max_bytes(self) -> int:
+        """Of the file, beyond which the oldest reports go whatever their number: those who sent them may tell too much."""
+        return BYTES_BESIDE_REPORTS + MOST_REPORT_BYTES * self.max_report_rows
 
     def __post_init__(self) -> None:
         if self.max_report_rows < 1 or self.max_event_rows < 1:
@@ -37,6 +47,9 @@ DAY_S = 86400.0
 # Rows that one commit deletes beyond twice those it inserts: a lowered limit is reached in steps, no commit is slow.
 EXTRA_ROWS_PER_COMMIT = 2_000
 
+# Where the file is too large, reports that go at a time, until it is not, and how often in one commit; the newest that stay.
+CHUNK_ROWS, MOST_CHUNKS, FEWEST_ROWS = 500, 20, 10_000
+
 # Pages of 4 KiB given back after one commit, and how many and which share must be free for it. A file in its steady
 # state reuses free pages at once and never gets there.
 VACUUM_PAGES = 250
@@ -50,11 +63,23 @@ def enforce_retention(connection: Connection, retention: Retention, num_new_repo
     _trim_reports(connection, retention.max_report_rows, oldest_at, 2 * num_new_reports + EXTRA_ROWS_PER_COMMIT)
     oldest_window = now - retention.max_prediction_days * DAY_S
     connection.execute("DELETE FROM prediction_windows WHERE window_start < ?", (oldest_window,))
+    for _ in range(MOST_CHUNKS):
+        if used_bytes(connection) <= retention.max_bytes:
+            break
+        _trim_reports(connection, min(retention.max_report_rows, FEWEST_ROWS), oldest_at, CHUNK_ROWS)
     for table in ("decisions", "drift_events", "store_events"):
         key = f"{table.removesuffix('s')}_id"
         connection.execute(
             f"DELETE FROM {table} WHERE {key} <= (SELECT max({key}) FROM {table}) - ?", (retention.max_event_rows,)
         )
+
+
+def used_bytes(connection: Connection) -> int:
+    """Of the file, without pages that are free."""
+    num_pages, num_free, page_bytes = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    return int((num_pages - num_free) * page_bytes)
 
 
 def _trim_reports(connection: Connection, max_rows: int, oldest_at: float, max_deleted: int) -> None:

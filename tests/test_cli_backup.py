@@ -76,6 +76,17 @@ def test_an_existing_file_is_only_replaced_when_told(tmp_path):
     assert rows(copy, "SELECT count(*) FROM step_reports") == [(3,)]
 
 
+def test_the_database_is_no_place_for_its_copy(tmp_path):
+    """A link to it, either: what is renamed over it is another file than the one that the controller writes to."""
+    database = write_database(tmp_path / "s.db")
+    (tmp_path / "link.db").symlink_to(database)
+    before = database.stat().st_ino
+    for target in (database, tmp_path / "link.db"):
+        with pytest.raises(UserError, match="is the database itself"):
+            to_file(target, database, overwrite=True)
+    assert database.stat().st_ino == before
+
+
 def zero_a_page(path: Path) -> None:
     [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
     content = bytearray(path.read_bytes())

@@ -141,6 +141,14 @@ def test_a_file_that_no_controller_could_use_is_refused_and_changes_nothing(tmp_
     assert not (tmp_path / "new.db").exists() or load(tmp_path / "new.db").contexts == ()
 
 
+def test_a_database_is_never_replaced_by_an_export(tmp_path, exported):
+    """FILE is what is written; who took it for the database to read lost all that was learned."""
+    before = (tmp_path / "old.db").read_bytes()
+    with pytest.raises(UserError, match="is a database and stays"):
+        export_state(tmp_path / "old.db", tmp_path / "old.db", context="")
+    assert (tmp_path / "old.db").read_bytes() == before
+
+
 def test_an_export_that_cannot_be_written_leaves_the_last_one(tmp_path, exported, monkeypatch):
     before = exported.read_text()
 

@@ -351,6 +351,26 @@ def test_marks_do_not_add_up_while_the_disk_is_full():
     asyncio.run(story())
 
 
+def test_a_commit_that_fails_after_another_took_its_marks_over_is_told_again():
+    """The next commit had the mark alone: the worker's row was rolled back, and a restart would have known less of it."""
+
+    async def story() -> None:
+        service, store, worker, _ = setting()
+        other = service.register(Registration("w2", 7, ContextKey("t", "d", "cpu", "float32"), Limits(32, 4)))
+        store.ok = False
+        send(service, worker, 1, 2)
+        service.journal.commit()
+        send(service, other, 1)
+        service.journal.commit()
+        await store.land(0, RuntimeError("no"))
+        await store.land(1)
+        service.journal.commit()
+        rows = {row.worker_id: row.applied_seq for row in store.commits[2][0].workers}
+        assert rows["w"] == 2
+
+    asyncio.run(story())
+
+
 def test_what_is_shown_no_more_is_taken_out_of_the_database():
     """A plan stayed in the views as the one in use where none is: after a reset, or where nobody reached its batch size."""
 

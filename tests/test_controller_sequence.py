@@ -84,6 +84,14 @@ def test_counts_stay_within_what_the_database_holds():
     assert window.num_missing == 2**63 - 1
 
 
+def test_what_follows_the_largest_number_is_none_of_ours():
+    window = SeqWindow(applied_seq=2**63 - 2)
+    assert window.admit([2**63 - 1]) is None
+    assert window.admit([2**63]) == [True], "left to be refused"
+    assert window.admit([2**63, 2**63 + 1]) == [True, True]
+    assert window.applied_seq == 2**63 - 1
+
+
 @pytest.mark.parametrize(
     "text", ["{}", "[[1]]", "[[3, 2]]", "[[1, 2], [2, 3]]", "[[8, 10]]", '[["1", 2]]', "[[-1, 2]]"]
 )

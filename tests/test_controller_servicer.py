@@ -17,6 +17,7 @@ from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
+SHORT = {"max_batch_size": 32, "max_speculation_length": 2}
 PROFILE = pb.ImportProfileRequest(
     context=CONTEXT,
     cells=[
@@ -276,6 +277,45 @@ def test_a_worker_gets_no_length_beyond_its_own_limit():
             assert max(choice.speculation_length for choice in table.choices) == 1
             full = (await at.stub.RegisterWorker(registration("full", limits=LIMITS))).table
             assert max(choice.speculation_length for choice in full.choices) == 4
+
+    run(story)
+
+
+def test_a_worker_that_asks_for_every_length_gets_the_best_one_within_its_limit(monkeypatch):
+    """Cut to the limit, a length may be worse than plain decoding."""
+
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration("short", limits=pb.WorkerLimits(**SHORT)))
+            choice = Choice(Bucket(0, 1, 32), 4, best_within=(0, 1, 1, 3, 4))
+            monkeypatch.setattr(at.service, "table", lambda worker: Table(1, (choice,)))
+            monkeypatch.setattr(at.service, "take_probes", lambda *_, **__: [])
+            request = pb.ReportStepRequest(worker=identity("short"), report=report(1))
+            assert (await at.stub.ReportStep(request)).speculation_length == 1
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"accepted_histogram": [0] * 500_000}, "accepted_histogram has 500000 entries"),
+        ({"class_histograms": [pb.ClassHistogram()] * 400_000}, "class_histograms has 400000 entries for 3 classes"),
+        ({"flags": [1] * 1_000_000, "accepted_histogram": [5]}, "accepted_histogram has 1 entries"),
+    ],
+)
+def test_what_is_far_too_long_is_refused_in_a_short_sentence(changes, words):
+    """What was refused was first read whole, and quoted in every later answer of the stream."""
+
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            call = at.stub.StreamReports()
+            await call.write(pb.StreamReportsRequest(worker=identity(), reports=[report(1, **changes)]))
+            answer = await call.read()
+            assert answer.num_refused == 1
+            assert words in answer.last_refusal
+            assert len(answer.last_refusal) < 1000
 
     run(story)
 

@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from control_fakes import CONTEXT, identity, registration, report, run, served
+from control_fakes import CONTEXT, Served, identity, registration, report, run, served
 
 from speclen.store.connection import connect_reader, connect_writer
+from speclen.store.files import damage_path
 from speclen.v1 import control_pb2 as pb
 
 OLD_STATE = json.dumps({"policy": "adaptive", "buckets": [1, 2, 4, 8, 16, 32], "model": {}, "lengths": [2] * 6})
@@ -29,6 +30,12 @@ async def life(tmp_path, first: int, last: int) -> pb.LearnedTable:
             )
             await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=reported))
         return (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0]
+
+
+async def table_of(at: Served) -> pb.LearnedTable:
+    """What a controller knows when a worker comes."""
+    await at.stub.RegisterWorker(registration())
+    return (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0]
 
 
 def test_a_state_of_another_version_is_learned_again_at_start(tmp_path):
@@ -57,6 +64,46 @@ def test_a_state_of_another_version_is_learned_again_at_start(tmp_path):
     cells = connection.execute("SELECT count(*), max(batch_max) FROM latency_cells WHERE batch_min = 17").fetchone()
     assert tuple(cells) == (5, 17), "what was stored of buckets that are no more is gone"
     connection.close()
+
+
+def zero_the_oldest_reports(path):
+    """The first leaf of the table, by the first cell of its root: an interior page (5), whose cells begin with a child."""
+    connection = connect_reader(path)
+    root = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'step_reports'").fetchone()[0]
+    connection.close()
+    content = bytearray(path.read_bytes())
+    start = (root - 1) * 4096
+    assert content[start] == 5, "more than one page of reports"
+    cell = start + int.from_bytes(content[start + 12 : start + 14], "big")
+    leaf = int.from_bytes(content[cell : cell + 4], "big")
+    content[(leaf - 1) * 4096 : leaf * 4096] = bytes(4096)
+    path.write_bytes(content)
+
+
+def test_reports_on_a_damaged_page_leave_the_newer_ones_to_learn_from(tmp_path, monkeypatch):
+    """A controller whose older reports could not be read ended at every start with a traceback, for ever."""
+
+    async def story():
+        await life(tmp_path, 1, 300)
+        connection = connect_writer(tmp_path / "test.db")
+        connection.execute("UPDATE learned_states SET state = '[]'")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        zero_the_oldest_reports(tmp_path / "test.db")
+        # A small file is read whole before it is used; of one of gigabytes the old reports are not.
+        monkeypatch.setattr("speclen.store.schema.opening._check_content", lambda *_: None)
+        monkeypatch.setattr("speclen.store.queries._last_group_id", lambda connection: 300)
+        with pytest.raises(OSError, match="is damaged"):  # its commits meet the damage, too
+            async with served(tmp_path, commit_interval_s=0.05) as at:
+                assert 100 < sum(row.num_steps for row in (await table_of(at)).rows) < 300
+        monkeypatch.undo()
+        # That would happen at every start, were the next one not to read all.
+        assert damage_path(tmp_path / "test.db").exists()
+        async with served(tmp_path, move_corrupt_aside=True) as at:
+            assert not (await table_of(at)).rows
+        assert not damage_path(tmp_path / "test.db").exists()
+
+    run(story)
 
 
 def test_reports_that_are_not_kept_any_more_leave_a_new_context(tmp_path):

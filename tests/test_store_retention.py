@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from store_rows import NOW, cell, context, decision, moment, report, rows, store_now
 
+from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit
 from speclen.store.retention import EXTRA_ROWS_PER_COMMIT, VACUUM_ABOVE_PAGES, Retention
@@ -22,6 +25,23 @@ def test_the_number_of_reports_is_bounded_and_the_newest_are_kept(tmp_path):
         store_now(store, moment(range(first, first + 50)))
         assert rows(store.path, "SELECT count(*) <= 100, max(seq) FROM step_reports") == [(1, first + 49)]
     assert rows(store.path, "SELECT count(*), min(seq) FROM step_reports") == [(100, 901)]
+    store.close()
+
+
+def test_reports_that_tell_too_much_do_not_fill_the_disk(tmp_path, monkeypatch):
+    """Reviews make a row of 80 bytes one of 32 kB: five million of them were 160 GB."""
+    monkeypatch.setattr(retention, "BYTES_BESIDE_REPORTS", 2_000_000)
+    monkeypatch.setattr(retention, "CHUNK_ROWS", 50)
+    monkeypatch.setattr(retention, "FEWEST_ROWS", 100)
+    store = open_with(tmp_path / "s.db", max_report_rows=10_000)
+    store_now(store, moment(range(1, 201)))
+    for first in range(201, 3001, 100):
+        seqs = range(first, first + 100)
+        store_now(store, moment(seqs, reports=[report(seq, copying=json.dumps("f" * 32_000)) for seq in seqs]))
+    assert store.path.stat().st_size < 2 * Retention(max_report_rows=10_000).max_bytes
+    assert rows(store.path, "SELECT max(seq), count(*) > 100 FROM step_reports") == [(3000, 1)], (
+        "no more go than have to"
+    )
     store.close()
 
 

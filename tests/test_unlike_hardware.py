@@ -79,7 +79,15 @@ def test_a_worker_that_says_the_wrong_device_is_found_and_spoils_nothing(tmp_pat
         assert lost < 0.03, (name, machine, length, best(machine))
     connection = connect_reader(tmp_path / "test.db")
     told = [row[0] for row in connection.execute("SELECT detail FROM drift_events WHERE factor = 'worker'")]
+    decided = connection.execute(
+        "SELECT decision_version, speculation_length FROM decisions WHERE batch_min <= ? AND batch_max >= ?",
+        (BATCH, BATCH),
+    ).fetchall()
     connection.close()
+    assert len({version for version, _ in decided}) == len(decided), (
+        "one line of decisions: that of those who are alike"
+    )
+    assert decided[-1][1] == tables["worker-0"][0]
     assert told
     assert all("worker-4" in detail for detail in told)
     (finding, *_) = [each for each in examine(tmp_path / "test.db") if each.check == "unlike workers"]

@@ -177,7 +177,8 @@ class Choice:
 class Decision:
     """A change of a bucket's choice, with both estimates and the reason, in words.
 
-    plan, previous_plan: where rows copy, or did; the lengths are those of the draft model then.
+    plan, previous_plan: where rows copy, or did; the lengths are those of the draft model then. of_all: False for one that
+    concerns workers only that were set apart.
     """
 
     context: ContextKey
@@ -190,6 +191,7 @@ class Decision:
     reason: str
     previous_plan: Plan | None = None
     plan: Plan | None = None
+    of_all: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +214,16 @@ class Table:
     version: int
     choices: tuple[Choice, ...]
 
-    def length_for(self, batch_size: int) -> int:
-        """Length of the bucket that holds batch_size; that of the last bucket beyond it."""
+    def choice_for(self, batch_size: int) -> Choice:
+        """That of the bucket that holds batch_size; of the last bucket beyond it."""
         for choice in self.choices:
             if batch_size <= choice.bucket.batch_max:
-                return choice.speculation_length
-        return self.choices[-1].speculation_length
+                return choice
+        return self.choices[-1]
+
+    def length_for(self, batch_size: int) -> int:
+        """Of that choice, for a worker whose limit is the context's."""
+        return self.choice_for(batch_size).speculation_length
 
 
 @dataclass(frozen=True, slots=True)

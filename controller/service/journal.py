@@ -84,9 +84,13 @@ class Unsaved:
 
 @dataclass(slots=True)
 class Flight:
-    """A commit that the store has and that is not on disk yet. marks: by worker."""
+    """A commit that the store has and that is not on disk yet.
+
+    workers: of whom it holds rows. marks: by worker, which move when it lands; a later commit may have taken them over.
+    """
 
     pair: Pair
+    workers: tuple[Worker, ...]
     marks: dict[str, Mark]
     num_reports: int
     since: float
@@ -209,7 +213,8 @@ class Journal:
     def _launch(self, pair: Pair) -> None:
         """Make a commit of what is unsaved of a pair and hand it to the store."""
         changes = self._unsaved.pop(pair)
-        flight = Flight(pair, changes.marks, len(changes.reports), changes.since)
+        workers = tuple(mark.worker for mark in changes.marks.values())
+        flight = Flight(pair, workers, changes.marks, len(changes.reports), changes.since)
         if self.store is None:
             self._acknowledge(flight)
             return
@@ -281,8 +286,8 @@ class Journal:
         self.num_failed_commits += 1
         self.given_up[flight.pair] = error
         log.error("a commit was given up, what was learned goes into the next", reason=str(error))
-        for mark in flight.marks.values():
-            self.note_worker(mark.worker)
+        for worker in flight.workers:
+            self.note_worker(worker)
 
     # How far behind the disk is.
 

@@ -57,7 +57,9 @@ class SeqWindow:
         """Note the numbers as seen; say which are new. None, the usual answer: all are, and none is skipped."""
         first = self.applied_seq + 1
         last = self.applied_seq + len(seqs)
-        if not seqs or (seqs[0] == first and seqs[-1] == last and list(seqs) == list(range(first, last + 1))):
+        if not seqs:
+            return None
+        if last <= MAX_COUNT and seqs[0] == first and seqs[-1] == last and list(seqs) == list(range(first, last + 1)):
             self.applied_seq = last
             return None
         return [self._admit_one(seq) for seq in seqs]

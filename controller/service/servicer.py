@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -140,9 +141,11 @@ class ControlServicer(rpc.ControlServiceServicer):
         if request.HasField("context"):
             keys = [self._known(read_context(request.context))]
         await self.service.learn_all()
-        return pb.GetLearnedTableResponse(
-            tables=[learned_table_message(key, *self.service.learned(key)) for key in keys]
-        )
+        response = pb.GetLearnedTableResponse()
+        for key in keys:
+            response.tables.append(learned_table_message(key, *self.service.learned(key)))
+            await asyncio.sleep(0)  # a thousand contexts take seconds, and workers wait for answers
+        return response
 
     @answering
     async def ImportProfile(  # noqa: N802
@@ -178,7 +181,7 @@ class ControlServicer(rpc.ControlServiceServicer):
         """The length for the next step of this batch size: a probe if it is this worker's turn, else the table's."""
         table = self.service.table(worker)
         response = pb.ReportStepResponse(
-            speculation_length=min(table.length_for(batch_size), worker.limits.max_speculation_length),
+            speculation_length=table.choice_for(batch_size).length_within(worker.limits.max_speculation_length),
             decision_version=table.version,
             applied_seq=worker.window.applied_seq,
             durable_seq=worker.durable_seq,

@@ -119,6 +119,7 @@ class Snapshots:
     def event_rows(
         self, outcome: ObserveOutcome, after_group_id: int, now: float
     ) -> tuple[list[DecisionRow], list[DriftEventRow]]:
+        """Decisions are kept as the tables are: of workers that are alike. A worker set apart is an event."""
         contexts = self.registry.contexts
         decisions = [
             DecisionRow(
@@ -137,6 +138,7 @@ class Snapshots:
                 plan=None if decision.plan is None else str(decision.plan),
             )
             for decision in outcome.decisions
+            if decision.of_all
         ]
         events = [
             DriftEventRow(

@@ -28,6 +28,10 @@ from speclen.controller.wire.validation import (
 from speclen.v1 import control_pb2 as pb
 
 RUNS = range(MAX_LENGTH + 1)
+# Of a histogram so many entries are read: one more than any may have, so that a longer one is refused, and costs no more.
+MOST_RUNS = len(RUNS) + 1
+# Of a report's flags; many more than there are, each of which is there once.
+MOST_FLAGS = 64
 # Classes of requests by their numbers in the protocol, from 1 on, as the store names them.
 CLASSES = ("greedy", "cool", "hot")
 MAX_REMEMBERED = 65_536  # histograms; about 20 MB
@@ -77,7 +81,7 @@ def read_reports(
         latency_s, context_length = report.latency_s, report.mean_context_length
         version, probe_id = report.decision_version, report.probe_id
         prompt_s, num_new_rows = report.draft_prompt_s, report.num_new_rows
-        histogram = tuple(report.accepted_histogram[:])  # the slice makes it twice as fast
+        histogram = tuple(report.accepted_histogram[:MOST_RUNS])  # the slice makes it twice as fast
         facts = known.get(histogram) or remember(histogram)
         if not (
             0 < batch_size <= max_batch_size
@@ -130,7 +134,14 @@ def by_class_of(
     report: pb.StepReport | pb.StepSum, histogram: tuple[int, ...], seq: int
 ) -> tuple[ByClass, str] | InvalidMessageError:
     """The histogram by class, for the estimator and as JSON text; or why it is refused."""
-    split: ByClass = tuple((each.request_class - 1, tuple(each.accepted_histogram)) for each in report.class_histograms)
+    if len(report.class_histograms) > len(CLASSES):
+        sentence = (
+            f"report {seq}: class_histograms has {len(report.class_histograms)} entries for {len(CLASSES)} classes"
+        )
+        return InvalidMessageError("class_histograms", sentence)
+    split: ByClass = tuple(
+        (each.request_class - 1, tuple(each.accepted_histogram[:MOST_RUNS])) for each in report.class_histograms
+    )
     kinds = [kind for kind, _ in split]
     if not set(kinds) <= set(range(len(CLASSES))) or len(set(kinds)) < len(kinds):
         named = [kind + 1 for kind in kinds]
@@ -160,7 +171,7 @@ def remember(histogram: tuple[int, ...]) -> HistogramFacts:
 
 def meaning_of(report: pb.StepReport | pb.StepSum) -> Flags:
     """Flags, remembered as far as all of them are known ones: the values of others are without number."""
-    flags = frozenset(report.flags)
+    flags = frozenset(report.flags[:MOST_FLAGS])
     meaning = _flags.get(flags)
     if meaning is None:
         meaning = read_flags(flags)

@@ -9,7 +9,7 @@ import math
 from operator import mul
 
 from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.wire.ingest import ByClass, Group, Origin, by_class_of, meaning_of, read_reports
+from speclen.controller.wire.ingest import MOST_RUNS, ByClass, Group, Origin, by_class_of, meaning_of, read_reports
 from speclen.controller.wire.validation import (
     MAX_CONTEXT_LENGTH,
     MAX_INTEGER,
@@ -58,7 +58,7 @@ def check_span(window: pb.ReportWindow) -> None:
 
 
 def _read_sum(each: pb.StepSum, limits: Limits, origin: Origin, group: Group) -> None:
-    seq, num_steps, histogram = each.first_seq, each.num_steps, tuple(each.accepted_histogram)
+    seq, num_steps, histogram = each.first_seq, each.num_steps, tuple(each.accepted_histogram[:MOST_RUNS])
     mean_s, sd_s = _checked(each, limits, histogram)
     by_class: ByClass = ()
     classes_text: str | None = None

@@ -24,13 +24,14 @@ MAX_LENGTH = 64
 MAX_PROBE_STEPS = 4
 MAX_REPORTS = 1024  # reports in one message
 MAX_CELLS = MAX_BATCH_SIZE * 4  # cells of one profile
+MAX_SENTENCE = 600  # characters of a refusal, which may quote what it refuses
 
 
 class InvalidMessageError(ValueError):
     """A message cannot be used. The sentence names field, value and range; `reason` is a word for the metrics."""
 
     def __init__(self, reason: str, sentence: str) -> None:
-        super().__init__(sentence)
+        super().__init__(sentence if len(sentence) <= MAX_SENTENCE else f"{sentence[: MAX_SENTENCE - 4]} ...")
         self.reason = reason
 
 

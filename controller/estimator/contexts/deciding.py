@@ -52,10 +52,11 @@ def _explained(
 ) -> Decision:
     old, new = as_plan(before), as_plan(after) or Plan()
     lengths = None if old is None else old.draft_length, new.draft_length
-    plans = [each if each is not None and each.copy_min_match else None for each in (old, new)]
+    copied, copies = (each if each is not None and each.copy_min_match else None for each in (old, new))
+    of_all = group is context.main
     if not group.times.known:
         reason = "nothing is known yet: a cautious length until the first steps were measured"
-        return Decision(context.key, bucket, group.version, *lengths, None, None, reason, *plans)
+        return Decision(context.key, bucket, group.version, *lengths, None, None, reason, copied, copies, of_all)
     now = ms_per_token(context, group, bucket, new)
     then = None if old is None else ms_per_token(context, group, bucket, old)
     if then is None:
@@ -65,7 +66,7 @@ def _explained(
         reason = f"{in_words(new)} promises {now:.4g} ms per token, {in_words(old)} {then:.4g} ({gain:+.1f}% goodput)"
     cause = cause or _drift_in_words(context)
     reason = f"{reason}; {cause}" if cause else reason
-    return Decision(context.key, bucket, group.version, *lengths, then, now, reason, *plans)
+    return Decision(context.key, bucket, group.version, *lengths, then, now, reason, copied, copies, of_all)
 
 
 def ms_per_token(context: Context, group: Group, bucket: Bucket, plan: Plan) -> float:

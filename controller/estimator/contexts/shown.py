@@ -15,6 +15,8 @@ from speclen.controller.estimator.times.step_time import StepTimes
 SHOWN_REPORTS = 5
 # Of an interval, in log time: a factor of 400 says that nothing is known.
 LARGEST_SPREAD = 6.0
+# By whether it was profiled, and whether it was reported.
+SOURCES = {(True, True): "both", (True, False): "profile", (False, True): "online", (False, False): "prior"}
 
 
 def learned_rows(context: Context, group: Group) -> list[LearnedRow]:
@@ -30,16 +32,18 @@ def learned_rows(context: Context, group: Group) -> list[LearnedRow]:
     bare = group.choice.step_s.reshape(-1)
     borne = 1e3 / tokens * (seconds / bare)
     low, high = bounds[0] * borne / spread, bounds[1] * borne * spread
+    estimates = zip(
+        *(each.tolist() for each in (tokens, seconds, seconds * 1e3 / tokens, low, high, bare)), strict=True
+    )
+    seen = zip(*(each.tolist() for each in (times.num_seen, times.total_s, times.seen_at)), sources(times), strict=True)
     rows = []
-    for cell in range(times.num_cells):
+    for cell, (estimate, (num_seen, total_s, seen_at, source)) in enumerate(zip(estimates, seen, strict=True)):
         at, length = divmod(cell, num_lengths)
-        ms = float(seconds[cell] * 1e3 / tokens[cell]), float(low[cell]), float(high[cell])
-        estimate = LengthEstimate(length, float(tokens[cell]), float(seconds[cell]), *ms, float(bare[cell]))
-        seen = int(times.num_seen[cell])
-        observed = float(times.total_s[cell] / times.num_seen[cell]) if seen else None
-        since = int(times.clock - times.seen_at[cell]) if seen else None
+        observed = total_s / num_seen if num_seen else None
+        since = int(times.clock - seen_at) if num_seen else None
         best = length == group.lengths[at]
-        rows.append(LearnedRow(context.buckets[at], estimate, seen, source(times, cell), best, observed, since))
+        known = LengthEstimate(length, *estimate)
+        rows.append(LearnedRow(context.buckets[at], known, int(num_seen), source, best, observed, since))
     return rows
 
 
@@ -52,12 +56,11 @@ def interval(times: StepTimes) -> tuple[FloatArray, FloatArray]:
     return np.where(seen, np.minimum(low, seen_s), low), np.where(seen, np.maximum(high, seen_s), high)
 
 
-def source(times: StepTimes, cell: int) -> str:
-    """What a cell rests on: its own reports, a profile, both; for one that nobody measured, what the others rest on."""
-    online, profiled = bool(times.num_seen[cell]), bool(times.profiled[cell])
-    if not online and not profiled:
-        online, profiled = bool(times.num_seen.any()), bool(times.profiled.any())
-    return "both" if profiled and online else "profile" if profiled else "online" if online else "prior"
+def sources(times: StepTimes) -> list[str]:
+    """What each cell rests on: its own reports, a profile, both; where nobody measured it, what the others rest on."""
+    online, profiled = times.num_seen > 0, times.profiled > 0
+    of_others = SOURCES[bool(profiled.any()), bool(online.any())]
+    return [SOURCES[pair] if any(pair) else of_others for pair in zip(profiled.tolist(), online.tolist(), strict=True)]
 
 
 def plan_estimates(context: Context, group: Group, bucket: int | None = None) -> dict[Bucket, list[ShownPlan]]:
