@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 import tiny_models
+from certificates import make_certificates
 from http_worker import KEY, MODEL, http_worker
 from pydantic import ValidationError
 from starlette.responses import Response
@@ -24,6 +25,7 @@ from test_http import until_idle
 from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http import connection, guard
+from speclen.worker.http.responses import json_response, to_json
 from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from speclen.worker.http.server import allow_many_files, listen, make_server, serving
 from speclen.worker.http.settings import check_http
@@ -475,6 +477,47 @@ def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
     num_read, seconds = asyncio.run(scenario())
     assert (num_read > len(body)) == reads
     assert seconds > (1.0 if reads else 0.0)
+
+
+def test_over_tls_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(tmp_path):
+    """TLS takes one write at once, however large: nobody noticed that nothing was read, nor that something still was."""
+    pair = make_certificates(tmp_path)
+    body = "x" * 8_000_000
+    sent = []
+
+    async def app(scope, receive, send):
+        await json_response(body)(scope, receive, send)
+        sent.append(True)
+
+    async def scenario():
+        bound = listen("127.0.0.1:0")
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        security = ServerSecurity(tls_cert=pair.server.cert, tls_key=pair.server.key)
+        server = make_server(app, security, unread_timeout_s=0.5)
+        trust = ssl.create_default_context(cafile=str(pair.authority.cert))
+        async with serving(server, bound):
+            reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+            writer.write(head("GET /", {"Connection": "close"}))
+            await reader.readuntil(b"\r\n\r\n")
+            assert not sent, "it is sent as it is read"
+            assert len(await reader.read()) == len(body) + 2
+            unread, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+            writer.write(head("GET /", {"Connection": "close"}))
+            await unread.readuntil(b"\r\n\r\n")
+            began = time.monotonic()
+            while server.server_state.connections:
+                await asyncio.sleep(0.02)
+            assert time.monotonic() - began < 15.0, "TLS itself gives up after 30 s"
+            writer.transport.abort()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_line_holds_no_character_that_a_reader_of_lines_may_take_for_its_end():
+    content = {"text": "a\x85b\u2028c\u2029d"}
+    line = to_json(content)
+    assert len(line.decode().splitlines()) == 1
+    assert json.loads(line) == content
 
 
 def test_chunks_are_not_held_back(worker):

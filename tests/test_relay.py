@@ -3,7 +3,10 @@
 import asyncio
 import threading
 
+import pytest
+
 from speclen.worker.requests.request import FinishReason, SequenceOutput
+from speclen.worker.service.async_engine import MOST_AT_ONCE, AsyncEngine, in_parts
 from speclen.worker.service.relay import OutputRelay, OutputStream
 
 
@@ -63,6 +66,51 @@ def test_who_gets_everything_at_the_end_is_woken_for_the_first_tokens_and_the_en
         return wakes
 
     assert asyncio.run(run()) == [[0], list(range(1, 10))]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [1], [5, 0, 7], [MOST_AT_ONCE] * 3, [MOST_AT_ONCE - 1, 1, 2, 3 * MOST_AT_ONCE, 1]]
+)
+def test_what_gathered_is_sent_in_parts(sizes):
+    """A client that reads steadily took longer than one message may for all that had gathered meanwhile."""
+    outputs = [SequenceOutput("r", 0, tuple(range(size)), "") for size in sizes]
+    parts = list(in_parts(outputs))
+    assert [one for part in parts for one in part] == outputs
+    assert all(parts)
+    assert all(sum(len(one.token_ids) for one in part[:-1]) < MOST_AT_ONCE for part in parts)
+    assert len(parts) <= 1 + sum(sizes) // MOST_AT_ONCE
+
+
+def test_who_gives_up_while_a_thread_works_for_it_is_not_in_the_way_of_the_next_try():
+    """The id was told to be in use, which no client tries again."""
+
+    async def story():
+        engine = AsyncEngine(None, None, None, 0.01, 30.0)
+        working = asyncio.Event()
+
+        async def first():
+            async with engine.open("x"):
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    await asyncio.shield(working.wait())  # as the preparation of a prompt or a grammar does
+
+        async def second():
+            async with engine.open("x"):
+                return "served"
+
+        trying = asyncio.create_task(first())
+        await asyncio.sleep(0.01)
+        with pytest.raises(ValueError, match="already running"):
+            await second()
+        trying.cancel()
+        again = asyncio.create_task(second())
+        await asyncio.sleep(0.05)
+        assert not again.done()
+        working.set()
+        assert await again == "served"
+
+    asyncio.run(asyncio.wait_for(story(), 10))
 
 
 def test_a_closed_loop_is_no_error():

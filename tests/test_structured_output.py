@@ -383,6 +383,20 @@ def test_too_many_new_ones_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) 
     run(test)
 
 
+def test_a_grammar_takes_no_more_memory_than_every_row_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row copies it: what one may take, thirty-two of one request could not."""
+    monkeypatch.setattr(grammars, "MAX_BYTES", 4 * 2**18)
+    monkeypatch.setattr(grammars, "LEAST_BYTES", 0)
+
+    async def test(prepared: Grammars) -> None:
+        await prepared.prepare(StructuredOutput("choice", '["a", "b"]'), "a")
+        words = json.dumps([f"word {at} of {at * 7919 % 100_003}" for at in range(2_500)])
+        with pytest.raises(ValueError, match=r"takes .* MiB, and may take 0"):
+            await prepared.prepare(StructuredOutput("choice", words), "a")
+
+    run(test, num_rows=4)
+
+
 def test_a_model_that_cannot_is_told() -> None:
     async def test() -> None:
         for tokenizer, ends, words in (

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from speclen.worker.http.logprobs import Decode, chat_logprobs, completion_logprobs
+from speclen.worker.http.logprobs import chat_logprobs, completion_logprobs
 from speclen.worker.http.statistics import SpeculationStatistics
 from speclen.worker.http.translate import Job
+from speclen.worker.requests.detokenize import make_decode, make_token_bytes
 from speclen.worker.requests.request import SequenceOutput, TokenLogprobs
 
 MANY_LOGPROBS = 100  # tokens with those of up to twenty others: some milliseconds
@@ -29,11 +30,12 @@ class Choice:
 
 
 class Answer:
-    """Gathers what one job puts out. decode: ids to text, special tokens included, for log probabilities."""
+    """Gathers what one job puts out. tokenizer: for the text of tokens with log probabilities."""
 
-    def __init__(self, job: Job, model: str, decode: Decode) -> None:
+    def __init__(self, job: Job, model: str, tokenizer: Any) -> None:
         self.job = job
-        self._decode = decode
+        self._decode = make_decode(tokenizer, skip_special_tokens=False)
+        self._token_bytes = make_token_bytes(tokenizer)
         self._first = {one.request_id: at * job.n for at, one in enumerate(job.requests)}
         self._choices = [Choice(index) for index in range(job.num_choices)]
         self._statistics = SpeculationStatistics()
@@ -160,7 +162,7 @@ class Answer:
         if not self._wants_logprobs or not ids:
             return None
         if self.job.chat:
-            return chat_logprobs(ids, logprobs, self._decode)
+            return chat_logprobs(ids, logprobs, self._decode, self._token_bytes)
         shape = completion_logprobs(ids, logprobs, self._decode, choice.offset)
         choice.offset = shape["text_offset"][-1] + len(shape["tokens"][-1])
         return shape

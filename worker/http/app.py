@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,12 @@ from speclen.worker.http.schema import (
     TokenizeRequest,
 )
 from speclen.worker.http.translate import Job, chat_job, completion_job
-from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service.async_engine import AsyncEngine
 
 # What an answer still asks of the body when its job has been made.
 NEEDED = {"model", "stream", "stream_options", "n", "include_metrics", "return_token_ids"}
+MANY_TOKENS = 5000  # that are told: more than a millisecond
 SEVERAL_WORKERS = (
     "several workers answer at this address, each with counters of its own: scrape the page of their controller "
     "(metrics_listen), and for requests and replicas Ray's own"
@@ -72,7 +73,7 @@ def create_app(front: Front) -> FastAPI:
 
 
 def add_generation(app: FastAPI, front: Front) -> None:
-    decode = make_decode(front.engine.entrance.encoder.tokenizer, skip_special_tokens=False)
+    tokenizer = front.engine.entrance.encoder.tokenizer
 
     def respond(request: Request, body: Any, make_job: Callable[..., Awaitable[Job]], *options: Any) -> Response:
         check_model(body, front)
@@ -81,7 +82,7 @@ def add_generation(app: FastAPI, front: Front) -> None:
         async def make_answer() -> Answer:
             job = await make_job(body, front.engine, caller, *options)
             forget(request, body)
-            return Answer(job, body.model or front.model, decode)
+            return Answer(job, body.model or front.model, tokenizer)
 
         return JobResponse(body, front.engine, caller, make_answer)
 
@@ -114,7 +115,8 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
         tokens = await encoder.encode(text, caller, add_special_tokens=special, any_length=True)
         strings = await encoder.strings(tokens, caller) if body.return_token_strs else None
         limit = engine.max_sequence_tokens
-        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+        content = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+        return await asyncio.to_thread(json_response, content) if len(tokens) > MANY_TOKENS else json_response(content)
 
     async def detokenized(body: DetokenizeRequest, caller: str) -> Response:
         check_model(body, front)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from speclen.worker.requests.detokenize import REPLACEMENT, Decode
 from speclen.worker.requests.request import TokenLogprobs
 
-Decode = Callable[[Sequence[int]], str]
+TokenBytes = Callable[[int], bytes | None]
 LEAST = -9999.0  # JSON has no -inf
 
 
@@ -39,19 +40,24 @@ def by_text(token: str, one: TokenLogprobs, decode: Decode) -> dict[str, float]:
     return entries
 
 
-def chat_logprobs(ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode) -> dict[str, Any]:
+def chat_logprobs(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decode: Decode, token_bytes: TokenBytes
+) -> dict[str, Any]:
+    """token_bytes: of a token that is a part of a character; a client puts the bytes of several together."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = decode([token])
+        known = token_bytes(token) if REPLACEMENT in text else None
+        told = text.encode("utf-8", errors="replace") if known is None else known
+        return {"token": text, "logprob": finite(logprob), "bytes": list(told)}
+
     return {
         "content": [
-            entry(decode([token]), one.logprob)
-            | {"top_logprobs": [entry(decode([i]), logprob) for i, logprob in pairs(one)]}
+            entry(token, one.logprob) | {"top_logprobs": [entry(*other) for other in pairs(one)]}
             for token, one in zip(ids, logprobs, strict=True)
         ],
         "refusal": None,
     }
-
-
-def entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": finite(logprob), "bytes": list(token.encode("utf-8", errors="replace"))}
 
 
 def pairs(one: TokenLogprobs) -> list[tuple[int, float]]:

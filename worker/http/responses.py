@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -30,6 +30,8 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would gather the events
 ]
 DONE = b"data: [DONE]\n\n"
+PIECE_BYTES = 2**16
+LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 class JobResponse(Response):
@@ -52,28 +54,30 @@ class JobResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._origin = origin_of(scope, self._body)
-        work = self._stream(send) if self._body.stream else self._whole(scope, receive, send)
+        work = self._stream(send) if self._body.stream else self._whole(send)
         await unless_disconnected(receive, work)
 
     @contextlib.asynccontextmanager
-    async def _running(self, stream: OutputStream) -> AsyncIterator[tuple[Answer, AsyncIterator[list[SequenceOutput]]]]:
+    async def _running(
+        self, stream: OutputStream
+    ) -> AsyncIterator[tuple[Answer, AsyncIterator[Sequence[SequenceOutput]]]]:
         answer = await self._make_answer()
         running = self._engine.running(answer.job.requests, stream, self._caller, self._arrived_at, origin=self._origin)
         async with running as outputs:
             yield answer, outputs
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with (
-                self._engine.open(uuid.uuid4().hex, until_end=True) as stream,
-                self._running(stream) as (answer, outputs),
-            ):
-                async for group in outputs:
-                    answer.add(group)
-            response = await asyncio.to_thread(whole, answer) if answer.is_large else whole(answer)
-        except Exception as error:
-            response = error_response(self._told(error))
-        await response(scope, receive, send)
+    async def _whole(self, send: Send) -> None:
+        """A drain waits until the answer has gone out."""
+        async with contextlib.AsyncExitStack() as opened:
+            try:
+                stream = await opened.enter_async_context(self._engine.open(uuid.uuid4().hex, until_end=True))
+                async with self._running(stream) as (answer, outputs):
+                    async for group in outputs:
+                        answer.add(group)
+                response = await asyncio.to_thread(whole, answer) if answer.is_large else whole(answer)
+            except Exception as error:
+                response = error_response(self._told(error))
+            await send_whole(send, response)
 
     async def _stream(self, send: Send) -> None:
         begun = False
@@ -89,7 +93,7 @@ class JobResponse(Response):
         except Exception as error:
             told = self._told(error)
             if not begun:
-                await send_whole(send, told)
+                await send_whole(send, error_response(told))
                 return
             await send_events(send, [told.body()])
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
@@ -121,13 +125,27 @@ async def send_events(send: Send, objects: Iterable[Any]) -> None:
 
 
 def to_json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", errors="replace")
+    """One line for every reader of lines, also one that takes Unicode's ends of lines for such."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    for end, escaped in LINE_ENDS.items():
+        text = text.replace(end, escaped)
+    return text.encode("utf-8", errors="replace")
 
 
-async def send_whole(send: Send, error: ApiError) -> None:
-    response = error_response(error)
-    await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body, "more_body": False})
+class ResponseInPieces(Response):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_whole(send, self)
+
+
+async def send_whole(send: Send, response: Response) -> None:
+    """In pieces, each of which waits until most of those before it were taken: over TLS one write is taken at once, however
+    large, and then nobody would know that it is still being read.
+    """
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    body = bytes(response.body)
+    pieces = [body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)] or [b""]
+    for number, piece in enumerate(pieces, start=1):
+        await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
 
 
 def error_response(error: ApiError) -> Response:
@@ -135,7 +153,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(content), status, headers, "application/json")
+    return ResponseInPieces(to_json(content), status, headers, "application/json")
 
 
 def whole(answer: Answer) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,15 @@ CONTEXT_TOKENS = 6  # tokens of the prompt that are decoded along: some tokenize
 MAX_CONTEXT_TOKENS = 32  # where the last ones show no text, or begin inside a character
 
 Decode = Callable[[Sequence[int]], str]
+
+VISIBLE = (
+    *range(0x21, 0x7F),
+    *range(0xA1, 0xAD),
+    *range(0xAE, 0x100),
+)  # bytes that byte-level BPE names as Latin-1 does
+HIDDEN = sorted({*range(256)} - {*VISIBLE})  # which it names by the characters from 256 on
+BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + at): byte for at, byte in enumerate(HIDDEN)}
+FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
@@ -26,6 +36,23 @@ def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
     return lambda ids: tokenizer.decode(
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
+
+
+def make_token_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
+    """What bytes a token stands for, by its name in the vocabulary; None where that is no name for bytes.
+
+    For tokens that are a part of a character, which have no text: byte-level BPE names every byte by a visible character
+    (GPT-2), byte fallback by its number.
+    """
+
+    def token_bytes(token: int) -> bytes | None:
+        name = tokenizer.convert_ids_to_tokens(token) or ""
+        if (fallback := FALLBACK_BYTE.fullmatch(name)) is not None:
+            return bytes([int(fallback[1], 16)])
+        known = [BYTE_OF.get(char) for char in name]
+        return bytes(byte for byte in known if byte is not None) if known and None not in known else None
+
+    return token_bytes
 
 
 class Detokenizer:

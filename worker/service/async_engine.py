@@ -12,7 +12,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
@@ -34,6 +34,8 @@ from speclen.worker.service.turnstile import Places
 
 FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
 LOOK_S = 0.01  # between two looks whether a request has ended
+# Tokens of one message: with twenty log probabilities each some 200 kB, which a client that reads takes in time.
+MOST_AT_ONCE = 128
 
 
 class Run:
@@ -145,13 +147,13 @@ class AsyncEngine:
         the end of a request of that id whose caller has given up: it may be the same caller, who tries again. Raises
         ValueError for an id that is in use, DrainingError, or the engine's failure.
         """
-        while (before := self._open.get(request_id)) is not None and before.ending:
+        while (before := self._open.get(request_id)) is not None and before.is_given_up:
             await asyncio.sleep(LOOK_S)
         if self._refusal is not None:
             raise copy.copy(self._refusal)  # an error raised again and again holds on to the calls that it ended
         if request_id in self._open:
             raise ValueError(f"request_id {request_id!r} is already running: choose another")
-        stream = self._open[request_id] = OutputStream(until_end)
+        stream = self._open[request_id] = OutputStream(until_end, asyncio.current_task())
         try:
             yield stream
         finally:
@@ -167,7 +169,7 @@ class AsyncEngine:
         on_submit: Callable[[], None] = lambda: None,
         origin: Origin = Origin(),  # noqa: B008
         patience_s: float = math.inf,
-    ) -> AsyncIterator[AsyncIterator[list[SequenceOutput]]]:
+    ) -> AsyncIterator[AsyncIterator[Sequence[SequenceOutput]]]:
         """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
 
         arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. patience_s: after which the
@@ -239,15 +241,19 @@ class AsyncEngine:
         while self.engine.abort(request_id) and not self._engine_ends and self.engine.failure is None:
             await asyncio.sleep(LOOK_S)
 
-    async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[list[SequenceOutput]]:
+    async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[Sequence[SequenceOutput]]:
         while not all(run.ended.is_set() for run in runs.values()):
             outputs = await stream.next()
             for output in outputs:
                 runs[output.request_id].saw(output)
             failed = [output for output in outputs if output.error is not None]
-            yield [output for output in outputs if output.error is None] + [
+            told = [output for output in outputs if output.error is None] + [
                 replace(output, finish_reason=None, error=None) for output in failed if output.token_ids
             ]
+            for at, part in enumerate(in_parts(told)):
+                if at:
+                    await asyncio.sleep(0)  # what gathered while a client did not read may take long to put into words
+                yield part
             if failed:
                 raise self.engine.failure or error_of(failed[0])
 
@@ -273,6 +279,16 @@ class AsyncEngine:
             ) from None
         finally:
             stream.on_overflow = None
+
+
+def in_parts(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOutput]]:
+    """Outputs as they can be sent in one message: of about MOST_AT_ONCE tokens, in order."""
+    begin = num_tokens = 0
+    for at, output in enumerate(outputs, start=1):
+        num_tokens += len(output.token_ids)
+        if num_tokens >= MOST_AT_ONCE or at == len(outputs):
+            yield outputs[begin:at]
+            begin, num_tokens = at, 0
 
 
 def put_aborted(request: GenerationRequest, stream: OutputStream) -> None:

@@ -21,7 +21,7 @@ class Entrance:
         self.encoder = TextEncoder(pair.tokenizer, max_context_length)
         # As many as may be served or wait for that: a chat that the queue has room for is not refused for its template.
         self.templates = Aside("templates", num_rows + max_waiting)
-        self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids)
+        self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids, num_rows)
         # Some wait in the engine, so that a row that becomes free is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
         self.turnstile = Turnstile(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)

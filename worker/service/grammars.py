@@ -29,6 +29,9 @@ TRIAL_S = 5.0  # that one may take
 START_S = 60.0  # that the trial's process may take to read the tokenizer, on a busy machine
 MAX_CACHED = 128  # grammars
 MAX_CACHED_BYTES = 256 * 2**20
+# Of all rows together: bytes when they begin, and states of their lexers, of some 2 kB, which come as they are needed.
+MAX_BYTES, MAX_ALL_STATES = 2 * 2**30, 400_000
+LEAST_BYTES, LEAST_STATES = 16 * 2**20, 4000  # that one row may have, however many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,19 @@ class Grammars:
 
     Callers take turns.
 
-    vocab_size: of the models' logits. end_ids: the target's end tokens.
+    vocab_size: of the models' logits. end_ids: the target's end tokens. num_rows: of the engine, each of which may follow a
+    grammar, with a copy of its own of all that it takes.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int], trial_s: float = TRIAL_S) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int], num_rows: int = 1, trial_s: float = TRIAL_S
+    ) -> None:
+        self._max_bytes = max(MAX_BYTES // num_rows, LEAST_BYTES)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = list(end_ids)
-        self._trial = Trial(trial_s)
+        self._max_states = min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES))
+        self._trial = Trial(trial_s, self._max_states)
         self._matching: Any = None  # llguidance's tokenizer
         self._prepared: OrderedDict[StructuredOutput, Prepared] = OrderedDict()  # the least used first
         self._turnstile = Turnstile(1, MAX_WAITING)
@@ -77,7 +85,10 @@ class Grammars:
         error, num_bytes = self._trial.run(text)
         if error:
             raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: {reason(error)}")
-        matcher = trial.make_matcher(self._matching, text)
+        if num_bytes > self._max_bytes:
+            too_much = f"takes {num_bytes / 2**20:.0f} MiB, and may take {self._max_bytes / 2**20:.0f}"
+            raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: it {too_much}")
+        matcher = trial.make_matcher(self._matching, text, self._max_states)
         return Prepared(Grammar(matcher, self._vocab_size, self._end_ids), num_bytes)
 
     def _make_tokenizer(self, wanted: StructuredOutput) -> Any:
@@ -110,7 +121,8 @@ class Grammars:
 class Trial:
     """The process in which grammars are tried; started when first needed, and again after it has ended. For one thread."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, max_states: int = trial.MAX_LEXER_STATES) -> None:
+        self._max_states = max_states
         self.facts: dict[str, Any] = {}  # of the tokenizer
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -136,7 +148,7 @@ class Trial:
             raise
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", str(Path(trial.__file__))]
+        command = [sys.executable, "-P", str(Path(trial.__file__)), str(self._max_states)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self._write(self.facts)

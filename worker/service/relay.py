@@ -13,6 +13,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from speclen.worker.requests.request import SequenceOutput
 
@@ -27,11 +28,13 @@ class OutputStream:
     begun: whether its requests have their place in the queue; aborted: whether they were to end before that; ending: whether
     nobody waits for them any more.
 
+    task: of the caller, which is cancelled when it gives up; its prompt or grammar may have to be finished before it ends.
     until_end: what comes between the first tokens and the end of a sequence may wait for that. num_tokens: in `waiting`.
     on_overflow: called when they are more than MAX_WAITING_TOKENS.
     """
 
     until_end: bool = False
+    task: asyncio.Task[Any] | None = None
     waiting: list[SequenceOutput] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
@@ -40,6 +43,11 @@ class OutputStream:
     aborted: bool = False
     ending: bool = False
     on_overflow: Callable[[], None] | None = None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for it any more, though it has not ended."""
+        return self.ending or (self.task is not None and self.task.cancelling() > 0)
 
     def put(self, output: SequenceOutput) -> None:
         self.waiting.append(output)

@@ -209,7 +209,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def group_by_index(outputs: list[SequenceOutput]) -> dict[int, list[SequenceOutput]]:
+def group_by_index(outputs: Sequence[SequenceOutput]) -> dict[int, list[SequenceOutput]]:
     """Outputs by sequence, each group in order of arrival."""
     groups: dict[int, list[SequenceOutput]] = {}
     for output in outputs:

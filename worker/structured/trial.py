@@ -2,7 +2,8 @@
 
 Some small schemas take minutes or gigabytes to prepare, and some deep ones overflow the stack of the library that does it,
 which ends its process. Here that ends nothing else. One JSON object a line: first the tokenizer, then grammars; for each of
-these an answer, {"error", "bytes"}. It ends when its input does. Imports nothing of ours and nothing slow.
+these an answer, {"error", "bytes"}. Its argument: the most states of a lexer. It ends when its input does. Imports nothing
+of ours and nothing slow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_GRAMMAR_SIZE = 50_000  # symbols: what a mask over all tokens may have to look at, some 30 ms
-MAX_LEXER_STATES = 50_000  # of some 2 kB each
+MAX_LEXER_STATES = 50_000  # of some 2 kB each; fewer where many rows share the memory
 # Of the parser for one mask, some 8 ms at worst; the time grows with their square, and all rows of a step wait. Schemas
 # with 150 optional properties need less than half of them.
 MAX_ITEMS = 2000
@@ -29,13 +30,13 @@ def make_tokenizer(text: str, vocab_size: int | None, end_ids: list[int]) -> Any
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=end_ids)
 
 
-def make_matcher(tokenizer: Any, grammar: str) -> Any:
-    """A matcher at the grammar's beginning; it may be in error."""
+def make_matcher(tokenizer: Any, grammar: str, max_states: int = MAX_LEXER_STATES) -> Any:
+    """A matcher at the grammar's beginning; it may be in error. max_states: of its lexer."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
         max_grammar_size=MAX_GRAMMAR_SIZE,
-        max_lexer_states=MAX_LEXER_STATES,
+        max_lexer_states=max_states,
         step_max_items=MAX_ITEMS,
         verbose_errors=False,
     )
@@ -60,7 +61,7 @@ def main() -> None:
     tokenizer = make_tokenizer(**json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         before = resident_bytes()
-        matcher = make_matcher(tokenizer, json.loads(line))
+        matcher = make_matcher(tokenizer, json.loads(line), int(sys.argv[1]))
         answer = {"error": matcher.get_error(), "bytes": max(0, resident_bytes() - before)}
         print(json.dumps(answer), flush=True)
 
