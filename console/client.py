@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from speclen.console.errors import UserError
-from speclen.transport.address import split_address
+from speclen.transport.address import past_proxies, split_address
 from speclen.transport.balancing import balanced
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import setting
@@ -75,7 +75,7 @@ class Client:
             split_address(flag, address)
         except ValueError as error:
             raise UserError(str(error)) from error
-        return self._open(address, OPTIONS)
+        return self._open(address, [*OPTIONS, *past_proxies(address)])
 
     def balanced_channel(self, addresses: str, flag: str = "--worker") -> grpc.Channel:
         """A channel over which gRPC shares calls out among several servers, or all that a name stands for.
@@ -87,7 +87,7 @@ class Client:
             target, options = balanced(flag, addresses)
         except ValueError as error:
             raise UserError(str(error)) from error
-        return self._open(target, [*OPTIONS, *options])
+        return self._open(target, [*OPTIONS, *options, *past_proxies(addresses.partition(",")[0])])
 
     def _open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
         if self._credentials is None:

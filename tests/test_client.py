@@ -51,6 +51,20 @@ def test_a_client_with_authority_and_token_gets_through(guarded: Child, made: Ce
         assert identity(channel, "controller").run_id == "mine"
 
 
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_a_proxy_is_no_way_to_this_machine(
+    guarded: Child, made: Certificates, token: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """gRPC sends every call to it, also one that goes no further than this machine."""
+    for each in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    client = Client(ca=made.authority.cert, token_file=token)
+    for channel in (client.channel(guarded.address), client.balanced_channel(guarded.address)):
+        with channel:
+            assert identity(channel, "controller").run_id == "mine"
+
+
 def test_a_profile_goes_to_a_guarded_controller(guarded: Child, made: Certificates, token: Path):
     client = Client(ca=made.authority.cert, token_file=token)
     assert find_destination(Path(".speclen/speclen.db"), guarded.address, client).address == guarded.address

@@ -33,6 +33,7 @@ ALLOWED = {
     "worker.reporting": {"v1", "transport", "worker.drafting", "worker.models", "worker.engine"},
     "worker.profiling": {
         "v1",
+        "transport.address",
         "worker.config",
         "worker.models",
         "worker.backends",

@@ -11,6 +11,7 @@ import torch
 
 from speclen.worker.backends import kv_cache
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
+from speclen.worker.models import control_groups
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8), LayerShape(1, 16)]
@@ -146,10 +147,10 @@ def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
     ],
 )
 def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypatch, path, limits, expected):
-    real = kv_cache._lines
-    monkeypatch.setattr(kv_cache, "GROUPS", tmp_path)
+    real = control_groups.lines_of
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
     told = {"/proc/meminfo": [f"MemAvailable: {200 << 20} kB\n"], "/proc/self/cgroup": [f"0::{path}\n"]}
-    monkeypatch.setattr(kv_cache, "_lines", lambda name: told.get(str(name)) or real(name))
+    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
     for name, (most, used, caches) in limits.items():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "memory.max").write_text(f"{most}\n")
@@ -159,7 +160,27 @@ def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypa
 
 
 def test_a_group_without_a_limit_limits_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_cache, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("5\n")
     assert free_memory(torch.device("cpu")) > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("path", "quotas", "expected"),
+    [
+        ("/", {}, float("inf")),
+        ("/", {"": "max 100000"}, float("inf")),
+        ("/", {"": "400000 100000"}, 4.0),  # a container sees its own group as the root
+        ("/pods/one", {"pods": "150000 100000", "pods/one": "max 100000"}, 1.5),
+    ],
+)
+def test_a_quota_is_counted_in_cores(tmp_path, monkeypatch, path, quotas, expected):
+    real = control_groups.lines_of
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    told = {"/proc/self/cgroup": [f"0::{path}\n"]}
+    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
+    for name, quota in quotas.items():
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "cpu.max").write_text(f"{quota}\n")
+    assert control_groups.cores() == expected

@@ -15,7 +15,7 @@ import speclen.worker.models.loading
 import speclen.worker.models.naming
 import speclen.worker.models.source
 from speclen.worker.models.loading import load_pair, resolve_device, resolve_dtype
-from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError
+from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError, Shape, find_place
 from speclen.worker.reporting.identity import model_name
 
 
@@ -164,6 +164,18 @@ def test_names_that_lead_nowhere_say_what_to_name_instead(
         load_pair(name, None, "cpu")
     assert name in str(error.value)
     assert len(str(error.value)) < 300
+
+
+def test_a_home_is_found_where_no_shell_has_written_it_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `--target=~/models/llama`, or in a file of settings."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    (tmp_path / "mine" / "model.safetensors").touch()
+    assert find_place("~/mine") == (str(tmp_path / "mine"), None)
+    assert find_place("~/mine@layers=2") == (str(tmp_path / "mine"), Shape(layers=2))
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:

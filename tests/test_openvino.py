@@ -254,6 +254,17 @@ def test_a_number_of_threads_for_which_there_is_no_memory(monkeypatch: pytest.Mo
     check_model(loaded, model, "llama")
 
 
+@needs_openvino
+def test_few_copies_of_the_weights_are_kept() -> None:
+    """Each number of threads has one; on a machine of many cores they took all memory."""
+    model = tiny_models.build("llama")
+    loaded = load(model, torch.float32)
+    for number in (2, 3, 4, 5, 1, 4):
+        loaded.use_threads(number)
+        check_model(loaded, model, "llama")
+    assert set(loaded._requests) == {1, 4, 5}
+
+
 @pytest.mark.parametrize(
     ("attribute", "found", "reason"),
     [

@@ -22,6 +22,22 @@ from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import FinishReason
 
 
+def test_a_containers_quota_bounds_the_threads(monkeypatch):
+    """Beyond it all of them are stopped for most of every period."""
+    pair, before = make_pair(), torch.get_num_threads()
+    monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1)
+    monkeypatch.setattr(threads, "usable_cores", lambda: set(range(64)))
+    try:
+        found = []
+        for quota in (float("inf"), 3.5, 0.5):
+            monkeypatch.setattr(threads.control_groups, "cores", lambda quota=quota: quota)
+            threads.set_threads(0, pair)
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert found == [64, 3, 1]
+
+
 def test_a_crowded_machine_takes_a_thread_at_a_time():
     choice = ThreadChoice(3)
     assert [choice.update(0.4, 0.0, now) for now in (1.0, 1.5, 2.0, 2.5)] == [2, 1, 1, 1]

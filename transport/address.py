@@ -22,6 +22,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def past_proxies(address: str) -> list[tuple[str, int]]:
+    """Options of a gRPC channel to HOST:PORT: a proxy that the environment names has no place within one machine."""
+    return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
+
+
 def check_exposure(
     flag: str, address: str, encrypted: bool, authenticated: bool, insecure: bool, means: str = "--token-file"
 ) -> None:

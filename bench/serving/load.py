@@ -23,7 +23,7 @@ from speclen.transport.aio import prepare_aio
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
-CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 16 * 1024 * 1024)]
+CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 16 * 1024 * 1024), ("grpc.enable_http_proxy", 0)]
 REQUEST_TIMEOUT_S = 120.0
 Prompt = Sequence[int]
 

@@ -24,13 +24,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
 
+from speclen.worker.models import control_groups
+
 MAP_NORESERVE = 0x4000  # Linux; the mmap module names it only from Python 3.13 on.
-GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,35 +178,7 @@ def free_memory(device: torch.device) -> int:
         gc.collect()  # An engine that is gone may still lie in cycles, with a pool of most of the memory.
         torch.cuda.empty_cache()  # what torch keeps of tensors that are gone
         return torch.cuda.mem_get_info(device)[0]
-    for line in _lines("/proc/meminfo"):
+    for line in control_groups.lines_of("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
-            return min([int(line.split()[1]) * 1024, *_free_of_groups()])
+            return min([int(line.split()[1]) * 1024, *control_groups.free_bytes()])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _free_of_groups() -> list[int]:
-    """What each control group of the process still lets it use, a container's or a service's limit (version 2 of them)."""
-    path = next((line.strip()[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
-    if path is None:
-        return []
-    names = PurePosixPath(path).parts[1:]
-    folders = (GROUPS.joinpath(*names[:depth]) for depth in range(len(names) + 1))
-    return [free for folder in folders if (free := _free_of_group(folder)) is not None]
-
-
-def _free_of_group(folder: Path) -> int | None:
-    """The limit less what is used, caches of files not counted, since those make room; None without a limit."""
-    try:
-        most, used = int(_lines(folder / "memory.max")[0]), int(_lines(folder / "memory.current")[0])
-    except (IndexError, ValueError):  # no such file, or "max"
-        return None
-    caches = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith("inactive_file ")]
-    return max(0, most - used + sum(caches))
-
-
-def _lines(path: str | Path) -> list[str]:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.readlines()
-    except OSError:
-        return []

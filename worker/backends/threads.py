@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from speclen.worker.models import control_groups
 from speclen.worker.models.loading import ModelPair
 
 log = structlog.get_logger()
@@ -51,7 +52,9 @@ def default_threads(num_cores: int, num_parameters: int) -> int:
 def set_threads(threads: int, pair: ModelPair) -> None:
     """Use that many threads from now on in the calling thread; 0: the default for the pair's target."""
     num_parameters = sum(parameter.numel() for parameter in pair.target.parameters())
-    torch.set_num_threads(threads or default_threads(len(usable_cores()), num_parameters))
+    # Threads beyond a container's quota are all stopped for the rest of its period: fewer are faster.
+    num_cores = max(1, int(min(len(usable_cores()), control_groups.cores())))
+    torch.set_num_threads(threads or default_threads(num_cores, num_parameters))
 
 
 class ThreadChoice:

@@ -73,6 +73,8 @@ def find_place(name: str) -> tuple[str, Shape | None]:
     """Directory or hub id of a model, and the shape it is to be widened to. Raises ModelError."""
     if not name.startswith("bundled:"):
         place, shape = _split_shape(name)
+        if place.startswith("~"):
+            place = str(Path(place).expanduser())  # which no shell does behind "=", nor in a file of settings
         _check_place(name, place)
         return place, shape
     base, shape = _bundled(name)
@@ -107,7 +109,7 @@ def _parse_shape(name: str, shape: str) -> Shape:
 
 
 def _check_place(name: str, place: str) -> None:
-    path = Path(place).expanduser()
+    path = Path(place)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{name}: the directory has no config.json, so it is not a transformers model")

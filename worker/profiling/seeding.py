@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 import structlog
 
+from speclen.transport.address import past_proxies
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair
@@ -26,8 +27,9 @@ def seed_controller(config: WorkerConfig, pair: ModelPair, card: WorkerCard, pro
     """
     security = config.controller_security()
     credentials, metadata = security.credentials(), security.metadata()
+    address, options = config.controller, past_proxies(config.controller)
     channel = (
-        grpc.secure_channel(config.controller, credentials) if credentials else grpc.insecure_channel(config.controller)
+        grpc.secure_channel(address, credentials, options) if credentials else grpc.insecure_channel(address, options)
     )
     with channel:
         known = knows_context(channel, card.context, metadata)

@@ -18,6 +18,7 @@ import grpc
 import structlog
 from grpc import aio
 
+from speclen.transport.address import past_proxies
 from speclen.transport.aio import prepare_aio
 from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
@@ -232,10 +233,11 @@ class ControlClient:
         pause, told = self.settings.retry_s, ""
         while True:
             started = self.clock()
+            options = [*CHANNEL_OPTIONS, *past_proxies(target)]
             channel = (
-                aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+                aio.secure_channel(target, credentials, options=options)
                 if credentials
-                else aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+                else aio.insecure_channel(target, options=options)
             )
             try:
                 async with channel:

@@ -38,7 +38,7 @@ class NewMemory:
 
 
 def _present() -> list[Range]:
-    return anonymous(Path("/proc/self/maps").read_text("ascii"))
+    return anonymous(Path("/proc/self/maps").read_text("utf-8", errors="replace"))  # with files' names in it
 
 
 def _allowed() -> bool:

@@ -31,6 +31,8 @@ SLOW_TOKENS, FILLED_TOKENS = 2, 4
 # is prepared anew (docs/engine.md): it gets tokens that nobody wants where so few are missing, for so many passes.
 MISSING_TOKENS, FILLED_PASSES = 8, 8
 FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and places of tokens that nobody wants
+# Numbers of threads for which a model is kept, each with a copy of its weights.
+MOST_COPIES = 3
 MEMORY_MARGIN = 4  # times a model's weights that must be free before another copy of them is made
 
 
@@ -96,6 +98,13 @@ class OpenVinoModel:
                 raise MemoryError(f"no memory for {num_threads} threads beside {self._threads}: their number stays")
             self._requests[num_threads] = self._make_request(num_threads)
         self._threads = num_threads
+        spare = [
+            each for each in list(self._requests)[1:] if each != num_threads
+        ]  # the first is that of an idle machine
+        for old in spare[: max(0, len(self._requests) - MOST_COPIES)]:
+            del self._requests[old]
+            self._new_memory.pop(old, None)
+            self._seen = {shape for shape in self._seen if shape[0] != old}
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel."""

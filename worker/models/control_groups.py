@@ -1,0 +1,54 @@
+"""What the control groups of this process let it use: a container's, a pod's or a service's limits (version 2 of them)."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def lines_of(path: str | Path) -> list[str]:
+    """Lines of a file that the kernel keeps; none where there is no such file."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.readlines()
+    except OSError:
+        return []
+
+
+def free_bytes() -> list[int]:
+    """Memory that each group with a limit still has for it."""
+    return [free for folder in _folders() if (free := _free_of(folder)) is not None]
+
+
+def cores() -> float:
+    """Cores that it may keep busy, on average, by the tightest of the groups' quotas; infinite without one."""
+    return min((cores for folder in _folders() if (cores := _cores_of(folder)) is not None), default=float("inf"))
+
+
+def _folders() -> list[Path]:
+    """Of the group of the process and of all above it."""
+    path = next((line.strip()[3:] for line in lines_of("/proc/self/cgroup") if line.startswith("0::")), None)
+    if path is None:
+        return []
+    names = PurePosixPath(path).parts[1:]
+    return [GROUPS.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
+
+
+def _free_of(folder: Path) -> int | None:
+    """The limit less what is used, caches of files not counted, since those make room; None without a limit."""
+    try:
+        most, used = int(lines_of(folder / "memory.max")[0]), int(lines_of(folder / "memory.current")[0])
+    except (IndexError, ValueError):  # no such file, or "max"
+        return None
+    caches = [int(line.split()[1]) for line in lines_of(folder / "memory.stat") if line.startswith("inactive_file ")]
+    return max(0, most - used + sum(caches))
+
+
+def _cores_of(folder: Path) -> float | None:
+    """Of "400000 100000", microseconds of all threads in a period; None for "max 100000" and for no such file."""
+    try:
+        quota, period = map(int, lines_of(folder / "cpu.max")[0].split())
+        return quota / period
+    except (IndexError, ValueError, ZeroDivisionError):
+        return None
