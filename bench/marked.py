@@ -8,6 +8,7 @@ MAKERS = {
     **dict.fromkeys(
         (
             "headline",
+            "elsewhere",
             "aims",
             "policies",
             "closed",

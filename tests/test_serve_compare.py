@@ -366,6 +366,20 @@ def test_what_learned_lengths_alone_has_a_row_of_its_own(folder):
     assert f"(`{comparison.best_fixed()}` of 2)" in lengths
 
 
+def test_what_was_served_on_another_machine_stands_under_its_name(folder):
+    run_headline(folder)
+    assert "Nothing has been measured on another machine yet." in (folder / "README.md").read_text()
+    (folder / "serve" / "small").mkdir()
+    comparison, _ = comparison_with(rounds=9)
+    write_document(to_document(comparison, FACTS), folder / "serve" / "small" / "mixed.json")
+    assert run_headline(folder, "--check").exit_code == 1
+    run_headline(folder)
+    _, _, part = (folder / "README.md").read_text().partition("### `small`")
+    interval = comparison.ratio("adaptive", "none").interval
+    assert f"| [`mixed`](serve/small/mixed.json) | {in_words(interval, 9)} |" in part
+    assert "Rounds: mixed 9." in part
+
+
 def test_a_page_that_says_something_else_is_noticed(folder):
     run_headline(folder)
     page = folder / "README.md"

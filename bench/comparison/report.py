@@ -56,10 +56,11 @@ def print_comparison(document: dict[str, Any], comparison: Comparison, console: 
 def remarks(document: dict[str, Any]) -> list[str]:
     found = list(document["notes"])
     for one in document["outputs"]:
-        found.append(
-            f"outputs: {one['num_same']} of {one['num_compared']} equal the first policy's in every token; of the others "
-            f"{one['num_examined']} were examined, all are ties (at most {one['worst_miss_logits']:.2g} logits)"
-        )
+        told = f"outputs: {one['num_same']} of {one['num_compared']} equal the first policy's in every token"
+        if one["num_same"] < one["num_compared"]:
+            told += f"; of the others {one['num_examined']} were examined, all are ties "
+            told += f"(at most {one['worst_miss_logits']:.2g} logits)"
+        found.append(told)
     return found
 
 

@@ -42,8 +42,11 @@ SHOWN = "mixed"
 LEARNERS = {"adaptive": "", LENGTHS_ONLY: ", the draft model's lengths alone"}
 
 
-def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """By track, in the order of the tracks. Raises ValueError for a file that is no comparison, or of a --quick run."""
+def read_results(folder: Path, place: str = "") -> dict[str, dict[str, Any]]:
+    """By track, in the order of the tracks. place: of the folder, from the page that links to its files.
+
+    Raises ValueError for a file that is no comparison, or of a --quick run.
+    """
     found = {}
     for path in sorted(folder.glob("*.json")):
         if path.name.startswith(("survey", "profile")):
@@ -51,7 +54,7 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
         document = read_document(path)
         if document["quick"]:
             raise ValueError(f"{path} comes from --quick: run it again without")
-        found[document["track"]] = document | {"file": path.name}
+        found[document["track"]] = document | {"file": place + path.name}
     order = [*SCENARIOS, *found]
     return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
 
@@ -63,6 +66,10 @@ def with_arrivals(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
 
 def ratio_table(results: dict[str, dict[str, Any]]) -> str:
     """adaptive against the others, a row a track; below it, where that took part, what learns lengths alone."""
+    return "\n".join([*ratio_rows(results), "", *footnotes(results)])
+
+
+def ratio_rows(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         f"| mean latency of `adaptive` against | {' | '.join(heading for heading, _ in COLUMNS)} |",
         "|---|" + "---|" * len(COLUMNS),
@@ -72,8 +79,8 @@ def ratio_table(results: dict[str, dict[str, Any]]) -> str:
         for learner, words in LEARNERS.items():
             if learner in comparison.policies:
                 cells = [ratio_cell(comparison, learner, reference) for _, reference in COLUMNS]
-                lines.append(f"| [`{track}`](serve/{document['file']}){words} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *footnotes(results)])
+                lines.append(f"| [`{track}`]({document['file']}){words} | {' | '.join(cells)} |")
+    return lines
 
 
 def ratio_cell(comparison: Comparison, learner: str, reference: str | None) -> str:
@@ -115,23 +122,35 @@ def footnotes(results: dict[str, dict[str, Any]]) -> list[str]:
     """What the figures were measured on, and what takes away from them."""
     if not results:
         return ["Nothing has been measured yet."]
+    reading = (
+        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1 and there are at "
+        f"least {LEAST_BLOCKS} of them. The best fixed length is the best of those that took part by the same blocks, which "
+        f"favours it. "
+    )
+    first, *others = what_was_served(results)
+    return [reading + first, *others]
+
+
+def what_was_served(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Rounds, place, outputs, and what takes away from them."""
     rounds = [f"{track} {r['num_rounds']}" for track, r in results.items()]
     outputs = [one for r in results.values() for one in r["outputs"]]
     same, compared = sum(one["num_same"] for one in outputs), sum(one["num_compared"] for one in outputs)
-    worst = max(one["worst_miss_logits"] for one in outputs)
-    ties = sorted(
-        {f"{r['outputs'][0]['tie_logits']:g} is allowed in {r['context']['dtype']}" for r in results.values()}
+    alike = (
+        f"Of {compared:,} pairs of outputs, of one request under two policies, {same:,} were the same in every token."
     )
-    notes = [
-        f"Below 1 `adaptive` is faster; in brackets 95% confidence over blocks; bold where that excludes 1 and there are at "
-        f"least {LEAST_BLOCKS} of them. The best fixed length is the best of those that took part by the same blocks, which "
-        f"favours it. Rounds: {', '.join(rounds)}. {made_where(results)}",
-        "",
-        f"Of {compared:,} pairs of outputs, of one request under two policies, {same:,} were the same in every token. Of "
-        f"the other {compared - same:,} the first difference was examined in {sum(o['num_examined'] for o in outputs):,}, "
-        f"chosen at random where a run had more than {MAX_EXAMINED}: all are ties for the target alone, at most {worst:.2f} "
-        f"logits apart, where {' and '.join(ties)}. What comes after a first difference is not compared.",
-    ]
+    if compared > same:
+        worst = max(one["worst_miss_logits"] for one in outputs)
+        ties = sorted(
+            {f"{r['outputs'][0]['tie_logits']:g} is allowed in {r['context']['dtype']}" for r in results.values()}
+        )
+        alike += (
+            f" Of the other {compared - same:,} the first difference was examined in "
+            f"{sum(o['num_examined'] for o in outputs):,}, chosen at random where a run had more than {MAX_EXAMINED}: all "
+            f"are ties for the target alone, at most {worst:.2g} logits apart, where {' and '.join(ties)}. What comes after "
+            "a first difference is not compared."
+        )
+    notes = [f"Rounds: {', '.join(rounds)}. {made_where(results)}", "", alike]
     for track, r in results.items():
         remarks = [note for note in comparison_of(r).notes() if "dropped" not in note]
         notes += ["", f"`{track}`: {'; '.join(remarks)}."] if remarks else []
@@ -233,7 +252,7 @@ def closed_table(results: dict[str, dict[str, Any]]) -> str:
         parts = dict(zip(document["at_once"], comparison_of(document).parts, strict=True))
         for name in document["policies"][1:]:
             cells = [closed_cell(parts[size], name) if size in parts else "–" for size in sizes]
-            lines.append(f"| [`{track}`](serve/{document['file']}), `{name}` | {' | '.join(cells)} |")
+            lines.append(f"| [`{track}`]({document['file']}), `{name}` | {' | '.join(cells)} |")
         blocks = [str(len(parts[size].rounds)) if size in parts else "–" for size in sizes]
         lines.append(f"| blocks of `{track}` | {' | '.join(blocks)} |")
     return "\n".join(lines)
@@ -294,11 +313,12 @@ def survey_table(path: Path) -> str:
 
 def tables(folder: Path) -> dict[str, str]:
     """Everything between markers, by name."""
-    results = read_results(folder / "serve")
+    results = read_results(folder / "serve", "serve/")
     return {
         "figure": picture_of(SHOWN, results, "serve/"),
         "figure_copying": picture_of("copying", results, "serve/"),
         "headline": ratio_table(results),
+        "elsewhere": elsewhere(folder / "serve"),
         "aims": aims_table(results, folder / "peers.json"),
         "policies": policies_table(results),
         "closed": closed_table(results),
@@ -312,6 +332,23 @@ def tables(folder: Path) -> dict[str, str]:
         "readme": in_sentences(results),
         "readme_figure": picture_of(SHOWN, results, "docs/results/serve/"),
     }
+
+
+def elsewhere(folder: Path) -> str:
+    """What was served on other machines: of each folder in this one, its tracks, as the first tables have them."""
+    found = []
+    for place in sorted(folder.glob("*/")):
+        if results := read_results(place, f"{folder.name}/{place.name}/"):
+            found.append("\n".join([f"### `{place.name}`", "", *of_a_machine(results)]))
+    return "\n\n".join(found) or "Nothing has been measured on another machine yet."
+
+
+def of_a_machine(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Tracks with arrivals; those with so many requests at a time; what was served."""
+    lines = [*ratio_rows(results), ""] if with_arrivals(results) else []
+    if len(with_arrivals(results)) < len(results):
+        lines += [closed_table(results), ""]
+    return [*lines, *what_was_served(results)]
 
 
 def picture_of(track: str, results: dict[str, dict[str, Any]], place: str) -> str:
