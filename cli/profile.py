@@ -14,6 +14,7 @@ import typer
 from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
 from speclen.console.errors import UserError, say, wrapped
+from speclen.console.files import check_place, refuse_database
 from speclen.console.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
@@ -77,6 +78,9 @@ def run(
     """
     from speclen.bench.profile.importing import find_destination
 
+    if out is not None:
+        check_place(out)
+        refuse_database(out)
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
     destination = find_destination(db, controller, client_from(settings)) if store else None
     set_spins()  # before torch is imported, by the next lines
@@ -88,10 +92,12 @@ def run(
     plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
     try:
         texts = texts_from_file(prompts) if prompts else held_out_texts()
-        document = measure(pair, plan, texts, data_dir / "profiles", fresh, QUICK_SOURCE if quick else SOURCE)
+        document = measure(
+            *(pair, plan, texts, data_dir / "profiles", fresh, QUICK_SOURCE if quick else SOURCE),
+            lambda made: keep(made, out or data_dir / "profiles" / f"{file_stem(made.context)}.json"),
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
-    keep(document, out or data_dir / "profiles" / f"{file_stem(document.context)}.json")
     if destination is not None:
         hand_over(document, destination)
     present(document, as_json)

@@ -15,7 +15,7 @@ from rich.live import Live
 
 from speclen.console.database import DB_OPTION
 from speclen.console.errors import UserError
-from speclen.console.learned.table import Row, learned_rows, matrices, plan_lines
+from speclen.console.learned.table import Row, learned_parts, learned_rows, print_learned
 
 
 def tables(
@@ -33,15 +33,14 @@ def tables(
     if sum((watch, as_json, as_csv)) > 1:
         raise UserError("--watch, --json and --csv exclude each other: give one of them")
     if watch:
-        keep_showing(lambda: Group(matrices(learned_rows(db, context)), *plan_lines(db, context)), interval_s)
+        keep_showing(lambda: Group(*learned_parts(db, context)), interval_s)
         return
-    rows = learned_rows(db, context)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(learned_rows(db, context), indent=2))
     elif as_csv:
-        print_csv(rows)
+        print_csv(learned_rows(db, context))
     else:
-        Console().print(Group(matrices(rows), *plan_lines(db, context)))
+        print_learned(Console(), db, context)
 
 
 def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:

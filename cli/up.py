@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import socket
 import time
 from dataclasses import dataclass
@@ -68,9 +69,10 @@ def up(
     if ray:
         from speclen.cli.up_on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
 
+        refuse_with_ray(context)
         fleet |= {"workers": workers, "data_dir": data_dir}
-        fleet = {name: value.absolute() if isinstance(value, Path) else value for name, value in fleet.items()}
-        up_on_ray(ray, fleet, {**options, "token_file": settings["token_file"]}, listen, http_listen)
+        options["token_file"] = settings["token_file"]
+        up_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
         return
     refuse_without_ray(fleet)
     hand_on_configuration(context)
@@ -100,6 +102,27 @@ def up(
         raise UserError(f"--data-dir {data_dir} cannot be used: {error.strerror or error}") from error
     finally:
         stop_all(children, timeout_s=40.0)
+
+
+def refuse_with_ray(context: typer.Context) -> None:
+    """Raises UserError for a flag that Ray does not follow."""
+    for name in ("demo", "once", "controller", "quick_profile_s"):
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            raise UserError(f"{flag(name)} has no meaning with --ray: leave it away")
+
+
+def in_full(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with places as processes on Ray find them, which run in the folder of `ray start`."""
+
+    def place(name: str, value: Any) -> Any:
+        if isinstance(value, Path):
+            return value.absolute()
+        folder = bool(value) and (
+            (name in ("target", "draft") and Path(value).is_dir()) or (name == "backup_to" and "://" not in value)
+        )
+        return str(Path(value).absolute()) if folder else value
+
+    return {name: place(name, value) for name, value in settings.items()}
 
 
 def refuse_without_ray(fleet: dict[str, Any]) -> None:
@@ -252,7 +275,7 @@ def supervise(children: list[Child]) -> None:
 def print_addresses(places: Places, data_dir: Path, database: Path | None) -> None:
     worker = places.workers[0]
     fronts = f"http        {', '.join(places.fronts)}\n" if places.fronts else ""
-    tables = f"  speclen tables --db {database}\n" if database else ""
+    tables = f"  speclen tables --db {shlex.quote(str(database))}\n" if database else ""
     print(
         f"""
 controller  {places.controller}    workers  {", ".join(places.workers)}
@@ -271,4 +294,4 @@ def print_what_is_left(database: Path | None) -> None:
         print("\nAll stopped. Nothing that was learned stays.\n", flush=True)
         return
     print(f"\nAll stopped. What was learned stays in {database}:\n")
-    print(f"  speclen tables --db {database}\n", flush=True)
+    print(f"  speclen tables --db {shlex.quote(str(database))}\n", flush=True)

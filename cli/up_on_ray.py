@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ database    {config.data_dir / "speclen.db"}    Ctrl-C ends all
 
 In another terminal:
   speclen generate "def fibonacci(n):" --worker 127.0.0.1:{port}{f" --token-file {token}" if token else ""}
-  speclen tables --db {config.data_dir / "speclen.db"}
+  speclen tables --db {shlex.quote(str(config.data_dir / "speclen.db"))}
 """,
         flush=True,
     )

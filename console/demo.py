@@ -69,9 +69,9 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
         for channel in channels:
             channel.close()
     time.sleep(2.0)  # the last reports are sent within 0.5 s, learned from within 0.2 and committed within 1
-    from speclen.console.learned.table import learned_rows, matrices, plan_lines
+    from speclen.console.learned.table import print_learned
 
-    Console().print(matrices(learned_rows(database, context="")), *plan_lines(database, context=""), sep="\n")
+    print_learned(Console(), database, context="")
     explain_choices(database)
 
 

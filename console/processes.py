@@ -87,9 +87,19 @@ class Child:
     def exit_code(self) -> int | None:
         return None if self.process is None else self.process.poll()
 
+    def last_words(self) -> str:
+        """Why it has ended: the signal that killed it, or what it said last."""
+        code = self.exit_code
+        return self.last_line() if code is None or code >= 0 else f"killed by {signal_name(-code)}"
+
     def last_line(self) -> str:
-        """The last line of the log, which names the cause when a process has ended by itself."""
-        lines = self.log_file.read_text("utf-8", errors="replace").strip().splitlines()
+        """The last line that this life has logged, which names the cause when a process has ended by itself."""
+        try:
+            with self.log_file.open("rb") as log:
+                log.seek(self.log_begin)
+                lines = log.read().decode("utf-8", errors="replace").strip().splitlines()
+        except FileNotFoundError:  # somebody has cleared up
+            lines = []
         return self.with_variables(lines[-1].removeprefix("speclen: ")) if lines else "it printed nothing"
 
     def with_variables(self, sentence: str) -> str:
@@ -154,7 +164,7 @@ class Child:
         progress = Progress(self.process.pid if self.process else None, time.monotonic())
         while not progress.stalled(time.monotonic(), timeout_s):
             if self.exit_code is not None:
-                raise UserError(f"the {self.name} did not start: {self.last_line()}")
+                raise UserError(f"the {self.name} did not start: {self.last_words()}")
             for remark in self.new_remarks():
                 say(f"the {self.name}: {remark}")
                 progress.note(remark)
@@ -193,15 +203,25 @@ class Child:
             if now - self.started_at > STABLE_S:
                 self.pause_s = FIRST_PAUSE_S
             self.restart_at = now + self.pause_s
-            said = self.last_line() if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            return f"the {self.name} ended ({said}); starting it again in {self.pause_s:g} s"
+            return f"the {self.name} ended ({self.last_words()}); starting it again in {self.pause_s:g} s"
         if now >= self.restart_at:
-            self.restart_at = None
             self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
+            try:
+                self.start()
+            except OSError as error:  # the others go on
+                self.restart_at = now + self.pause_s
+                return f"the {self.name} cannot be started ({error.strerror}); trying again in {self.pause_s:g} s"
+            self.restart_at = None
             self.num_restarts += 1
-            self.start()
             return f"the {self.name} was started again"
         return None
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
 
 
 def stop_all(children: Sequence[Child], timeout_s: float) -> None:

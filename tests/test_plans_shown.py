@@ -96,6 +96,17 @@ def test_views_and_tables_show_the_plan_in_use_before_the_length(store):  # noqa
     assert str(line).startswith("batch 3-4 plays 'copy>=3 up to 8, else draft 2' instead: 3 ms per token")
 
 
+def test_a_plan_is_said_to_be_played_where_it_is_and_not_in_between(store):  # noqa: F811
+    cells = [cell(0, batch_min=low, batch_max=high, is_best=True) for low, high in ((1, 1), (2, 2), (3, 4), (5, 6))]
+    places = ((1, 1, 0.040), (3, 4, 0.038), (5, 6, 0.044))
+    rows = [plan_row(batch_min=low, batch_max=high, step_s=step_s) for low, high, step_s in places]
+    rows.append(plan_row(batch_min=2, batch_max=2, is_best=False))
+    store_now(store, Commit(contexts=[context()], latency_cells=cells, plan_estimates=rows))
+    lines = [str(line).partition(" (")[0] for line in plan_lines(store.path, "")]
+    said = "plays 'copy>=3 up to 8, else draft 2' instead:"
+    assert lines == [f"batch 1 {said} 10 ms per token", f"batch 3-6 {said} 9.5 to 11 ms per token"]
+
+
 def test_top_shows_plans_in_words_and_lengths_as_numbers():
     plan = control_pb2.Plan(draft_length=2, copy_min_match=3, copy_max_tokens=8)
     choices = [

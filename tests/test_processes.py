@@ -94,6 +94,39 @@ def test_a_killed_child_is_said_to_be_killed(tmp_path):
     assert "SIGKILL" in (one.restart_if_dead(one.started_at) or "")
 
 
+def test_a_child_that_is_killed_while_it_starts_is_said_to_be(tmp_path):
+    """Its last remark was told in place of the signal, or the last line of another run."""
+    one = child(tmp_path, ["generate", "-", "--worker", "127.0.0.1:1"])
+    one.log_file.write_text("of an earlier life\n")
+    one.start()
+    assert one.process is not None
+    one.process.send_signal(signal.SIGKILL)
+    one.process.wait(30)
+    with pytest.raises(UserError, match="worker 0 did not start: killed by SIGKILL"):
+        one.wait_until_serving(5)
+    assert "earlier" not in one.last_line()
+
+
+def test_a_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypatch):
+    """The whole fleet was stopped for it. A log that somebody has removed is no reason, either."""
+    one = died(child(tmp_path))
+    one.log_file.unlink()
+    now = one.started_at
+    assert "it printed nothing" in (one.restart_if_dead(now) or "")
+
+    def fails(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("subprocess.Popen", fails)
+        assert "Resource temporarily unavailable" in (one.restart_if_dead(now + 1) or "")
+    assert one.restart_if_dead(now + 1.5) is None
+    assert "started again" in (one.restart_if_dead(now + 3.1) or "")
+    died_again = one.process
+    assert died_again is not None
+    died_again.wait(30)
+
+
 def test_stopping_what_is_gone_is_no_error(tmp_path):
     died(child(tmp_path)).stop(1.0)
     child(tmp_path).stop(1.0)

@@ -77,11 +77,18 @@ def partial_of(folder: Path, context: ContextKey, settings: ProfileSettings, tex
 
 
 def measure(
-    pair: ModelPair, settings: ProfileSettings, texts: list[str], folder: Path, fresh: bool, source: str
+    pair: ModelPair,
+    settings: ProfileSettings,
+    texts: list[str],
+    folder: Path,
+    fresh: bool,
+    source: str,
+    keep: Callable[[ProfileDocument], None],
 ) -> ProfileDocument:
     """Measure until done, going on with an interrupted profile of the same settings unless `fresh`.
 
-    Ctrl-C saves what there is and ends with code 130. Raises UserError.
+    keep: writes the profile; what it raises loses nothing, since the same command goes on from there. Ctrl-C saves what
+    there is and ends with code 130. Raises UserError.
     """
     context = core_context(pair, settings.backend)
     partial = partial_of(folder, context, settings, texts)
@@ -105,14 +112,17 @@ def measure(
     result = samples.result()
     if not result.cells:
         raise UserError(f"nothing was measured in {settings.budget_s:.0f} s: give more time with --budget-s")
-    partial.remove()
+    partial.save(samples)
     if samples.largest_batch_size is not None:
         say(f"batch sizes over {samples.largest_batch_size} do not fit in memory and were left out")
     missing = len(settings.batch_sizes) * len(settings.lengths) - len(result.cells)
     if missing and samples.largest_batch_size is None:
         say(f"{missing} cells were not reached in {settings.budget_s:.0f} s and are not part of the profile")
     details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance()}
-    return from_result(context, result, source, details)
+    document = from_result(context, result, source, details)
+    keep(document)
+    partial.remove()
+    return document
 
 
 @contextmanager

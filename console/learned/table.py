@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,7 @@ from speclen.store.queries import view_rows
 from speclen.store.schema.seen import LATELY
 
 Row = dict[str, Any]
+MOST_COLUMNS = 2000
 
 
 def learned_rows(db: Path, context: str) -> list[Row]:
@@ -30,29 +31,59 @@ def learned_rows(db: Path, context: str) -> list[Row]:
     return found
 
 
-def matrices(rows: list[Row]) -> RenderableType:
-    """One matrix per context, in the order of the view."""
+def print_learned(console: Console, db: Path, context: str) -> None:
+    """Matrices and plans. Words wrap at the console's width; of a matrix no figure is cut, however many lengths it has."""
+    for part in learned_parts(db, context):
+        if isinstance(part, Table):
+            usual, console.width = console.width, MOST_COLUMNS
+            console.width = max(usual, console.measure(part).maximum)
+            console.print(part)
+            console.width = usual
+        else:
+            console.print(part)
+
+
+def learned_parts(db: Path, context: str) -> list[RenderableType]:
+    """One matrix per context, in the order of the view, and a line for each plan."""
+    rows = learned_rows(db, context)
     if not rows:
-        return Text(
-            "Nothing is learned yet: start a worker (one that has just begun shows within two seconds), or import a "
-            "profile with `speclen profile import`."
-        )
-    parts = [titled(name, list(group)) for name, group in groupby(rows, key=lambda row: row["context"])]
-    return Group(*(line for part in parts for line in part))
+        return [
+            Text(
+                "Nothing is learned yet: start a worker (one that has just begun shows within two seconds), or import a "
+                "profile with `speclen profile import`."
+            )
+        ]
+    found: list[RenderableType] = []
+    for name, group in groupby(rows, key=lambda row: row["context"]):
+        found += titled(name, list(group))
+    return [*found, *plan_lines(db, context)]
 
 
 def plan_lines(db: Path, context: str) -> list[Text]:
     """A line per range of batch sizes in which rows copy; none where lengths are all."""
     with reading(db) as connection:
         rows = plan_rows(connection)
-    used = [row for row in rows if row["is_best"] and context in row["context"]]
     found = []
-    for (name, plan), group in groupby(used, key=lambda row: (row["context"], row["plan"])):
-        members = list(group)
+    for members in stretches([row for row in rows if row["is_best"] and context in row["context"]]):
         low, high = members[0]["batch_min"], members[-1]["batch_max"]
         sizes = str(low) if low == high else f"{low}-{high}"
-        ms = " to ".join(sorted({short(row["ms_per_token"]) for row in (members[0], members[-1])}))
+        costs = [row["ms_per_token"] for row in members]
+        ms = " to ".join(dict.fromkeys([short(min(costs)), short(max(costs))]))
+        plan, name = members[0]["plan"], members[0]["context"]
         found.append(Text(f"batch {sizes} plays {plan!r} instead: {ms} ms per token ({name})"))
+    return found
+
+
+def stretches(used: list[Row]) -> list[list[Row]]:
+    """Buckets side by side, ascending, in which one plan is in use; where a length is used between two, they are apart."""
+    found: list[list[Row]] = []
+    for row in used:
+        last = found[-1][-1] if found else None
+        alike = last is not None and all(last[name] == row[name] for name in ("context", "plan"))
+        if last is not None and alike and row["batch_min"] == last["batch_max"] + 1:
+            found[-1].append(row)
+        else:
+            found.append([row])
     return found
 
 
