@@ -44,7 +44,7 @@ class Phase:
 
     def chances(self, length: int) -> FloatArray:
         """Of each accepted run at a length."""
-        return np.append(self.runs[:length], self.runs[length:].sum())
+        return np.minimum(np.append(self.runs[:length], self.runs[length:].sum()), 1.0)  # which rounding may pass
 
 
 class Fleet:
