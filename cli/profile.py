@@ -14,7 +14,7 @@ import typer
 from speclen.console.client import SECURITY, ClientConfig, client_from
 from speclen.console.database import DATABASE
 from speclen.console.errors import UserError, say, wrapped
-from speclen.console.files import check_place, refuse_database
+from speclen.console.files import check_place
 from speclen.console.flags import flags_from, ranges
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
@@ -80,7 +80,6 @@ def run(
 
     if out is not None:
         check_place(out)
-        refuse_database(out)
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
     destination = find_destination(db, controller, client_from(settings)) if store else None
     set_spins()  # before torch is imported, by the next lines

@@ -7,13 +7,17 @@ import os
 from pathlib import Path
 
 from speclen.console.errors import UserError
+from speclen.store.connection import DATABASE_BEGINS
 
-DATABASE_BEGINS = b"SQLite format 3\0"
 
+def check_place(file: Path, of_database: bool = False) -> None:
+    """Whether a file can be made there, told before the work whose result it takes. Raises UserError naming it.
 
-def check_place(file: Path) -> None:
-    """Whether a file can be made there, told before the work whose result it takes. Raises UserError naming it."""
+    of_database: it is to be one, and may replace one.
+    """
     if file.exists():
+        if not of_database:
+            refuse_database(file)
         fits = not file.is_dir() and os.access(file, os.W_OK)
     else:
         folder = next(folder for folder in file.absolute().parents if folder.exists())

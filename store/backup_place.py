@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from speclen.store.backup import check_file, copy, is_empty, put_in_place
-from speclen.store.connection import CorruptStoreError, StoreError, connect_reader
+from speclen.store.connection import DATABASE_BEGINS, CorruptStoreError, StoreError, connect_reader
 from speclen.store.files import HEAD_OF_DATABASE, USER_VERSION, number
 
 STAMP = "%Y%m%dT%H%M%S.%f"
@@ -206,7 +206,7 @@ def folder_for_a_copy() -> Iterator[Path]:
 
 def commit_in(head: bytes) -> int:
     """The number of the newest commit in a backup, which has no WAL, by its first bytes; -1 where it is no database's."""
-    whole = len(head) == HEAD_OF_DATABASE and head.startswith(b"SQLite format 3\0")
+    whole = len(head) == HEAD_OF_DATABASE and head.startswith(DATABASE_BEGINS)
     return number(head, USER_VERSION) if whole else -1
 
 

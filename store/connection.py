@@ -18,6 +18,7 @@ except ImportError:  # other systems than Linux: the SQLite that Python was buil
 
 __all__ = [
     "APPLICATION_ID",
+    "DATABASE_BEGINS",
     "Connection",
     "CorruptStoreError",
     "FileErrors",
@@ -48,6 +49,8 @@ ANOTHER_COPY = "take another copy."
 Connection = Any
 
 # What a damaged file may raise. SQLite names the damaged thing in its message, and that name may be no text at all.
+# What every file of SQLite begins with.
+DATABASE_BEGINS = b"SQLite format 3\0"
 FileErrors = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 

@@ -136,6 +136,14 @@ def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
         KVPool([LayerShape(64, 128)] * 80, 1_000_000, 1_000_000, torch.float32, CPU)
 
 
+def grouped(tmp_path, monkeypatch, path: str) -> None:
+    """The process is in this group, of those whose files the test writes, on a machine with 200 GiB free."""
+    real = control_groups.lines_of
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    told = {"/proc/meminfo": [f"MemAvailable: {200 << 20} kB\n"], "/proc/self/cgroup": [f"0::{path}\n"]}
+    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
+
+
 @pytest.mark.parametrize(
     ("path", "limits", "expected"),
     [
@@ -147,10 +155,7 @@ def test_what_cannot_be_had_is_refused_with_a_sentence() -> None:
     ],
 )
 def test_free_is_what_the_container_has_left_and_not_the_host(tmp_path, monkeypatch, path, limits, expected):
-    real = control_groups.lines_of
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
-    told = {"/proc/meminfo": [f"MemAvailable: {200 << 20} kB\n"], "/proc/self/cgroup": [f"0::{path}\n"]}
-    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
+    grouped(tmp_path, monkeypatch, path)
     for name, (most, used, caches) in limits.items():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "memory.max").write_text(f"{most}\n")
@@ -176,10 +181,7 @@ def test_a_group_without_a_limit_limits_nothing(tmp_path, monkeypatch):
     ],
 )
 def test_a_quota_is_counted_in_cores(tmp_path, monkeypatch, path, quotas, expected):
-    real = control_groups.lines_of
-    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
-    told = {"/proc/self/cgroup": [f"0::{path}\n"]}
-    monkeypatch.setattr(control_groups, "lines_of", lambda name: told.get(str(name)) or real(name))
+    grouped(tmp_path, monkeypatch, path)
     for name, quota in quotas.items():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "cpu.max").write_text(f"{quota}\n")

@@ -32,6 +32,14 @@ async def life(tmp_path, first: int, last: int) -> pb.LearnedTable:
         return (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest(context=CONTEXT))).tables[0]
 
 
+def change(tmp_path, *statements: str) -> None:
+    """What is stored, while no controller runs."""
+    connection = connect_writer(tmp_path / "test.db")
+    for statement in statements:
+        connection.execute(statement)
+    connection.close()
+
+
 async def table_of(at: Served) -> pb.LearnedTable:
     """What a controller knows when a worker comes."""
     await at.stub.RegisterWorker(registration())
@@ -43,11 +51,12 @@ def test_a_state_of_another_version_is_learned_again_at_start(tmp_path):
 
     async def story():
         known.append(await life(tmp_path, 1, 60))
-        connection = connect_writer(tmp_path / "test.db")
-        connection.execute("UPDATE learned_states SET state = ?", (OLD_STATE,))
-        connection.execute("UPDATE latency_cells SET batch_min = batch_min, batch_max = 32 WHERE batch_min = 17")
-        connection.execute("DELETE FROM latency_cells WHERE batch_min > 17")
-        connection.close()
+        change(
+            tmp_path,
+            f"UPDATE learned_states SET state = '{OLD_STATE}'",
+            "UPDATE latency_cells SET batch_min = batch_min, batch_max = 32 WHERE batch_min = 17",
+            "DELETE FROM latency_cells WHERE batch_min > 17",
+        )
         known.append(await life(tmp_path, 61, 60))
 
     run(story)
@@ -85,10 +94,7 @@ def test_reports_on_a_damaged_page_leave_the_newer_ones_to_learn_from(tmp_path, 
 
     async def story():
         await life(tmp_path, 1, 300)
-        connection = connect_writer(tmp_path / "test.db")
-        connection.execute("UPDATE learned_states SET state = '[]'")
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        connection.close()
+        change(tmp_path, "UPDATE learned_states SET state = '[]'", "PRAGMA wal_checkpoint(TRUNCATE)")
         zero_the_oldest_reports(tmp_path / "test.db")
         # A small file is read whole before it is used; of one of gigabytes the old reports are not.
         monkeypatch.setattr("speclen.store.schema.opening._check_content", lambda *_: None)
@@ -109,10 +115,7 @@ def test_reports_on_a_damaged_page_leave_the_newer_ones_to_learn_from(tmp_path, 
 def test_reports_that_are_not_kept_any_more_leave_a_new_context(tmp_path):
     async def story():
         await life(tmp_path, 1, 20)
-        connection = connect_writer(tmp_path / "test.db")
-        connection.execute("UPDATE learned_states SET state = '[]'")
-        connection.execute("DELETE FROM step_reports")
-        connection.close()
+        change(tmp_path, "UPDATE learned_states SET state = '[]'", "DELETE FROM step_reports")
         assert not (await life(tmp_path, 21, 20)).rows
         assert (await life(tmp_path, 21, 40)).rows
 
@@ -130,10 +133,8 @@ def test_the_kept_reports_say_which_class_accepted_what(tmp_path):
 def test_a_plan_that_is_stored_as_in_use_and_is_not_goes_with_the_first_commit(tmp_path):
     async def story():
         await life(tmp_path, 1, 20)
-        connection = connect_writer(tmp_path / "test.db")
         plan = (1, 1, 8, 0, "copy>=3 up to 8", 0, 0.01, 2.0, 4.0, 6.0, 1, 1.0)
-        connection.execute(f"INSERT INTO plan_estimates VALUES ({', '.join('?' * len(plan))})", plan)
-        connection.close()
+        change(tmp_path, f"INSERT INTO plan_estimates VALUES {plan}")
         await life(tmp_path, 21, 21)
 
     run(story)

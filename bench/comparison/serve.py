@@ -41,7 +41,7 @@ from speclen.bench.serving.survey import Survey
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError, say
-from speclen.console.files import check_place, refuse_database
+from speclen.console.files import check_place
 from speclen.console.flags import flags_from
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
@@ -71,9 +71,7 @@ def serve(
         raise UserError("--add needs --out FILE, whose rounds it goes on with")
     for place in (out, reports, plot, others["survey"]):
         if place is not None:
-            check_place(place)
-            if place != reports:
-                refuse_database(place)
+            check_place(place, of_database=place is reports)
     try:
         plan = plan_of(target, max_batch_size, quick, others)
         if reports is not None and "adaptive" not in plan.names:

@@ -64,7 +64,7 @@ def plan_lines(db: Path, context: str) -> list[Text]:
     with reading(db) as connection:
         rows = plan_rows(connection)
     found = []
-    for members in stretches([row for row in rows if row["is_best"] and context in row["context"]]):
+    for members in neighbours([row for row in rows if row["is_best"] and context in row["context"]]):
         low, high = members[0]["batch_min"], members[-1]["batch_max"]
         sizes = str(low) if low == high else f"{low}-{high}"
         costs = [row["ms_per_token"] for row in members]
@@ -74,7 +74,7 @@ def plan_lines(db: Path, context: str) -> list[Text]:
     return found
 
 
-def stretches(used: list[Row]) -> list[list[Row]]:
+def neighbours(used: list[Row]) -> list[list[Row]]:
     """Buckets side by side, ascending, in which one plan is in use; where a length is used between two, they are apart."""
     found: list[list[Row]] = []
     for row in used:

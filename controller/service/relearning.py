@@ -7,7 +7,7 @@ every estimate by then anyway. Where a part of them lies on a damaged page, what
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -31,12 +31,11 @@ MOST_REPORTS = 100_000
 PROGRESS_S = 2.0
 
 
-def relearn(estimator: Estimator, contexts: Iterable[RegisteredContext], database: Path) -> int:
+def relearn(estimator: Estimator, contexts: Collection[RegisteredContext], database: Path) -> int:
     """Teach contexts that know nothing; returns how many reports did. Raises StoreError."""
     connection = connect_reader(database)
     try:
         names = {row.worker_key: row.worker_id for row in queries.workers(connection)}
-        contexts = list(contexts)
         reported = _reported(connection, contexts, database)
         return sum(
             _relearn_one(estimator, each, connection, names, MOST_REPORTS * (each.context_id in reported))

@@ -58,8 +58,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = list(end_ids)
-        self._max_states = min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES))
-        self._trial = Trial(trial_s, self._max_states)
+        self._trial = Trial(trial_s, min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES)))
         self._matching: Any = None  # llguidance's tokenizer
         self._prepared: OrderedDict[StructuredOutput, Prepared] = OrderedDict()  # the least used first
         self._turnstile = Turnstile(1, MAX_WAITING)
@@ -88,7 +87,7 @@ class Grammars:
         if num_bytes > self._max_bytes:
             too_much = f"takes {num_bytes / 2**20:.0f} MiB, and may take {self._max_bytes / 2**20:.0f}"
             raise ValueError(f"{wanted.field} {shown(wanted.text)} cannot be used: it {too_much}")
-        matcher = trial.make_matcher(self._matching, text, self._max_states)
+        matcher = trial.make_matcher(self._matching, text, self._trial.max_states)
         return Prepared(Grammar(matcher, self._vocab_size, self._end_ids), num_bytes)
 
     def _make_tokenizer(self, wanted: StructuredOutput) -> Any:
@@ -121,8 +120,8 @@ class Grammars:
 class Trial:
     """The process in which grammars are tried; started when first needed, and again after it has ended. For one thread."""
 
-    def __init__(self, timeout_s: float, max_states: int = trial.MAX_LEXER_STATES) -> None:
-        self._max_states = max_states
+    def __init__(self, timeout_s: float, max_states: int) -> None:
+        self.max_states = max_states  # of a lexer
         self.facts: dict[str, Any] = {}  # of the tokenizer
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -148,7 +147,7 @@ class Trial:
             raise
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", str(Path(trial.__file__)), str(self._max_states)]
+        command = [sys.executable, "-P", str(Path(trial.__file__)), str(self.max_states)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self._write(self.facts)

@@ -98,9 +98,8 @@ class OpenVinoModel:
                 raise MemoryError(f"no memory for {num_threads} threads beside {self._threads}: their number stays")
             self._requests[num_threads] = self._make_request(num_threads)
         self._threads = num_threads
-        spare = [
-            each for each in list(self._requests)[1:] if each != num_threads
-        ]  # the first is that of an idle machine
+        # The first is that of an idle machine.
+        spare = [each for each in list(self._requests)[1:] if each != num_threads]
         for old in spare[: max(0, len(self._requests) - MOST_COPIES)]:
             del self._requests[old]
             self._new_memory.pop(old, None)
