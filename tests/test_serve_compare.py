@@ -26,6 +26,7 @@ from speclen.bench.comparison.tables import (
     ratio_cell,
     ratio_table,
     read_results,
+    with_width,
 )
 from speclen.bench.serving.block import Bin, BlockFigures
 from speclen.bench.serving.load import RequestOutcome
@@ -374,9 +375,15 @@ def test_what_was_served_on_another_machine_stands_under_its_name(folder):
     write_document(to_document(comparison, FACTS), folder / "serve" / "small" / "mixed.json")
     assert run_headline(folder, "--check").exit_code == 1
     run_headline(folder)
-    _, _, part = (folder / "README.md").read_text().partition("### `small`")
+    _, _, after = (folder / "README.md").read_text().partition("### `small`")
+    part, _, _ = after.partition(marked.end_of("elsewhere"))
     interval = comparison.ratio("adaptive", "none").interval
     assert f"| [`mixed`](serve/small/mixed.json) | {in_words(interval, 9)} |" in part
+    best = comparison.best_fixed()
+    aimed = in_words(comparison.ratio("adaptive", best).interval, 9)
+    assert f"| `mixed` | best fixed length (`{best}`) | 0.88 | {aimed} |" in part
+    assert f"| `fixed:2` | {with_width(comparison.ratio('fixed:2', 'adaptive').interval)} |" in part
+    assert "not measured" not in part
     assert "Rounds: mixed 9." in part
 
 

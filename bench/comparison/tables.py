@@ -34,6 +34,7 @@ AIMS = (
     ("steady-high", None, 1.03),
     ("wrong-profile", "profile", 0.80),
 )
+AIMS_HEAD = ("| track | against | aim | measured | |", "|---|---|---|---|---|")
 COLD_AIM = 1.05
 CLOSED_AIM = 1.02  # at every number of requests at a time, against the best of all policies there
 # The track whose picture README shows.
@@ -171,10 +172,19 @@ def made_where(results: dict[str, dict[str, Any]]) -> str:
 
 def aims_table(results: dict[str, dict[str, Any]], peers: Path) -> str:
     """What was aimed at and what was measured; peers: the file of throughput beside other programs."""
-    lines = ["| track | against | aim | measured | |", "|---|---|---|---|---|"]
+    missing = [
+        f"| `{track}` | {reference or 'best fixed length'} | {aim:.2f} | not measured | |"
+        for track, reference, aim in AIMS
+        if track not in results
+    ]
+    return "\n".join([*AIMS_HEAD, *aims_rows(results), *missing, *peers_table.aims(peers)])
+
+
+def aims_rows(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Those of the tracks that were measured."""
+    lines = []
     for track, reference, aim in AIMS:
         if track not in results:
-            lines.append(f"| `{track}` | {reference or 'best fixed length'} | {aim:.2f} | not measured | |")
             continue
         comparison = comparison_of(results[track])
         name = reference or str(comparison.best_fixed())
@@ -189,7 +199,7 @@ def aims_table(results: dict[str, dict[str, Any]], peers: Path) -> str:
     for track, document in results.items():
         if document.get("at_once"):
             lines.append(closed_aim(track, document))
-    return "\n".join([*lines, *peers_table.aims(peers)])
+    return lines
 
 
 def closed_aim(track: str, document: dict[str, Any]) -> str:
@@ -344,10 +354,12 @@ def elsewhere(folder: Path) -> str:
 
 
 def of_a_machine(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Tracks with arrivals; those with so many requests at a time; what was served."""
-    lines = [*ratio_rows(results), ""] if with_arrivals(results) else []
+    """Tracks with arrivals; those with so many requests at a time; what was aimed at; what was served."""
+    lines = [*ratio_rows(results), "", policies_table(results), ""] if with_arrivals(results) else []
     if len(with_arrivals(results)) < len(results):
         lines += [closed_table(results), ""]
+    if aims := aims_rows(results):
+        lines += [*AIMS_HEAD, *aims, ""]
     return [*lines, *what_was_served(results)]
 
 
