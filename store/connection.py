@@ -48,9 +48,9 @@ ANOTHER_COPY = "take another copy."
 # sqlite3.Connection of whichever module was found above.
 Connection = Any
 
-# What a damaged file may raise. SQLite names the damaged thing in its message, and that name may be no text at all.
 # What every file of SQLite begins with.
 DATABASE_BEGINS = b"SQLite format 3\0"
+# What a damaged file may raise. SQLite names the damaged thing in its message, and that name may be no text at all.
 FileErrors = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 

@@ -183,9 +183,7 @@ def aims_table(results: dict[str, dict[str, Any]], peers: Path) -> str:
 def aims_rows(results: dict[str, dict[str, Any]]) -> list[str]:
     """Those of the tracks that were measured."""
     lines = []
-    for track, reference, aim in AIMS:
-        if track not in results:
-            continue
+    for track, reference, aim in [one for one in AIMS if one[0] in results]:
         comparison = comparison_of(results[track])
         name = reference or str(comparison.best_fixed())
         ratio = comparison.ratio("adaptive", name)
