@@ -28,21 +28,21 @@ class _RequestClassEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     REQUEST_CLASS_UNSPECIFIED: _RequestClass.ValueType  # 0
     REQUEST_CLASS_GREEDY: _RequestClass.ValueType  # 1
     """Always the most likely token."""
-    REQUEST_CLASS_COOL: _RequestClass.ValueType  # 2
+    REQUEST_CLASS_LOW_TEMPERATURE: _RequestClass.ValueType  # 2
     """Sampled at temperatures up to 0.75."""
-    REQUEST_CLASS_HOT: _RequestClass.ValueType  # 3
-    """Sampled at higher ones."""
+    REQUEST_CLASS_HIGH_TEMPERATURE: _RequestClass.ValueType  # 3
+    """Sampled at higher temperatures."""
 
 class RequestClass(_RequestClass, metaclass=_RequestClassEnumTypeWrapper):
-    """Kinds of requests whose drafts are accepted unlike: by how they choose their tokens."""
+    """Kinds of requests whose drafts differ most in acceptance."""
 
 REQUEST_CLASS_UNSPECIFIED: RequestClass.ValueType  # 0
 REQUEST_CLASS_GREEDY: RequestClass.ValueType  # 1
 """Always the most likely token."""
-REQUEST_CLASS_COOL: RequestClass.ValueType  # 2
+REQUEST_CLASS_LOW_TEMPERATURE: RequestClass.ValueType  # 2
 """Sampled at temperatures up to 0.75."""
-REQUEST_CLASS_HOT: RequestClass.ValueType  # 3
-"""Sampled at higher ones."""
+REQUEST_CLASS_HIGH_TEMPERATURE: RequestClass.ValueType  # 3
+"""Sampled at higher temperatures."""
 Global___RequestClass: typing_extensions.TypeAlias = RequestClass
 
 class _StepFlag:
@@ -55,44 +55,32 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     STEP_FLAG_FIRST_USE: _StepFlag.ValueType  # 1
     """First use of a shape: allocation, autotuning."""
     STEP_FLAG_COMPILATION: _StepFlag.ValueType  # 2
-    """Compilation or graph capture happened inside the step."""
+    """Compilation or CUDA-graph capture inside the step."""
     STEP_FLAG_PREFILL: _StepFlag.ValueType  # 3
-    """Prompt tokens were processed in the same interval."""
+    """Prefill in the same interval."""
     STEP_FLAG_CATCH_UP: _StepFlag.ValueType  # 4
-    """The draft caught up on tokens it had missed while the length was 0."""
+    """The draft model caught up on tokens that it had missed."""
     STEP_FLAG_MIXED_LENGTHS: _StepFlag.ValueType  # 5
-    """Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
-    STEP_FLAG_COPIED: _StepFlag.ValueType  # 30
-    """The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
-    match. See StepReport.copying.
-    """
-    STEP_FLAG_CHANGED_LENGTH: _StepFlag.ValueType  # 40
-    """The step drafted another length than it verified, as steps of engines do that draft for the step after; or it was the
-    first of its plan, on an engine where that takes longer than those after it.
-    """
+    """Sequences used different lengths in one step (a request asked for its own)."""
+    STEP_FLAG_CHANGED_ARM: _StepFlag.ValueType  # 6
+    """Another arm than in the step before, on an engine where that step overlaps with it or takes longer."""
 
 class StepFlag(_StepFlag, metaclass=_StepFlagEnumTypeWrapper):
-    """Why a step must not teach."""
+    """Reasons for which a step is no usable sample."""
 
 STEP_FLAG_UNSPECIFIED: StepFlag.ValueType  # 0
 STEP_FLAG_FIRST_USE: StepFlag.ValueType  # 1
 """First use of a shape: allocation, autotuning."""
 STEP_FLAG_COMPILATION: StepFlag.ValueType  # 2
-"""Compilation or graph capture happened inside the step."""
+"""Compilation or CUDA-graph capture inside the step."""
 STEP_FLAG_PREFILL: StepFlag.ValueType  # 3
-"""Prompt tokens were processed in the same interval."""
+"""Prefill in the same interval."""
 STEP_FLAG_CATCH_UP: StepFlag.ValueType  # 4
-"""The draft caught up on tokens it had missed while the length was 0."""
+"""The draft model caught up on tokens that it had missed."""
 STEP_FLAG_MIXED_LENGTHS: StepFlag.ValueType  # 5
-"""Rows used different lengths in one step (a request asked for its own). batch_size and histogram count every row."""
-STEP_FLAG_COPIED: StepFlag.ValueType  # 30
-"""The plan let rows copy: the step took what its verified tokens took, and the rows that drafted were those without a
-match. See StepReport.copying.
-"""
-STEP_FLAG_CHANGED_LENGTH: StepFlag.ValueType  # 40
-"""The step drafted another length than it verified, as steps of engines do that draft for the step after; or it was the
-first of its plan, on an engine where that takes longer than those after it.
-"""
+"""Sequences used different lengths in one step (a request asked for its own)."""
+STEP_FLAG_CHANGED_ARM: StepFlag.ValueType  # 6
+"""Another arm than in the step before, on an engine where that step overlaps with it or takes longer."""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final
@@ -188,99 +176,66 @@ class WorkerLimits(google.protobuf.message.Message):
 
     MAX_BATCH_SIZE_FIELD_NUMBER: builtins.int
     MAX_SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
-    MAX_COPIED_TOKENS_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
     PROBE_STEPS_FIELD_NUMBER: builtins.int
     max_batch_size: builtins.int
-    """Largest number of rows decoding in one step. 1 to 4096."""
+    """Largest number of sequences decoding in one step. 1 to 4096."""
     max_speculation_length: builtins.int
     """Largest speculation length. 0 to 64."""
-    max_copied_tokens: builtins.int
-    """Most tokens that a row can copy from its own text in one step. 0 to 64; 0: it cannot."""
+    ngram: builtins.bool
+    """Whether sequences can propose n-gram (prompt-lookup) tokens."""
     probe_steps: builtins.int
-    """Steps in a row that this worker takes at the plan of a probe. 1 to 4; 0: 1. More where the first step of another plan
-    takes longer than those after it, so that only the last one teaches times (STEP_FLAG_CHANGED_LENGTH).
-    """
+    """Consecutive steps of a probe. 1 to 16; 0: 3. More where the first step of another arm is no usable sample of time."""
     def __init__(
         self,
         *,
         max_batch_size: builtins.int = ...,
         max_speculation_length: builtins.int = ...,
-        max_copied_tokens: builtins.int = ...,
+        ngram: builtins.bool = ...,
         probe_steps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_copied_tokens", b"max_copied_tokens", "max_speculation_length", b"max_speculation_length", "probe_steps", b"probe_steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_batch_size", b"max_batch_size", "max_speculation_length", b"max_speculation_length", "ngram", b"ngram", "probe_steps", b"probe_steps"]) -> None: ...
 
 Global___WorkerLimits: typing_extensions.TypeAlias = WorkerLimits
 
 @typing.final
-class Plan(google.protobuf.message.Message):
-    """What every row of a step may propose to the target."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DRAFT_LENGTH_FIELD_NUMBER: builtins.int
-    COPY_MIN_MATCH_FIELD_NUMBER: builtins.int
-    COPY_MAX_TOKENS_FIELD_NUMBER: builtins.int
-    DRAFT_AFTER_COPY_FIELD_NUMBER: builtins.int
-    draft_length: builtins.int
-    """Tokens of the draft model per row: the speculation length. 0: none."""
-    copy_min_match: builtins.int
-    """A row copies when at least so many of its last tokens stand earlier in its own prompt or output. 1 to 16; 0: never."""
-    copy_max_tokens: builtins.int
-    """Tokens copied per row, at most: those that followed the match. 1 to 64; 0: never."""
-    draft_after_copy: builtins.bool
-    """Whether the draft model goes on behind copied tokens. Otherwise rows that copy draft nothing."""
-    def __init__(
-        self,
-        *,
-        draft_length: builtins.int = ...,
-        copy_min_match: builtins.int = ...,
-        copy_max_tokens: builtins.int = ...,
-        draft_after_copy: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["copy_max_tokens", b"copy_max_tokens", "copy_min_match", b"copy_min_match", "draft_after_copy", b"draft_after_copy", "draft_length", b"draft_length"]) -> None: ...
-
-Global___Plan: typing_extensions.TypeAlias = Plan
-
-@typing.final
 class BucketChoice(google.protobuf.message.Message):
-    """The length to use for one bucket of batch sizes."""
+    """The arm in use for one range of batch sizes: how many tokens the draft model drafts per sequence, and whether sequences
+    with an n-gram match propose those tokens instead.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BATCH_MIN_FIELD_NUMBER: builtins.int
     BATCH_MAX_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
     MS_PER_TOKEN_FIELD_NUMBER: builtins.int
-    PLAN_FIELD_NUMBER: builtins.int
     batch_min: builtins.int
     """Batch sizes batch_min to batch_max belong to the bucket, both included."""
     batch_max: builtins.int
     speculation_length: builtins.int
+    ngram: builtins.bool
     ms_per_token: builtins.float
-    """Expected time per generated token and row, in milliseconds, at that length; absent when nothing is known yet."""
-    @property
-    def plan(self) -> Global___Plan:
-        """What to do instead, for workers that can; draft_length is the speculation_length. Absent: that alone."""
-
+    """Expected milliseconds per generated token of a sequence; absent while nothing is known."""
     def __init__(
         self,
         *,
         batch_min: builtins.int = ...,
         batch_max: builtins.int = ...,
         speculation_length: builtins.int = ...,
+        ngram: builtins.bool = ...,
         ms_per_token: builtins.float | None = ...,
-        plan: Global___Plan | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "ms_per_token", b"ms_per_token", "plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "batch_max", b"batch_max", "batch_min", b"batch_min", "ms_per_token", b"ms_per_token", "plan", b"plan", "speculation_length", b"speculation_length"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "ms_per_token", b"ms_per_token"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ms_per_token", b"_ms_per_token", "batch_max", b"batch_max", "batch_min", b"batch_min", "ms_per_token", b"ms_per_token", "ngram", b"ngram", "speculation_length", b"speculation_length"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ms_per_token", b"_ms_per_token"]) -> typing.Literal["ms_per_token"] | None: ...
 
 Global___BucketChoice: typing_extensions.TypeAlias = BucketChoice
 
 @typing.final
 class ClassHistogram(google.protobuf.message.Message):
-    """Accepted runs of the rows of one class in a step."""
+    """Accepted runs of the sequences of one class in a step."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -289,7 +244,7 @@ class ClassHistogram(google.protobuf.message.Message):
     request_class: Global___RequestClass.ValueType
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """As StepReport.accepted_histogram, of these rows alone."""
+        """As StepReport.accepted_histogram, of these sequences alone."""
 
     def __init__(
         self,
@@ -302,81 +257,34 @@ class ClassHistogram(google.protobuf.message.Message):
 Global___ClassHistogram: typing_extensions.TypeAlias = ClassHistogram
 
 @typing.final
-class LengthMix(google.protobuf.message.Message):
-    """The few numbers by which a worker finds the best length for the classes of requests in its batch: the length with the
-    largest sum over classes of rows x tokens, divided by the step time.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BUCKET_ENDS_FIELD_NUMBER: builtins.int
-    NUM_LENGTHS_FIELD_NUMBER: builtins.int
-    STEP_S_FIELD_NUMBER: builtins.int
-    TOKENS_FIELD_NUMBER: builtins.int
-    num_lengths: builtins.int
-    """Lengths 0 to num_lengths - 1."""
-    @property
-    def bucket_ends(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Largest batch size of each bucket, ascending."""
-
-    @property
-    def step_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Seconds of a step, longer where hardly known, by bucket and length."""
-
-    @property
-    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Expected tokens per row and step, bonus included, by class (greedy, cool, hot), bucket and length."""
-
-    def __init__(
-        self,
-        *,
-        bucket_ends: collections.abc.Iterable[builtins.int] | None = ...,
-        num_lengths: builtins.int = ...,
-        step_s: collections.abc.Iterable[builtins.float] | None = ...,
-        tokens: collections.abc.Iterable[builtins.float] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bucket_ends", b"bucket_ends", "num_lengths", b"num_lengths", "step_s", b"step_s", "tokens", b"tokens"]) -> None: ...
-
-Global___LengthMix: typing_extensions.TypeAlias = LengthMix
-
-@typing.final
 class LengthTable(google.protobuf.message.Message):
-    """The best length known for every bucket of a context."""
+    """The arm in use for every batch size of a context."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DECISION_VERSION_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
-    MIX_FIELD_NUMBER: builtins.int
     decision_version: builtins.int
     """Grows with every change of any choice. Workers quote it in their reports."""
     @property
     def choices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BucketChoice]:
         """Ascending by batch_min; every batch size from 1 to the worker's limit is in exactly one bucket."""
 
-    @property
-    def mix(self) -> Global___LengthMix:
-        """Set where requests of several classes were seen: the choices are for their usual mix then."""
-
     def __init__(
         self,
         *,
         decision_version: builtins.int = ...,
         choices: collections.abc.Iterable[Global___BucketChoice] | None = ...,
-        mix: Global___LengthMix | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_mix", b"_mix", "mix", b"mix"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_mix", b"_mix", "choices", b"choices", "decision_version", b"decision_version", "mix", b"mix"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_mix", b"_mix"]) -> typing.Literal["mix"] | None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "decision_version", b"decision_version"]) -> None: ...
 
 Global___LengthTable: typing_extensions.TypeAlias = LengthTable
 
 @typing.final
 class Probe(google.protobuf.message.Message):
-    """An exploratory length for one step of one worker. It is never repeated: use it once, at the first step whose batch size
-    is in the range and that feeds no prompts along (with any, if the table's length is 0), and forget it when valid_for_s
-    has passed since it was received. A worker whose limits name more probe_steps goes on with it for as many of them as such
-    steps follow each other, and only the last one tells probe_id.
+    """An exploratory arm for num_steps consecutive steps of one worker. It is never repeated: use it at the first steps whose
+    batch size is in the range and that have no prefill, and forget it when valid_for_s has passed since it was received. All
+    of its steps quote probe_id.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -385,20 +293,16 @@ class Probe(google.protobuf.message.Message):
     BATCH_MIN_FIELD_NUMBER: builtins.int
     BATCH_MAX_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
-    VALID_FOR_S_FIELD_NUMBER: builtins.int
-    PLAN_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
     NUM_STEPS_FIELD_NUMBER: builtins.int
+    VALID_FOR_S_FIELD_NUMBER: builtins.int
     probe_id: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
     speculation_length: builtins.int
-    valid_for_s: builtins.float
+    ngram: builtins.bool
     num_steps: builtins.int
-    """Not used any more: it asked for some dozens of steps in a row."""
-    @property
-    def plan(self) -> Global___Plan:
-        """As in BucketChoice."""
-
+    valid_for_s: builtins.float
     def __init__(
         self,
         *,
@@ -406,77 +310,13 @@ class Probe(google.protobuf.message.Message):
         batch_min: builtins.int = ...,
         batch_max: builtins.int = ...,
         speculation_length: builtins.int = ...,
-        valid_for_s: builtins.float = ...,
-        plan: Global___Plan | None = ...,
+        ngram: builtins.bool = ...,
         num_steps: builtins.int = ...,
+        valid_for_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "num_steps", b"num_steps", "plan", b"plan", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_max", b"batch_max", "batch_min", b"batch_min", "ngram", b"ngram", "num_steps", b"num_steps", "probe_id", b"probe_id", "speculation_length", b"speculation_length", "valid_for_s", b"valid_for_s"]) -> None: ...
 
 Global___Probe: typing_extensions.TypeAlias = Probe
-
-@typing.final
-class CopiedRun(google.protobuf.message.Message):
-    """Rows of a step that copied alike."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MATCH_LENGTH_FIELD_NUMBER: builtins.int
-    NUM_PROPOSED_FIELD_NUMBER: builtins.int
-    NUM_ACCEPTED_FIELD_NUMBER: builtins.int
-    NUM_ROWS_FIELD_NUMBER: builtins.int
-    match_length: builtins.int
-    """Tokens before the copied ones that stood earlier in the row; 16 means 16 or more."""
-    num_proposed: builtins.int
-    num_accepted: builtins.int
-    """Of these, accepted and kept: positions 1 to num_accepted were, the next one was not."""
-    num_rows: builtins.int
-    def __init__(
-        self,
-        *,
-        match_length: builtins.int = ...,
-        num_proposed: builtins.int = ...,
-        num_accepted: builtins.int = ...,
-        num_rows: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["match_length", b"match_length", "num_accepted", b"num_accepted", "num_proposed", b"num_proposed", "num_rows", b"num_rows"]) -> None: ...
-
-Global___CopiedRun: typing_extensions.TypeAlias = CopiedRun
-
-@typing.final
-class CopyReport(google.protobuf.message.Message):
-    """What copying did in one step."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PLAN_FIELD_NUMBER: builtins.int
-    NUM_SEARCHED_ROWS_FIELD_NUMBER: builtins.int
-    NUM_DRAFTING_ROWS_FIELD_NUMBER: builtins.int
-    NUM_VERIFIED_TOKENS_FIELD_NUMBER: builtins.int
-    RUNS_FIELD_NUMBER: builtins.int
-    num_searched_rows: builtins.int
-    """Rows in whose text a match was looked for. Those in no run had none."""
-    num_drafting_rows: builtins.int
-    """Rows that the draft model drafted for."""
-    num_verified_tokens: builtins.int
-    """Tokens of decoding rows that the target was fed, the pending ones included."""
-    @property
-    def plan(self) -> Global___Plan: ...
-    @property
-    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CopiedRun]: ...
-    def __init__(
-        self,
-        *,
-        plan: Global___Plan | None = ...,
-        num_searched_rows: builtins.int = ...,
-        num_drafting_rows: builtins.int = ...,
-        num_verified_tokens: builtins.int = ...,
-        runs: collections.abc.Iterable[Global___CopiedRun] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["plan", b"plan"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["num_drafting_rows", b"num_drafting_rows", "num_searched_rows", b"num_searched_rows", "num_verified_tokens", b"num_verified_tokens", "plan", b"plan", "runs", b"runs"]) -> None: ...
-
-Global___CopyReport: typing_extensions.TypeAlias = CopyReport
 
 @typing.final
 class StepReport(google.protobuf.message.Message):
@@ -487,6 +327,7 @@ class StepReport(google.protobuf.message.Message):
     SEQ_FIELD_NUMBER: builtins.int
     BATCH_SIZE_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
     LATENCY_S_FIELD_NUMBER: builtins.int
     ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
     MEAN_CONTEXT_LENGTH_FIELD_NUMBER: builtins.int
@@ -494,60 +335,52 @@ class StepReport(google.protobuf.message.Message):
     FLAGS_FIELD_NUMBER: builtins.int
     PROBE_ID_FIELD_NUMBER: builtins.int
     CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
-    COPYING_FIELD_NUMBER: builtins.int
-    READ_FIELD_NUMBER: builtins.int
-    DRAFT_PROMPT_S_FIELD_NUMBER: builtins.int
-    NUM_NEW_ROWS_FIELD_NUMBER: builtins.int
-    REVIEWS_FIELD_NUMBER: builtins.int
+    NUM_DRAFTED_SEQUENCES_FIELD_NUMBER: builtins.int
+    NUM_VERIFIED_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFT_PREFILL_S_FIELD_NUMBER: builtins.int
+    NUM_NEW_SEQUENCES_FIELD_NUMBER: builtins.int
+    EVALUATIONS_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
-    """Rows decoding in this step; prefilling rows are not counted. At least 1."""
+    """Sequences decoding in this step; those in prefill are not counted. At least 1."""
     speculation_length: builtins.int
-    """Length actually used."""
+    """Tokens that the draft model drafted per sequence that it drafted for."""
+    ngram: builtins.bool
+    """Whether sequences with a match proposed n-gram tokens."""
     latency_s: builtins.float
     """Wall time of the whole step: draft, verify, accept, bookkeeping. 1e-6 to 3600."""
     mean_context_length: builtins.float
-    """Mean number of tokens held per row before the step."""
+    """Mean number of tokens held per sequence before the step."""
     decision_version: builtins.int
-    """decision_version of the table the length came from; 0 for none."""
+    """decision_version of the table that selected the arm; 0 for none."""
     probe_id: builtins.int
-    """Probe that set the length; 0 for none."""
-    draft_prompt_s: builtins.float
-    """Seconds that the draft model was fed prompts for since the report before, in this step or between the two. A part of what
-    drafting costs that the time of no step without prompts shows.
-    """
-    num_new_rows: builtins.int
-    """Rows that sequences got as the step began, beside those that decode; at most max_batch_size. Each waits at least for
-    this step until its first token, the longer the longer steps are, which their tokens do not show.
-    """
+    """Probe that selected the arm; 0 for none."""
+    num_drafted_sequences: builtins.int
+    """Sequences for which the draft model drafted; absent: all if speculation_length is above 0."""
+    num_verified_tokens: builtins.int
+    """Tokens that the target was given; absent: batch_size x (speculation_length + 1)."""
+    draft_prefill_s: builtins.float
+    """Seconds of draft-model prefill since the previous report."""
+    num_new_sequences: builtins.int
+    """Sequences admitted as the step began, which wait for it with their first tokens."""
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Entry j: rows whose accepted run was exactly j, for j = 0 to speculation_length. Sums to batch_size. What the end of
-        a request cuts off does not count as accepted: nobody gets it.
+        """Entry j: sequences of which exactly j proposed tokens were accepted. Sums to batch_size. Tokens that the end of a
+        request cuts off do not count as accepted. Length: speculation_length + 1, with n-grams at most max(that, 9).
         """
 
     @property
     def flags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___StepFlag.ValueType]:
-        """Reasons why this step must not teach; empty for an ordinary step."""
+        """Empty for an ordinary step."""
 
     @property
     def class_histograms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassHistogram]:
-        """The histogram by class, adding up to accepted_histogram; each class once. May be empty when all rows are greedy."""
+        """The histogram by class, adding up to accepted_histogram; each class once. May be empty when all sequences are greedy."""
 
     @property
-    def copying(self) -> Global___CopyReport:
-        """Set when the plan copies, along with STEP_FLAG_COPIED. The histogram is of the draft model's tokens alone then, and
-        counts rows that drafted none at 0.
-        """
-
-    @property
-    def read(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReadTokens]:
-        """Output that was read since it was last told, whatever the plans: each match length once. Empty in most steps."""
-
-    @property
-    def reviews(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OutputReview]:
-        """Of outputs that ended in this step, some of them. Empty in most steps."""
+    def evaluations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OutputEvaluation]:
+        """Of some of the outputs that ended in this step."""
 
     def __init__(
         self,
@@ -555,6 +388,7 @@ class StepReport(google.protobuf.message.Message):
         seq: builtins.int = ...,
         batch_size: builtins.int = ...,
         speculation_length: builtins.int = ...,
+        ngram: builtins.bool = ...,
         latency_s: builtins.float = ...,
         accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
         mean_context_length: builtins.float = ...,
@@ -562,197 +396,63 @@ class StepReport(google.protobuf.message.Message):
         flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
         probe_id: builtins.int = ...,
         class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
-        copying: Global___CopyReport | None = ...,
-        read: collections.abc.Iterable[Global___ReadTokens] | None = ...,
-        draft_prompt_s: builtins.float = ...,
-        num_new_rows: builtins.int = ...,
-        reviews: collections.abc.Iterable[Global___OutputReview] | None = ...,
+        num_drafted_sequences: builtins.int | None = ...,
+        num_verified_tokens: builtins.int | None = ...,
+        draft_prefill_s: builtins.float = ...,
+        num_new_sequences: builtins.int = ...,
+        evaluations: collections.abc.Iterable[Global___OutputEvaluation] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["copying", b"copying"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "copying", b"copying", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "num_new_rows", b"num_new_rows", "probe_id", b"probe_id", "read", b"read", "reviews", b"reviews", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "num_drafted_sequences", b"num_drafted_sequences", "num_verified_tokens", b"num_verified_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prefill_s", b"draft_prefill_s", "evaluations", b"evaluations", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "ngram", b"ngram", "num_drafted_sequences", b"num_drafted_sequences", "num_new_sequences", b"num_new_sequences", "num_verified_tokens", b"num_verified_tokens", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences"]) -> typing.Literal["num_drafted_sequences"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_verified_tokens", b"_num_verified_tokens"]) -> typing.Literal["num_verified_tokens"] | None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
 @typing.final
-class OutputReview(google.protobuf.message.Message):
-    """What every plan would have done with an output, for each of its tokens but the first (which comes with the prompt) as if it
-    were the next: outputs do not hang on what is proposed for them. A byte a token in every field.
+class OutputEvaluation(google.protobuf.message.Message):
+    """Steps that every arm would have taken through one finished output: outputs do not depend on the drafting.
+    Three lists by arm: lengths 0 to the worker's largest, then, for a worker that can, the same with n-grams.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_CLASS_FIELD_NUMBER: builtins.int
-    MATCHES_FIELD_NUMBER: builtins.int
-    PROPOSED_FIELD_NUMBER: builtins.int
-    COPIED_FIELD_NUMBER: builtins.int
-    DRAFTED_FIELD_NUMBER: builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
+    NUM_DRAFTED_STEPS_FIELD_NUMBER: builtins.int
+    NUM_VERIFIED_TOKENS_FIELD_NUMBER: builtins.int
     request_class: Global___RequestClass.ValueType
-    matches: builtins.bytes
-    """Tokens before it that the row had read before, at most 16; 0 where nothing would have been copied."""
-    proposed: builtins.bytes
-    """Tokens that a copy would have proposed there, at most 16, and how many of those the output went on with."""
-    copied: builtins.bytes
-    drafted: builtins.bytes
-    """1 where the draft model, after all tokens before it, chooses the same one, else 0. Empty without a draft model."""
     num_output_tokens: builtins.int
-    """Tokens of the whole output but the first, where a part of it is told; 0 where all of it is."""
+    """Of the whole output but its first token."""
+    num_tokens: builtins.int
+    """Evaluated tokens: all, or a contiguous part. At least 1."""
+    @property
+    def num_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def num_drafted_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Steps for which the draft model drafted."""
+
+    @property
+    def num_verified_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Tokens that the target verified, the pending token of each step included."""
+
     def __init__(
         self,
         *,
         request_class: Global___RequestClass.ValueType = ...,
-        matches: builtins.bytes = ...,
-        proposed: builtins.bytes = ...,
-        copied: builtins.bytes = ...,
-        drafted: builtins.bytes = ...,
         num_output_tokens: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["copied", b"copied", "drafted", b"drafted", "matches", b"matches", "num_output_tokens", b"num_output_tokens", "proposed", b"proposed", "request_class", b"request_class"]) -> None: ...
-
-Global___OutputReview: typing_extensions.TypeAlias = OutputReview
-
-@typing.final
-class ReadTokens(google.protobuf.message.Message):
-    """New tokens of rows' outputs that stood behind a match of one length."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MATCH_LENGTH_FIELD_NUMBER: builtins.int
-    NUM_TOKENS_FIELD_NUMBER: builtins.int
-    NUM_RIGHT_FIELD_NUMBER: builtins.int
-    match_length: builtins.int
-    """Tokens before them that the row had read before, at most 16; 0 where nothing would have been copied."""
-    num_tokens: builtins.int
-    """At least 1."""
-    num_right: builtins.int
-    """Of those, the ones that a copy would have said."""
-    def __init__(
-        self,
-        *,
-        match_length: builtins.int = ...,
         num_tokens: builtins.int = ...,
-        num_right: builtins.int = ...,
+        num_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        num_drafted_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        num_verified_tokens: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["match_length", b"match_length", "num_right", b"num_right", "num_tokens", b"num_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_drafted_steps", b"num_drafted_steps", "num_output_tokens", b"num_output_tokens", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "num_verified_tokens", b"num_verified_tokens", "request_class", b"request_class"]) -> None: ...
 
-Global___ReadTokens: typing_extensions.TypeAlias = ReadTokens
-
-@typing.final
-class StepSum(google.protobuf.message.Message):
-    """Steps of one worker that were alike, added up: same batch size, length, flags and version."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    FIRST_SEQ_FIELD_NUMBER: builtins.int
-    NUM_STEPS_FIELD_NUMBER: builtins.int
-    BATCH_SIZE_FIELD_NUMBER: builtins.int
-    SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
-    LATENCY_SUM_S_FIELD_NUMBER: builtins.int
-    LATENCY_SQUARE_SUM_S2_FIELD_NUMBER: builtins.int
-    ACCEPTED_HISTOGRAM_FIELD_NUMBER: builtins.int
-    MEAN_CONTEXT_LENGTH_FIELD_NUMBER: builtins.int
-    DECISION_VERSION_FIELD_NUMBER: builtins.int
-    FLAGS_FIELD_NUMBER: builtins.int
-    CLASS_HISTOGRAMS_FIELD_NUMBER: builtins.int
-    DRAFT_PROMPT_S_FIELD_NUMBER: builtins.int
-    NUM_NEW_ROWS_FIELD_NUMBER: builtins.int
-    first_seq: builtins.int
-    """Of the first of them; no two sums of a window have the same."""
-    num_steps: builtins.int
-    """2 to 65536. One alone is sent as a StepReport."""
-    batch_size: builtins.int
-    speculation_length: builtins.int
-    latency_sum_s: builtins.float
-    """Sum of latency_s over the steps, and of its squares."""
-    latency_square_sum_s2: builtins.float
-    mean_context_length: builtins.float
-    """Mean over the steps."""
-    decision_version: builtins.int
-    draft_prompt_s: builtins.float
-    """Their sums, as in StepReport."""
-    num_new_rows: builtins.int
-    @property
-    def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Sum of the steps' histograms: adds up to batch_size x num_steps."""
-
-    @property
-    def flags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___StepFlag.ValueType]: ...
-    @property
-    def class_histograms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassHistogram]:
-        """Sums by class; all steps of a sum told classes apart, or none did."""
-
-    def __init__(
-        self,
-        *,
-        first_seq: builtins.int = ...,
-        num_steps: builtins.int = ...,
-        batch_size: builtins.int = ...,
-        speculation_length: builtins.int = ...,
-        latency_sum_s: builtins.float = ...,
-        latency_square_sum_s2: builtins.float = ...,
-        accepted_histogram: collections.abc.Iterable[builtins.int] | None = ...,
-        mean_context_length: builtins.float = ...,
-        decision_version: builtins.int = ...,
-        flags: collections.abc.Iterable[Global___StepFlag.ValueType] | None = ...,
-        class_histograms: collections.abc.Iterable[Global___ClassHistogram] | None = ...,
-        draft_prompt_s: builtins.float = ...,
-        num_new_rows: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prompt_s", b"draft_prompt_s", "first_seq", b"first_seq", "flags", b"flags", "latency_square_sum_s2", b"latency_square_sum_s2", "latency_sum_s", b"latency_sum_s", "mean_context_length", b"mean_context_length", "num_new_rows", b"num_new_rows", "num_steps", b"num_steps", "speculation_length", b"speculation_length"]) -> None: ...
-
-Global___StepSum: typing_extensions.TypeAlias = StepSum
-
-@typing.final
-class ReportWindow(google.protobuf.message.Message):
-    """All steps first_seq to last_seq, each in exactly one sum or report. A window counts as a whole, once: sent again, it
-    holds the same steps.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    FIRST_SEQ_FIELD_NUMBER: builtins.int
-    LAST_SEQ_FIELD_NUMBER: builtins.int
-    SUMS_FIELD_NUMBER: builtins.int
-    REPORTS_FIELD_NUMBER: builtins.int
-    first_seq: builtins.int
-    last_seq: builtins.int
-    @property
-    def sums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepSum]: ...
-    @property
-    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepReport]:
-        """Steps that are not added up: probes, copies, stalls, the first that tells what was read, which it does for all of
-        them, those with reviews, and those without a like.
-        """
-
-    def __init__(
-        self,
-        *,
-        first_seq: builtins.int = ...,
-        last_seq: builtins.int = ...,
-        sums: collections.abc.Iterable[Global___StepSum] | None = ...,
-        reports: collections.abc.Iterable[Global___StepReport] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_seq", b"first_seq", "last_seq", b"last_seq", "reports", b"reports", "sums", b"sums"]) -> None: ...
-
-Global___ReportWindow: typing_extensions.TypeAlias = ReportWindow
-
-@typing.final
-class Thinning(google.protobuf.message.Message):
-    """How the controller wants to be told of steps."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    WINDOW_S_FIELD_NUMBER: builtins.int
-    window_s: builtins.float
-    """Steps of so many seconds are sent together, as a ReportWindow; 0: every step by itself. 0 to 60."""
-    def __init__(
-        self,
-        *,
-        window_s: builtins.float = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["window_s", b"window_s"]) -> None: ...
-
-Global___Thinning: typing_extensions.TypeAlias = Thinning
+Global___OutputEvaluation: typing_extensions.TypeAlias = OutputEvaluation
 
 @typing.final
 class RegisterWorkerRequest(google.protobuf.message.Message):
@@ -767,7 +467,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     address: builtins.str
     """Where the worker's GenerationService listens, for people to find it."""
     policy: builtins.str
-    """"adaptive", "profile", "fixed:4", "none", "copy", "plan": what the worker does with the table."""
+    """"adaptive", "profile", "fixed:4", "none", "n-gram", "arms": use that the worker makes of the table."""
     run_id: builtins.str
     """When set, a controller whose run_id is another one refuses the worker."""
     @property
@@ -798,27 +498,25 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
     TABLE_FIELD_NUMBER: builtins.int
     DURABLE_SEQ_FIELD_NUMBER: builtins.int
     CONTROLLER_FIELD_NUMBER: builtins.int
-    THINNING_FIELD_NUMBER: builtins.int
+    SAMPLE_EVERY_FIELD_NUMBER: builtins.int
     durable_seq: builtins.int
     """Every report of this worker and epoch up to this seq is on disk; 0 for none."""
+    sample_every: builtins.int
+    """As in StreamReportsResponse."""
     @property
     def table(self) -> Global___LengthTable: ...
     @property
     def controller(self) -> Global___ServerIdentity: ...
-    @property
-    def thinning(self) -> Global___Thinning:
-        """Absent: every step by itself."""
-
     def __init__(
         self,
         *,
         table: Global___LengthTable | None = ...,
         durable_seq: builtins.int = ...,
         controller: Global___ServerIdentity | None = ...,
-        thinning: Global___Thinning | None = ...,
+        sample_every: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["controller", b"controller", "table", b"table", "thinning", b"thinning"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller", b"controller", "durable_seq", b"durable_seq", "table", b"table", "thinning", b"thinning"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["controller", b"controller", "table", b"table"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["controller", b"controller", "durable_seq", b"durable_seq", "sample_every", b"sample_every", "table", b"table"]) -> None: ...
 
 Global___RegisterWorkerResponse: typing_extensions.TypeAlias = RegisterWorkerResponse
 
@@ -852,6 +550,7 @@ class ReportStepResponse(google.protobuf.message.Message):
     PROBE_ID_FIELD_NUMBER: builtins.int
     APPLIED_SEQ_FIELD_NUMBER: builtins.int
     DURABLE_SEQ_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
     speculation_length: builtins.int
     """Length to use for the next step of the same batch size; a probe counts as handed out."""
     decision_version: builtins.int
@@ -859,6 +558,8 @@ class ReportStepResponse(google.protobuf.message.Message):
     """Set when the length is exploratory: quote it in the next report."""
     applied_seq: builtins.int
     durable_seq: builtins.int
+    ngram: builtins.bool
+    """As in BucketChoice."""
     def __init__(
         self,
         *,
@@ -867,8 +568,9 @@ class ReportStepResponse(google.protobuf.message.Message):
         probe_id: builtins.int = ...,
         applied_seq: builtins.int = ...,
         durable_seq: builtins.int = ...,
+        ngram: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["applied_seq", b"applied_seq", "decision_version", b"decision_version", "durable_seq", b"durable_seq", "probe_id", b"probe_id", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["applied_seq", b"applied_seq", "decision_version", b"decision_version", "durable_seq", b"durable_seq", "ngram", b"ngram", "probe_id", b"probe_id", "speculation_length", b"speculation_length"]) -> None: ...
 
 Global___ReportStepResponse: typing_extensions.TypeAlias = ReportStepResponse
 
@@ -878,7 +580,6 @@ class StreamReportsRequest(google.protobuf.message.Message):
 
     WORKER_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
-    WINDOWS_FIELD_NUMBER: builtins.int
     @property
     def worker(self) -> Global___WorkerIdentity:
         """Required in the first message of a stream, ignored later."""
@@ -887,19 +588,14 @@ class StreamReportsRequest(google.protobuf.message.Message):
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepReport]:
         """In order of seq. At most 1024."""
 
-    @property
-    def windows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReportWindow]:
-        """After the reports, where the controller asked for them. At most 16, with 1024 sums and reports in all."""
-
     def __init__(
         self,
         *,
         worker: Global___WorkerIdentity | None = ...,
         reports: collections.abc.Iterable[Global___StepReport] | None = ...,
-        windows: collections.abc.Iterable[Global___ReportWindow] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["worker", b"worker"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["reports", b"reports", "windows", b"windows", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reports", b"reports", "worker", b"worker"]) -> None: ...
 
 Global___StreamReportsRequest: typing_extensions.TypeAlias = StreamReportsRequest
 
@@ -913,28 +609,24 @@ class StreamReportsResponse(google.protobuf.message.Message):
     PROBES_FIELD_NUMBER: builtins.int
     NUM_REFUSED_FIELD_NUMBER: builtins.int
     LAST_REFUSAL_FIELD_NUMBER: builtins.int
-    THINNING_FIELD_NUMBER: builtins.int
+    SAMPLE_EVERY_FIELD_NUMBER: builtins.int
     applied_seq: builtins.int
     """Highest seq that arrived. Each report that did has been taken, refused, or recognised as a repetition."""
     durable_seq: builtins.int
     """Every report up to this seq is on disk: the worker may forget it. A seq that did not arrive holds this back for some
-    seconds; then it is given up and nothing that comes for it counts any more. Never goes back within an epoch.
+    seconds; then it is given up. Never goes back within an epoch.
     """
     num_refused: builtins.int
-    """Reports of this stream that were refused so far, and why the last one was."""
+    """Reports of this stream that were refused so far, and the reason of the last refusal."""
     last_refusal: builtins.str
+    sample_every: builtins.int
+    """Report 64 consecutive steps out of each 64 x sample_every; 0 and 1: every step. Only reported steps have a seq."""
     @property
     def table(self) -> Global___LengthTable:
         """Absent when unchanged since the last message of this stream."""
 
     @property
     def probes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Probe]: ...
-    @property
-    def thinning(self) -> Global___Thinning:
-        """From the next message on; absent when unchanged since the last one of this stream. Workers that do not know it report
-        every step by itself.
-        """
-
     def __init__(
         self,
         *,
@@ -944,10 +636,10 @@ class StreamReportsResponse(google.protobuf.message.Message):
         probes: collections.abc.Iterable[Global___Probe] | None = ...,
         num_refused: builtins.int = ...,
         last_refusal: builtins.str = ...,
-        thinning: Global___Thinning | None = ...,
+        sample_every: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["table", b"table", "thinning", b"thinning"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["applied_seq", b"applied_seq", "durable_seq", b"durable_seq", "last_refusal", b"last_refusal", "num_refused", b"num_refused", "probes", b"probes", "table", b"table", "thinning", b"thinning"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["table", b"table"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["applied_seq", b"applied_seq", "durable_seq", b"durable_seq", "last_refusal", b"last_refusal", "num_refused", b"num_refused", "probes", b"probes", "sample_every", b"sample_every", "table", b"table"]) -> None: ...
 
 Global___StreamReportsResponse: typing_extensions.TypeAlias = StreamReportsResponse
 
@@ -980,6 +672,7 @@ class LearnedRow(google.protobuf.message.Message):
     BATCH_MIN_FIELD_NUMBER: builtins.int
     BATCH_MAX_FIELD_NUMBER: builtins.int
     SPECULATION_LENGTH_FIELD_NUMBER: builtins.int
+    NGRAM_FIELD_NUMBER: builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: builtins.int
     STEP_MS_FIELD_NUMBER: builtins.int
     MS_PER_TOKEN_FIELD_NUMBER: builtins.int
@@ -989,31 +682,31 @@ class LearnedRow(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     IS_BEST_FIELD_NUMBER: builtins.int
     OBSERVED_STEP_MS_FIELD_NUMBER: builtins.int
-    NUM_REPORTS_SINCE_FIELD_NUMBER: builtins.int
     batch_min: builtins.int
     batch_max: builtins.int
     speculation_length: builtins.int
+    ngram: builtins.bool
     expected_tokens: builtins.float
-    """Tokens per row and step, the bonus token included."""
+    """Tokens per sequence and step, the bonus token included."""
     step_ms: builtins.float
     ms_per_token: builtins.float
     ms_per_token_low: builtins.float
     """95% interval of ms_per_token."""
     ms_per_token_high: builtins.float
     num_steps: builtins.int
+    """Usable samples."""
     source: builtins.str
     """"profile", "online", "both" or "prior"."""
     is_best: builtins.bool
     observed_step_ms: builtins.float
-    """Mean of the num_steps step times that were seen; absent without any."""
-    num_reports_since: builtins.int
-    """Reports since the newest of these; absent without any."""
+    """Mean step time of the samples; absent without any."""
     def __init__(
         self,
         *,
         batch_min: builtins.int = ...,
         batch_max: builtins.int = ...,
         speculation_length: builtins.int = ...,
+        ngram: builtins.bool = ...,
         expected_tokens: builtins.float = ...,
         step_ms: builtins.float = ...,
         ms_per_token: builtins.float = ...,
@@ -1023,13 +716,9 @@ class LearnedRow(google.protobuf.message.Message):
         source: builtins.str = ...,
         is_best: builtins.bool = ...,
         observed_step_ms: builtins.float | None = ...,
-        num_reports_since: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_num_reports_since", b"_num_reports_since", "_observed_step_ms", b"_observed_step_ms", "num_reports_since", b"num_reports_since", "observed_step_ms", b"observed_step_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_reports_since", b"_num_reports_since", "_observed_step_ms", b"_observed_step_ms", "batch_max", b"batch_max", "batch_min", b"batch_min", "expected_tokens", b"expected_tokens", "is_best", b"is_best", "ms_per_token", b"ms_per_token", "ms_per_token_high", b"ms_per_token_high", "ms_per_token_low", b"ms_per_token_low", "num_reports_since", b"num_reports_since", "num_steps", b"num_steps", "observed_step_ms", b"observed_step_ms", "source", b"source", "speculation_length", b"speculation_length", "step_ms", b"step_ms"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_num_reports_since", b"_num_reports_since"]) -> typing.Literal["num_reports_since"] | None: ...
-    @typing.overload
+    def HasField(self, field_name: typing.Literal["_observed_step_ms", b"_observed_step_ms", "observed_step_ms", b"observed_step_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_observed_step_ms", b"_observed_step_ms", "batch_max", b"batch_max", "batch_min", b"batch_min", "expected_tokens", b"expected_tokens", "is_best", b"is_best", "ms_per_token", b"ms_per_token", "ms_per_token_high", b"ms_per_token_high", "ms_per_token_low", b"ms_per_token_low", "ngram", b"ngram", "num_steps", b"num_steps", "observed_step_ms", b"observed_step_ms", "source", b"source", "speculation_length", b"speculation_length", "step_ms", b"step_ms"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_observed_step_ms", b"_observed_step_ms"]) -> typing.Literal["observed_step_ms"] | None: ...
 
 Global___LearnedRow: typing_extensions.TypeAlias = LearnedRow

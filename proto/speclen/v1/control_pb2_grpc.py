@@ -96,8 +96,7 @@ class ControlServiceServicer(object):
 
     def StreamReports(self, request_iterator, context):
         """Groups of reports in; the newest table and acknowledgements out. The first message names the worker.
-        The controller answers every message, one with windows at least once a second, and also sends a message whenever the
-        table changes or, to those who report every step by itself, reports became durable.
+        The controller answers every message, and also sends one whenever the table changes or reports became durable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -197,8 +197,7 @@ class ControlServiceStub(typing.Generic[_ControlServiceRegisterWorkerType, _Cont
 
     StreamReports: _ControlServiceStreamReportsType
     """Groups of reports in; the newest table and acknowledgements out. The first message names the worker.
-    The controller answers every message, one with windows at least once a second, and also sends a message whenever the
-    table changes or, to those who report every step by itself, reports became durable.
+    The controller answers every message, and also sends one whenever the table changes or reports became durable.
     """
 
     GetLearnedTable: _ControlServiceGetLearnedTableType
@@ -272,8 +271,7 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[speclen.v1.control_pb2.StreamReportsResponse], collections.abc.AsyncIterator[speclen.v1.control_pb2.StreamReportsResponse]]:
         """Groups of reports in; the newest table and acknowledgements out. The first message names the worker.
-        The controller answers every message, one with windows at least once a second, and also sends a message whenever the
-        table changes or, to those who report every step by itself, reports became durable.
+        The controller answers every message, and also sends one whenever the table changes or reports became durable.
         """
 
     @abc.abstractmethod

@@ -1,0 +1,276 @@
+"""The values that worker, protocol, controller, store and benchmarks share: one type for each concept.
+
+Plain values without I/O: no torch, no gRPC, no SQL. Fields are named like the messages of `control.proto` and the
+columns of the database, so that conversions are mechanical.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple
+
+# The one setting of n-gram (prompt-lookup) drafting: a sequence proposes the tokens that followed an earlier occurrence
+# of its last NGRAM_MIN_MATCH tokens or more, NGRAM_MAX_TOKENS of them at most.
+NGRAM_MIN_MATCH, NGRAM_MAX_TOKENS = 3, 8
+MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH = 4096, 64
+
+_ARM = re.compile(r"\s*(?:(?P<plain>plain)|(?P<ngram>n-gram)(?:\s+else\s+draft\s+(?P<more>\d{1,2}))?"
+                  r"|draft\s+(?P<drafted>\d{1,2}))\s*")  # fmt: skip
+
+
+class Arm(NamedTuple):
+    """The drafting of one step, the thing that is selected.
+
+    speculation_length: tokens of the draft model per sequence, 0 to 64. ngram: sequences with an n-gram match propose the
+    tokens that followed it instead, and the draft model drafts for the others alone.
+    """
+
+    speculation_length: int = 0
+    ngram: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens that a sequence proposes in one step."""
+        return max(self.speculation_length, NGRAM_MAX_TOKENS if self.ngram else 0)
+
+    def within(self, limits: Limits) -> Arm:
+        """The arm, or the nearest one that a worker with these limits can run."""
+        return Arm(min(self.speculation_length, limits.max_speculation_length), self.ngram and limits.ngram)
+
+    def __str__(self) -> str:
+        """Words that `parse_arm` reads: `plain`, `draft 3`, `n-gram`, `n-gram else draft 3`."""
+        if not self.ngram:
+            return f"draft {self.speculation_length}" if self.speculation_length else "plain"
+        return f"n-gram else draft {self.speculation_length}" if self.speculation_length else "n-gram"
+
+
+PLAIN = Arm()
+
+
+def parse_arm(text: str) -> Arm:
+    """The arm that `str` writes. Raises ValueError naming the words."""
+    found = _ARM.fullmatch(text)
+    length = int(found["drafted"] or found["more"] or 0) if found else 0
+    if found is None or length > MAX_SPECULATION_LENGTH:
+        known = "write plain, draft 3, n-gram, or n-gram else draft 3"
+        raise ValueError(f"the arm {text.strip()!r} is unknown: {known}, with lengths up to {MAX_SPECULATION_LENGTH}")
+    return Arm(length, bool(found["ngram"]))
+
+
+class Limits(NamedTuple):
+    """Largest batch size and speculation length of a worker, and whether it can propose n-grams."""
+
+    max_batch_size: int = 32
+    max_speculation_length: int = 8
+    ngram: bool = False
+
+    def widened(self, other: Limits) -> Limits:
+        """The smallest limits that contain both."""
+        return Limits(*map(max, self, other))
+
+    def arms(self) -> list[Arm]:
+        """Every arm within the limits: lengths first, then the same with n-grams."""
+        kinds = (False, True) if self.ngram else (False,)
+        return [Arm(length, ngram) for ngram in kinds for length in range(self.max_speculation_length + 1)]
+
+
+class ContextKey(NamedTuple):
+    """Identity of the hardware and models that step times depend on; accepted tokens depend on `pair` alone."""
+
+    target: str
+    draft: str
+    device: str
+    dtype: str
+    engine_fingerprint: str = ""
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Target and draft."""
+        return (self.target, self.draft)
+
+
+class RequestClass(enum.IntEnum):
+    """Kinds of requests whose drafts differ most in acceptance. Values are places in arrays; the wire adds 1."""
+
+    GREEDY = 0
+    LOW_TEMPERATURE = 1  # up to 0.75
+    HIGH_TEMPERATURE = 2
+
+
+NUM_CLASSES = len(RequestClass)
+
+
+class StepFlag(enum.Enum):
+    """Reasons for which a step is no usable sample of something; the same names as in control.proto.
+
+    Times of flagged steps are not learned from. Accepted tokens are, but for MIXED_LENGTHS and UNKNOWN.
+    """
+
+    FIRST_USE = "first_use"  # of a shape: allocation, autotuning
+    COMPILATION = "compilation"  # or a CUDA-graph capture
+    PREFILL = "prefill"  # in the same interval
+    CATCH_UP = "catch_up"  # of the draft model, after steps without it
+    MIXED_LENGTHS = "mixed_lengths"  # a request asked for a length of its own
+    CHANGED_ARM = "changed_arm"  # another arm than in the step before, where that takes longer or overlaps
+    UNKNOWN = "unknown"  # from a newer worker
+
+
+class OutputEvaluation(NamedTuple):
+    """Steps that every arm would have taken through one finished output (off-policy evaluation).
+
+    Outputs do not depend on the drafting, so one output tells this for all arms at once.
+    num_output_tokens: of the whole output but its first token, which comes with the prefill. num_tokens: those that were
+    evaluated, a contiguous part where not all. Three lists by arm, in the order of `Limits.arms` of the worker:
+    num_steps; num_drafted_steps: steps for which the draft model drafted; num_verified_tokens: tokens that the target
+    verified, the pending token of each step included.
+    """
+
+    request_class: int
+    num_output_tokens: int
+    num_tokens: int
+    num_steps: tuple[int, ...]
+    num_drafted_steps: tuple[int, ...]
+    num_verified_tokens: tuple[int, ...]
+
+
+class StepRecord(NamedTuple):
+    """One decoding step of a batch, as reported, stored and learned from.
+
+    seq: 1, 2, 3, ... within an incarnation of a worker. batch_size: sequences that decoded. arm: what was run; plain where
+    no sequence could speculate. latency_s: wall time of the whole step. accepted_histogram[j]: sequences of which j
+    proposed tokens were accepted, summing to batch_size. mean_context_length: tokens held per sequence before the step.
+    decision_version: of the table that selected the arm, 0 for none. flags: see StepFlag. probe_id: 0 for none.
+    class_histograms: (class, its histogram) for the classes in the batch, adding up to accepted_histogram; empty where all
+    are greedy. num_drafted_sequences: sequences for which the draft model drafted; num_verified_tokens: tokens that the
+    target was given. draft_prefill_s: seconds of draft-model prefill since the previous step. num_new_sequences: admitted
+    as the step began. evaluations: of outputs that ended in it, some of them.
+    """
+
+    seq: int
+    batch_size: int
+    arm: Arm
+    latency_s: float
+    accepted_histogram: tuple[int, ...]
+    mean_context_length: float = 0.0
+    decision_version: int = 0
+    flags: frozenset[StepFlag] = frozenset()
+    probe_id: int = 0
+    class_histograms: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    num_drafted_sequences: int = 0
+    num_verified_tokens: int = 0
+    draft_prefill_s: float = 0.0
+    num_new_sequences: int = 0
+    evaluations: tuple[OutputEvaluation, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all sequences generated."""
+        return self.batch_size + sum(run * rows for run, rows in enumerate(self.accepted_histogram))
+
+
+class Choice(NamedTuple):
+    """The arm in use for batch sizes batch_min to batch_max. ms_per_token: expected, per sequence; None while unknown."""
+
+    batch_min: int
+    batch_max: int
+    arm: Arm
+    ms_per_token: float | None = None
+
+
+class Table(NamedTuple):
+    """The arm in use for every batch size, ascending and without gaps. version grows with every change of any choice."""
+
+    version: int
+    choices: tuple[Choice, ...]
+
+    def arm_for(self, batch_size: int) -> Arm:
+        """Of the range that holds batch_size; of the last one beyond it."""
+        for choice in self.choices:
+            if batch_size <= choice.batch_max:
+                return choice.arm
+        return self.choices[-1].arm
+
+
+class Probe(NamedTuple):
+    """An exploratory arm for num_steps consecutive steps of one worker at batch sizes batch_min to batch_max."""
+
+    probe_id: int
+    batch_min: int
+    batch_max: int
+    arm: Arm
+    num_steps: int = 3
+
+
+class Decision(NamedTuple):
+    """A change of the arm in use for a range of batch sizes, with both estimates of that moment and the reason.
+
+    previous_arm: None for the first one. isolated: it concerns workers only that were isolated from the others.
+    """
+
+    context: ContextKey
+    batch_min: int
+    batch_max: int
+    version: int
+    previous_arm: Arm | None
+    arm: Arm
+    previous_ms_per_token: float | None
+    ms_per_token: float | None
+    reason: str
+    isolated: bool = False
+
+
+class DriftEvent(NamedTuple):
+    """A change that was detected. factor: "latency", "acceptance", "worker" (isolated or rejoined), "reset"."""
+
+    context: ContextKey
+    factor: str
+    statistic: float
+    detail: str
+
+
+class ArmEstimate(NamedTuple):
+    """One row of the learned table: one arm at a range of batch sizes.
+
+    expected_tokens: per sequence and step, the bonus token included. ms_per_token: per sequence, with a 95% interval.
+    num_steps: usable samples at these sizes. observed_step_s: their mean time; None without any. source: "profile",
+    "online", "both" or "prior". is_best: in use.
+    """
+
+    batch_min: int
+    batch_max: int
+    arm: Arm
+    expected_tokens: float
+    step_s: float
+    ms_per_token: float
+    ms_per_token_low: float
+    ms_per_token_high: float
+    num_steps: int
+    observed_step_s: float | None
+    source: str
+    is_best: bool
+
+
+class ProfileCell(NamedTuple):
+    """Mean step time at one batch size and speculation length of an offline profile, without n-grams."""
+
+    batch_size: int
+    speculation_length: int
+    step_s: float
+    step_s_stderr: float = 0.0
+    num_steps: int = 1
+    mean_context_length: float = 0.0
+
+
+class Profile(NamedTuple):
+    """An offline profile: step times of one context and survival of its pair.
+
+    survival[i]: probability that draft tokens 0..i are all accepted, non-increasing. num_survival_rows: evidence for each.
+    as_prior: measured elsewhere, a starting point only.
+    """
+
+    cells: tuple[ProfileCell, ...]
+    survival: tuple[float, ...] = ()
+    num_survival_rows: tuple[int, ...] = ()
+    as_prior: bool = False
+    source: str = ""
