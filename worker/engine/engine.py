@@ -135,7 +135,7 @@ class Engine:
             decode=self._decode_text[not request.sampling.include_special_tokens],
             eos_token_ids=self.pair.eos_token_ids,
             max_context_length=self.max_context_length,
-            may_draft=self.draft is not None,
+            draft_context_length=0 if self.draft is None else self.draft.max_context_length,
         )
         self.scheduler.check_fits(sequences[0])
         self._inbox.put(request.request_id, sequences, self.scheduler.num_waiting)
@@ -267,7 +267,7 @@ class Engine:
         wanted = (choice.plan or Plan(choice.speculation_length)).within(
             self.config.max_speculation_length, self.config.max_copied_tokens
         )
-        context, copies = self.target.max_context_length, None
+        copies = None
         read: tuple[tuple[int, int, int], ...] = ()
         if wanted.copies or self._reads_texts:
             most_rows = None if wanted.copies else READ_ROWS
@@ -275,8 +275,8 @@ class Engine:
             if rows and self._reading.num_tokens >= READ_TOGETHER:  # without rows nothing is reported
                 read, self._reading = self._reading.counts, Reading()
         if wanted.copies:
-            copies = find_copies(rows, wanted, context)
-        lengths = plan_lengths(rows, wanted.draft_length, context, copies)
+            copies = find_copies(rows, wanted, self.target.max_context_length)
+        lengths = plan_lengths(rows, wanted.draft_length, (self.draft or self.target).max_context_length, copies)
         plan = StepPlan(
             rows,
             self.scheduler.num_drafting,

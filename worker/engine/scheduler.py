@@ -150,12 +150,18 @@ class Scheduler:
     # After a step.
 
     def settle(self, sequences: Iterable[SequenceState]) -> None:
-        """Free the rows of those that have ended, and let those decode that have their first token."""
+        """Free the rows of those that have ended, and let those decode that have their first token.
+
+        Those that have become too long for the draft go on among the rows that do not draft.
+        """
         for sequence in sequences:
             if sequence.finished:
                 self._remove(sequence)
             elif sequence.row >= self.num_decoding and sequence.num_output_tokens:
                 self._start_decoding(sequence)
+            elif sequence.row < self.num_drafting and not sequence.may_draft:
+                self.num_drafting -= 1
+                self._exchange(sequence.row, self.num_drafting)
 
     def _start_decoding(self, sequence: SequenceState) -> None:
         assert sequence.row == self.num_decoding, "prompts are completed in the order of their rows"
@@ -163,8 +169,7 @@ class Scheduler:
         self._remember(sequence)
         if not sequence.may_draft:
             return
-        if sequence.row != self.num_drafting:
-            self._swap(sequence.row, self.num_drafting)
+        self._exchange(sequence.row, self.num_drafting)
         self.num_drafting += 1
 
     def _remove(self, sequence: SequenceState) -> None:
@@ -217,7 +222,9 @@ class Scheduler:
         for pool in self._pools:
             pool.release(row)
 
-    def _swap(self, first: int, second: int) -> None:
+    def _exchange(self, first: int, second: int) -> None:
+        if first == second:
+            return
         one, other = self.rows[first], self.rows[second]
         for pool, one_length, other_length in zip(self._pools, lengths(one), lengths(other), strict=False):
             pool.swap(first, second, one_length, other_length)

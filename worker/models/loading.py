@@ -44,7 +44,8 @@ class ModelPair:
     """A target and the draft that proposes for it, in eval mode on one device and in one dtype.
 
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
-    max_context_length: prompt and output together, the smaller of the two models' limits.
+    max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
+    proposes; None: all.
     eos_token_ids: ascending; any of them ends a sequence. weights: "full", or "int8" where they have been rounded.
     """
 
@@ -59,6 +60,7 @@ class ModelPair:
     max_context_length: int
     vocab_size: int
     weights: str = "full"
+    draft_context_length: int | None = None
 
 
 def load_pair(
@@ -97,9 +99,10 @@ def load_pair(
         device=torch_device,
         dtype=torch_dtype,
         eos_token_ids=_end_ids(sources[0].name, generation_config, tokenizers[0], vocab_size),
-        max_context_length=min(source.max_context_length for source in sources),
+        max_context_length=sources[0].max_context_length,
         vocab_size=vocab_size,
         weights=weights,
+        draft_context_length=_draft_context(*sources) if len(sources) == 2 else None,
     )
 
 
@@ -204,6 +207,18 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
 def unused_weights(names: Iterable[str]) -> list[str]:
     """Tensors of a checkpoint, left over by its model, without which the model is another one; sorted."""
     return sorted(name for name in names if not NO_WEIGHTS.search(name))
+
+
+def _draft_context(target: ModelSource, draft: ModelSource) -> int | None:
+    """Positions of a draft that has fewer than its target."""
+    most = draft.max_context_length
+    if most >= target.max_context_length:
+        return None
+    log.warning(
+        "the draft %s has %d positions and the target %s %d: longer sequences go on without drafts",
+        *(draft.name, most, target.name, target.max_context_length),
+    )
+    return most
 
 
 @torch.no_grad()

@@ -38,8 +38,8 @@ class SequenceState:
 
     tokens: prompt and output. target_length, draft_length: how many of them, from the first on, have keys and values in
     the models' pools. row: of the pools, -1 while it has none; the scheduler sets it. limit: tokens it may hold at most,
-    prompt included. may_draft: False for rows that opted out. fixed_length: the request's own speculation length, None
-    where the table decides; then alone it may copy from itself. shared: None when n is 1.
+    prompt included. draft_context_length: tokens up to which a draft can propose, 0 without one. fixed_length: the request's
+    own speculation length, None where the table decides; then alone it may copy from itself. shared: None when n is 1.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SequenceState:
         decode: Decode,
         eos_token_ids: tuple[int, ...],
         max_context_length: int,
-        may_draft: bool,
+        draft_context_length: int,
         shared: SharedPrompt | None = None,
     ) -> None:
         sampling = request.sampling
@@ -64,7 +64,7 @@ class SequenceState:
         self.limit = min(self.num_prompt_tokens + sampling.max_tokens, max_context_length)
         self.fixed_length = request.fixed_length
         self.request_class = sampling.request_class
-        self.may_draft = may_draft and request.fixed_length != 0
+        self._drafts_below = draft_context_length if request.fixed_length != 0 else 0
         self.may_copy = request.fixed_length is None
         self.copy_index: CopyIndex | None = None  # made when a plan first copies
         self.past_reader: PastReader | None = None  # likewise, where rows copy from past outputs
@@ -88,6 +88,11 @@ class SequenceState:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def may_draft(self) -> bool:
+        """True if a draft may propose its next tokens; False for ever once it is too long for the draft."""
+        return len(self.tokens) < self._drafts_below
 
     @property
     def num_left(self) -> int:
@@ -219,9 +224,9 @@ def make_sequences(
     decode: Decode,
     eos_token_ids: tuple[int, ...],
     max_context_length: int,
-    may_draft: bool,
+    draft_context_length: int,
 ) -> list[SequenceState]:
-    """The n sequences of a request. decode: ids to text; may_draft: whether there is a draft."""
+    """The n sequences of a request. decode: ids to text."""
     shared = SharedPrompt() if request.sampling.n > 1 else None
     return [
         SequenceState(
@@ -231,7 +236,7 @@ def make_sequences(
             decode=decode,
             eos_token_ids=eos_token_ids,
             max_context_length=max_context_length,
-            may_draft=may_draft,
+            draft_context_length=draft_context_length,
             shared=shared,
         )
         for index in range(request.sampling.n)
