@@ -38,7 +38,7 @@ from speclen.worker.engine.step_plan import PromptChunk, StepPlan, plan_lengths,
 from speclen.worker.engine.step_runner import StepRunner, StepTokens
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode
-from speclen.worker.requests.request import EngineFailedError, GenerationRequest
+from speclen.worker.requests.request import EngineFailedError, GenerationRequest, TokenLogprobs
 from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
 from speclen.worker.requests.validation import check_request
 from speclen.worker.reviewing.reviewer import Reviewer
@@ -342,7 +342,7 @@ class Engine:
         mean_context_length = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_copied)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
-        kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
+        kept = [self._hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids is not None]
         self._feed_draft(plan.chunks)
         read_ends(plan.rows, self._reading, self._past)
         ended = time.perf_counter()
@@ -374,6 +374,15 @@ class Engine:
             num_new_rows=plan.num_new_rows,
             num_idle_rows=plan.num_idle_rows,
         )
+
+    def _hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
+        """As Outbox.hand_out. A row that got no token is tried again without proposals: one of these may be why."""
+        if not ids and sequence.num_output_tokens and sequence.may_propose:
+            log.warning("request %s goes on without proposals: its logits were NaN", sequence.request.request_id)
+            sequence.go_on_plainly()
+            self.target.pool.clear_beyond(sequence.row, sequence.target_length)
+            return 0
+        return self._outbox.hand_out(sequence, ids, logprobs)
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         """Feed the draft the step's prompts. What fails here costs nobody a token: the draft is behind until it is asked."""

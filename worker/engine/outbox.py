@@ -11,6 +11,8 @@ from speclen.worker.requests.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
+NO_TOKEN = "the model gave logits that are NaN or infinite, from which no token can be chosen"
+
 
 @dataclass(slots=True)
 class Totals:
@@ -50,8 +52,12 @@ class Outbox:
         """Append new tokens to a sequence and tell its caller; returns how many of them it owes to the draft.
 
         That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
-        a longer length. Tokens that cannot be taken in end their sequence.
+        a longer length. Tokens that cannot be taken in end their sequence, and so does it that there are none.
         """
+        if not ids:
+            log.warning("request %s ends: %s", sequence.request.request_id, NO_TOKEN)
+            self._tell(sequence, sequence.abort(NO_TOKEN))
+            return 0
         num_tokens, num_accepted = sequence.num_output_tokens, sequence.num_accepted_tokens
         try:
             output = sequence.accept(ids, logprobs)

@@ -176,7 +176,8 @@ class Scheduler:
         """Free the sequence's row and its reservation, if it has them."""
         if sequence.row < 0:
             return
-        self._remember(sequence)
+        if not sequence.failed:
+            self._remember(sequence)
         sequence.copy_index = sequence.past_reader = None
         hole, sequence.row = sequence.row, -1
         self._release(hole)

@@ -125,8 +125,14 @@ async def send_events(send: Send, objects: Iterable[Any]) -> None:
 
 
 def to_json(content: Any) -> bytes:
-    """One line for every reader of lines, also one that takes Unicode's ends of lines for such."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    """One line for every reader of lines, also one that takes Unicode's ends of lines for such.
+
+    Raises ArithmeticError for NaN and infinity, which JSON has not.
+    """
+    try:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:  # which would be the caller's
+        raise ArithmeticError(f"an answer holds a number that JSON has not: {error}") from error
     for end, escaped in LINE_ENDS.items():
         text = text.replace(end, escaped)
     return text.encode("utf-8", errors="replace")

@@ -76,6 +76,7 @@ class SequenceState:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finished = False
+        self.failed = False  # by an error that is not the caller's: what its row holds may be damaged
         self.admitted_at: float | None = None  # by time.monotonic, when it got its row
         self.sampling = RowSampling()  # its own is made when it gets its row
         # A grammar allows the end token last, or where nothing else may follow: whatever is ignored, that is the end.
@@ -93,6 +94,15 @@ class SequenceState:
     def may_draft(self) -> bool:
         """True if a draft may propose its next tokens; False for ever once it is too long for the draft."""
         return len(self.tokens) < self._drafts_below
+
+    @property
+    def may_propose(self) -> bool:
+        """True if anything may be proposed for it, by a draft or from its own text."""
+        return self.may_draft or self.may_copy
+
+    def go_on_plainly(self) -> None:
+        """Let nothing be proposed for it from now on."""
+        self._drafts_below, self.may_copy, self.copy_index, self.past_reader = 0, False, None, None
 
     @property
     def num_left(self) -> int:
@@ -143,6 +153,7 @@ class SequenceState:
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
         self.finished = True
+        self.failed = error is not None
         try:
             text = self._rest()
         except Exception:
