@@ -290,7 +290,8 @@ def _attend(
         mask = row_attention.mask(window, repeats)
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
     value_dim = output.shape[-1]
-    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2)
+    # In one piece, as transformers' own functions give it: some families take a view of it.
+    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2).contiguous()
 
 
 def _softcapped(
