@@ -26,13 +26,16 @@ TOKENS = {"vocab_size": tiny_models.VOCAB_SIZE, "eos_token_id": 0, "bos_token_id
 # Those of tiny_models.FAMILIES are run through every test of the engine.
 SERVED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gemma", "granite", "helium", "olmo", "olmo2", "smollm3", "cohere", "starcoder2"), GROUPED),
-    **dict.fromkeys(("apertus", "arcee", "ernie4_5", "hunyuan_v1_dense", "nanochat", "seed_oss"), GROUPED),
+    **dict.fromkeys(
+        ("apertus", "arcee", "ernie4_5", "hunyuan_v1_dense", "nanochat", "nemotron", "seed_oss", "stablelm"), GROUPED
+    ),
     **dict.fromkeys(("cohere2", "exaone4", "ministral", "olmo3", "afmoe"), WINDOWED),
     **dict.fromkeys(("glm", "glm4", "phi3"), PADDED),
-    **dict.fromkeys(("phi", "persimmon"), LAYERED),
+    **dict.fromkeys(("biogpt", "phi", "persimmon"), LAYERED),
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "glm4_moe", "minimax_m2"), EXPERTS),
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "gpt_bigcode": GPT2,
+    "gpt_oss": EXPERTS | {"sliding_window": tiny_models.SLIDING_WINDOW},
 }
 OWN = "attention in its own code"
 STATE = "recurrent state"
@@ -48,11 +51,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-gpt": (OWN, GPT2),
     "falcon": (OWN, LAYERED),
     "mpt": (OWN, {"n_layers": 2, "d_model": 32, "n_heads": 4}),
-    "biogpt": (OWN, LAYERED),
     "xglm": (OWN, {"num_layers": 2, "d_model": 32, "attention_heads": 4, "ffn_dim": 64}),
-    "stablelm": (OWN, GROUPED),
-    "nemotron": ("do not hand the engine's arguments on", GROUPED),
-    "gpt_oss": ("attends with s_aux", EXPERTS),
     "deepseek_v2": ("latent attention", LATENT),
     "deepseek_v3": ("latent attention", LATENT),
     "mamba": (STATE, {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 4}),

@@ -22,6 +22,9 @@ from transformers.utils import logging as transformers_logging
 from speclen.worker.models.naming import ModelError, Shape, find_place
 from speclen.worker.models.widen import count_parameters
 
+# Families whose attention goes through transformers' AttentionInterface, although their classes do not say so.
+UNDECLARED = {"biogpt", "stablelm"}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -89,7 +92,7 @@ def refuse_unsuitable(source: ModelSource) -> None:
         raise ModelError(
             f"{source.name}: {kind} keeps a recurrent state, which cannot be rolled back to the last accepted token"
         )
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if not getattr(model_class, "_supports_attention_backend", False) and kind not in UNDECLARED:
         raise ModelError(
             f"{source.name}: {kind} computes attention in its own code, so rows of different lengths would be wrong"
         )
