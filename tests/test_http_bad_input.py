@@ -112,7 +112,10 @@ def test_wrong_completions(worker, body, status, param, words, stream):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
-        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs",
+        ),
         ({"messages": [{"role": "user", "content": "a" * 2000}]}, "messages"),
     ],
 )
@@ -139,8 +142,12 @@ LONG = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url"
         ("stop", ["x", 5], "stop.1: input should be a valid string"),
         ("speculation", "x", "speculation: input should be a valid integer or 'auto' or 'off'"),
         ("speculation", 99, "speculation: input should be less than or equal to 64"),
-        ("messages", [{"role": "user", "content": LONG}], "messages.0.content.1.type: input should be 'text'"),
-        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text: field required"),
+        (
+            "messages",
+            [{"role": "user", "content": LONG}],
+            "messages.0.content.1.type: input should be 'text' or 'refusal'",
+        ),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0: text is missing"),
         ("messages", [7], "messages.0: input should be an object"),
         ("logit_bias", {"x": 1}, "logit_bias: key 'x' is no token id"),
         (
