@@ -11,10 +11,12 @@ from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
     FinishReason,
+    OverloadedError,
     QueueFullError,
     RequestFailedError,
     SequenceOutput,
     SlowReaderError,
+    UnauthenticatedError,
 )
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
@@ -24,7 +26,9 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 # Why a request ends with an error, in words of the page. Anything else is a fault of ours.
 REASONS: dict[type[Exception], str] = {
     ValueError: "invalid",
+    UnauthenticatedError: "unauthenticated",
     QueueFullError: "queue_full",
+    OverloadedError: "overloaded",
     SlowReaderError: "slow_reader",
     DrainingError: "draining",
     EngineFailedError: "engine_failed",
