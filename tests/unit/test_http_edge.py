@@ -127,6 +127,16 @@ def test_a_body_that_cannot_be_read_is_told_why(content, headers, status, words)
     assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/tiny", "/version", "/metrics", "/openapi.json"])
+def test_head_is_answered_as_get(path):
+    edge = Edge()
+    got, head = edge.ask("GET", path), edge.ask("HEAD", path)
+    assert head.status_code == got.status_code
+    assert head.headers["content-type"] == got.headers["content-type"]
+    described = json.loads(edge.ask("GET", "/openapi.json").content)
+    assert not [path for path, operations in described["paths"].items() if "head" in operations]
+
+
 async def streams(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for piece in (b"data: 1\n\n", b"data: 2\n\n"):

@@ -69,7 +69,16 @@ def create_app(front: Front) -> FastAPI:
     for kind, make_error in ERRORS.items():
         app.add_exception_handler(kind, counted(front, make_error))
     describe(app)
+    add_head(app)
     return app
+
+
+def add_head(app: FastAPI) -> None:
+    """Answer HEAD wherever GET is, as probes and proxies ask; not described beside it in the schema."""
+    for route in app.routes:
+        methods = getattr(route, "methods", None) or set()
+        if "GET" in methods:
+            methods.add("HEAD")
 
 
 def add_generation(app: FastAPI, front: Front) -> None:
