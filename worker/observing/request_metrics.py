@@ -59,7 +59,7 @@ class RequestMetrics:
         self.time_to_first_token = seconds("time_to_first_token", "From arrival to the first token", registry)
         self.step_gap = seconds("inter_token_latency", "Between two steps that gave tokens", registry, STEP_BUCKETS)
         self.token_time = seconds(
-            "request_time_per_output_token", "Mean time between tokens of a request", registry, STEP_BUCKETS
+            "request_time_per_output_token", "Mean time between tokens of a request's sequences", registry, STEP_BUCKETS
         )
         self.e2e_latency = seconds("e2e_request_latency", "From arrival to the last token", registry)
         self.queue_time = seconds("request_queue_time", "From arrival to a row", registry)
@@ -86,10 +86,12 @@ class RequestTimeline:
         self._metrics = metrics
         self._num_unfinished = num_sequences
         self._num_tokens = 0
+        self._between_s, self._num_between = 0.0, 0  # from first to last tokens of sequences that have ended
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
-        self._newest_at: dict[int, float] = {}  # by sequence, of its newest tokens
+        self._begun_at: dict[int, float] = {}  # by sequence, of its first token
+        self._newest_at: dict[int, float] = {}  # and of its newest ones
 
     def saw(self, output: SequenceOutput) -> None:
         """Take note of every output of the request, in order."""
@@ -107,6 +109,7 @@ class RequestTimeline:
         if self._first_token_at is None:
             self._first_token_at, self._admitted_at = output.made_at, output.admitted_at
             self._metrics.time_to_first_token.observe(output.made_at - self._arrived_at)
+        self._begun_at.setdefault(output.index, output.made_at)
         before = self._newest_at.get(output.index)
         if before is None or output.token_ids:
             self._newest_at[output.index] = output.made_at
@@ -117,6 +120,9 @@ class RequestTimeline:
         assert output.finish_reason is not None
         self._metrics.success.labels(output.finish_reason.value).inc()
         self._num_tokens += output.num_completion_tokens
+        if output.num_completion_tokens > 1:
+            self._between_s += output.made_at - self._begun_at[output.index]
+            self._num_between += output.num_completion_tokens - 1
         self._num_unfinished -= 1
         if not self._num_unfinished:
             self._all_ended(output.num_prompt_tokens, output.made_at)
@@ -131,8 +137,8 @@ class RequestTimeline:
         metrics.prefill_time.observe(self._first_token_at - self._admitted_at)
         metrics.decode_time.observe(ended_at - self._first_token_at)
         metrics.inference_time.observe(ended_at - self._admitted_at)
-        if self._num_tokens > 1:
-            metrics.token_time.observe((ended_at - self._first_token_at) / (self._num_tokens - 1))
+        if self._num_between:
+            metrics.token_time.observe(self._between_s / self._num_between)
         metrics.num_prompt_tokens.observe(num_prompt_tokens)
         metrics.num_generation_tokens.observe(self._num_tokens)
 
