@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from speclen.store.queries import view_rows
 from speclen.store.schema.seen import LATELY
 
 Row = dict[str, Any]
-MOST_COLUMNS = 2000
+Column = list[Text]  # heading first
 
 
 def learned_rows(db: Path, context: str) -> list[Row]:
@@ -32,19 +33,13 @@ def learned_rows(db: Path, context: str) -> list[Row]:
 
 
 def print_learned(console: Console, db: Path, context: str) -> None:
-    """Matrices and plans. Words wrap at the console's width; of a matrix no figure is cut, however many lengths it has."""
-    for part in learned_parts(db, context):
-        if isinstance(part, Table):
-            usual, console.width = console.width, MOST_COLUMNS
-            console.width = max(usual, console.measure(part).maximum)
-            console.print(part)
-            console.width = usual
-        else:
-            console.print(part)
+    """Matrices and plans, at the console's width."""
+    for part in learned_parts(db, context, console.width):
+        console.print(part)
 
 
-def learned_parts(db: Path, context: str) -> list[RenderableType]:
-    """One matrix per context, in the order of the view, and a line for each plan."""
+def learned_parts(db: Path, context: str, width: int) -> list[RenderableType]:
+    """One matrix per context, in the order of the view, and a line for each plan. width: in columns of text."""
     rows = learned_rows(db, context)
     if not rows:
         return [
@@ -55,7 +50,7 @@ def learned_parts(db: Path, context: str) -> list[RenderableType]:
         ]
     found: list[RenderableType] = []
     for name, group in groupby(rows, key=lambda row: row["context"]):
-        found += titled(name, list(group))
+        found += titled(name, list(group), width)
     return [*found, *plan_lines(db, context)]
 
 
@@ -93,7 +88,7 @@ def plan_rows(connection: Connection) -> list[Row]:
     return view_rows(connection, "plan_table") if known else []
 
 
-def titled(context: str, rows: list[Row]) -> list[RenderableType]:
+def titled(context: str, rows: list[Row], width: int) -> list[RenderableType]:
     """A matrix between lines of its own, which wrap at the terminal's width and not at the table's."""
     return [
         Text(context, style="bold"),
@@ -101,29 +96,52 @@ def titled(context: str, rows: list[Row]) -> list[RenderableType]:
             "ms per token by batch size and length; * in use, ? never measured here. vs 0: times faster than length 0, "
             "? where that was not played lately. seen: ms per token of the steps at the length in use"
         ),
-        matrix(rows),
+        *(table_of(columns) for columns in folded(matrix(rows), width)),
         Text(f"updated {max(row['updated_at'] for row in rows)[:19]} UTC", style="dim"),
     ]
 
 
-def matrix(rows: list[Row]) -> Table:
+def matrix(rows: list[Row]) -> list[Column]:
     """Batch sizes down, those with one length in use together; lengths across; ms per token of one row of the batch."""
     lengths = sorted({row["speculation_length"] for row in rows})
-    table = Table(
-        box=None,  # nine lengths have to fit into 80 columns
-        padding=(0, 0, 0, 1),
-    )
-    table.add_column("batch", justify="right")
-    for heading in (*map(str, lengths), "vs 0", "seen", "steps"):
-        table.add_column(heading, justify="right")
-    for low, high, cells in ranges(rows):
-        table.add_row(
-            str(low) if low == high else f"{low}-{high}",
-            *(matrix_cell(cells.get(length)) for length in lengths),
-            gain(cells),
-            seen(cells),
-            f"{sum(row['num_steps'] for row in cells.values()):,}",
-        )
+    found = ranges(rows)
+    sizes = [str(low) if low == high else f"{low}-{high}" for low, high, _ in found]
+    together = [cells for _, _, cells in found]
+    return [
+        column("batch", sizes),
+        *(column(str(length), [matrix_cell(cells.get(length)) for cells in together]) for length in lengths),
+        column("vs 0", [gain(cells) for cells in together]),
+        column("seen", [seen(cells) for cells in together]),
+        column("steps", [f"{sum(row['num_steps'] for row in cells.values()):,}" for cells in together]),
+    ]
+
+
+def column(heading: str, cells: Sequence[str | Text]) -> Column:
+    return [Text(heading, style="bold"), *(Text(cell) if isinstance(cell, str) else cell for cell in cells)]
+
+
+def folded(columns: list[Column], width: int) -> list[list[Column]]:
+    """The columns of tables that fit the width, one below the other, each of which begins with the first column."""
+    label, *others = columns
+    found: list[list[Column]] = [[label]]
+    for each in others:
+        if len(found[-1]) > 1 and num_columns([*found[-1], each]) > width:
+            found.append([label])
+        found[-1].append(each)
+    return found
+
+
+def num_columns(columns: list[Column]) -> int:
+    """Columns of text that a table takes."""
+    return sum(1 + max(cell.cell_len for cell in each) for each in columns) - 1
+
+
+def table_of(columns: list[Column]) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)  # nine lengths mostly fit into 80 columns
+    for heading, *_ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cells in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*cells)
     return table
 
 
