@@ -34,11 +34,13 @@ class Output(io.FileIO):
 def printing() -> Iterator[None]:
     """Print through `Output` for the length of the block. Characters that the encoding lacks are escaped."""
     usual: Any = sys.stdout
-    if usual is None:  # closed by whoever started us
+    try:
+        number = usual.fileno()
+    except (AttributeError, OSError):  # closed by whoever started us, or no file
         yield
         return
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(Output(usual.fileno(), "w", closefd=False)),
+        io.BufferedWriter(Output(number, "w", closefd=False)),
         usual.encoding,
         "backslashreplace",
         line_buffering=usual.line_buffering,

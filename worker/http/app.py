@@ -14,10 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from speclen.worker.http.answers import Answer
-from speclen.worker.http.body import JsonRoute
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception, from_invalid, no_json
-from speclen.worker.http.guard import CALLER
+from speclen.worker.http.guard import CALLER, JsonRoute
 from speclen.worker.http.openapi import DESCRIPTION, describe, errors
 from speclen.worker.http.responses import JobResponse, error_response, json_response, refusal
 from speclen.worker.http.schema import (

@@ -99,7 +99,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._headers_due = None
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = send_until_closed(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = send_until_closed(self.cycle)  # type: ignore[method-assign, assignment]
 
     def pause_writing(self) -> None:
         super().pause_writing()
