@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from speclen.console.database import reading
 from speclen.console.errors import UserError
+from speclen.console.learned.columns import Column, column, folded
 from speclen.store.connection import Connection
 from speclen.store.queries import view_rows
 from speclen.store.schema.seen import LATELY
 
 Row = dict[str, Any]
-Column = list[Text]  # heading first
 
 
 def learned_rows(db: Path, context: str) -> list[Row]:
@@ -96,7 +94,7 @@ def titled(context: str, rows: list[Row], width: int) -> list[RenderableType]:
             "ms per token by batch size and length; * in use, ? never measured here. vs 0: times faster than length 0, "
             "? where that was not played lately. seen: ms per token of the steps at the length in use"
         ),
-        *(table_of(columns) for columns in folded(matrix(rows), width)),
+        *folded(matrix(rows), width),
         Text(f"updated {max(row['updated_at'] for row in rows)[:19]} UTC", style="dim"),
     ]
 
@@ -114,35 +112,6 @@ def matrix(rows: list[Row]) -> list[Column]:
         column("seen", [seen(cells) for cells in together]),
         column("steps", [f"{sum(row['num_steps'] for row in cells.values()):,}" for cells in together]),
     ]
-
-
-def column(heading: str, cells: Sequence[str | Text]) -> Column:
-    return [Text(heading, style="bold"), *(Text(cell) if isinstance(cell, str) else cell for cell in cells)]
-
-
-def folded(columns: list[Column], width: int) -> list[list[Column]]:
-    """The columns of tables that fit the width, one below the other, each of which begins with the first column."""
-    label, *others = columns
-    found: list[list[Column]] = [[label]]
-    for each in others:
-        if len(found[-1]) > 1 and num_columns([*found[-1], each]) > width:
-            found.append([label])
-        found[-1].append(each)
-    return found
-
-
-def num_columns(columns: list[Column]) -> int:
-    """Columns of text that a table takes."""
-    return sum(1 + max(cell.cell_len for cell in each) for each in columns) - 1
-
-
-def table_of(columns: list[Column]) -> Table:
-    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)  # nine lengths mostly fit into 80 columns
-    for heading, *_ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for cells in list(zip(*columns, strict=True))[1:]:
-        table.add_row(*cells)
-    return table
 
 
 def ranges(rows: list[Row]) -> list[tuple[int, int, dict[int, Row]]]:
