@@ -84,7 +84,7 @@ class HttpWorker:
         await grpc_server.start()
         bound = listen("127.0.0.1:0")
         self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
-        self.server = make_server(create_app(front), self.security, self.body_timeout_s, unread_s)
+        self.server = make_server(create_app(front), self.security, self.body_timeout_s, unread_s, requests.refuse)
         async with serving(self.server, bound):
             started.set()
             await stopping.wait()
