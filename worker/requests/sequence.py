@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -220,11 +220,11 @@ def make_sequences(
     eos_token_ids: tuple[int, ...],
     max_context_length: int,
     may_draft: bool,
-) -> list[SequenceState]:
-    """The n sequences of a request. decode: ids to text; may_draft: whether there is a draft."""
+) -> Iterator[SequenceState]:
+    """The n sequences of a request, made one by one. decode: ids to text; may_draft: whether there is a draft."""
     shared = SharedPrompt() if request.sampling.n > 1 else None
-    return [
-        SequenceState(
+    for index in range(request.sampling.n):
+        yield SequenceState(
             request,
             index,
             on_output,
@@ -234,8 +234,6 @@ def make_sequences(
             may_draft=may_draft,
             shared=shared,
         )
-        for index in range(request.sampling.n)
-    ]
 
 
 def make_row_sampling(
