@@ -110,7 +110,7 @@ class Engine:
         self._reviewer = None if shared else Reviewer(self.target, self.draft, config.prefill_chunk, pair.vocab_size)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
         self._inbox = Inbox()
-        self._outbox = Outbox(self._inbox.forget)
+        self._outbox = Outbox(self._inbox.forget, config.max_speculation_length + config.max_copied_tokens)
 
     @property
     def _reads_texts(self) -> bool:
