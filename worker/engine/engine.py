@@ -324,7 +324,7 @@ class Engine:
 
         A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other, and
         what is proposed for them may fail without them. A part that fails ends its requests, not the engine. Every try makes
-        its rules and its batch anew, and finds the rows where they are by then.
+        its rules and its batch anew, and finds the rows where they are by then; its time is its own.
         """
         try:
             tokens = self.runner.run(plan)
@@ -333,14 +333,14 @@ class Engine:
                 log.exception(
                     "%d rows and %d prompts failed together; they run apart", len(plan.rows), len(plan.chunks)
                 )
-                results = [self._run_and_commit(part, started) for part in parts]
+                results = [self._run_and_commit(part, time.perf_counter()) for part in parts]
                 return results[0]
             if plan.proposes:
                 self._num_plain_steps = PLAIN_STEPS
                 log.exception(
                     "what was proposed for %d rows failed; they go on without for %d steps", len(plan.rows), PLAIN_STEPS
                 )
-                self._run_and_commit(plan.plainly(), started)
+                self._run_and_commit(plan.plainly(), time.perf_counter())
                 return None  # what a step takes is not what this one took
             log.exception("a step of %d rows and %d prompts failed; it ends them", len(plan.rows), len(plan.chunks))
             self._end(plan.sequences, error)

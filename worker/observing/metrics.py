@@ -78,7 +78,9 @@ class EngineCollector:
         yield counter("prefix_cache_hits", "Prompt tokens that were remembered and not fed", load.num_reused_tokens)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
         yield counter("spec_decode_num_drafts", "Proposals verified, one a row and step", load.num_drafts)
-        yield counter("spec_decode_num_draft_tokens", "Tokens proposed, by a draft model or copied", load.num_draft_tokens)
+        yield counter(
+            "spec_decode_num_draft_tokens", "Tokens proposed, by a draft model or copied", load.num_draft_tokens
+        )
         yield counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted", load.num_accepted_tokens)
         yield per_position(load.num_accepted_by_position)
         yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)

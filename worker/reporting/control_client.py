@@ -71,6 +71,9 @@ class ControlSettings:
 NEWEST_EPOCH = "speclen-newest-epoch"
 # Between two messages, however long a window is: a controller ends streams after 30 s of silence.
 LONGEST_PAUSE_S = 10.0
+MAX_PROBES = (
+    16  # that wait for a step: nobody takes them while all steps feed prompts. A controller sends one at a time
+)
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
 
 
@@ -153,7 +156,7 @@ class ControlClient:
         self.window_s = 0.0  # steps of so long are added up before they are sent; 0: every step is sent by itself
         self.step_s = 0.0  # wall time of all steps
         self._steady = SteadyDrafts()
-        self._incoming: deque[PendingProbe] = deque()  # event loop to engine
+        self._incoming: deque[PendingProbe] = deque(maxlen=MAX_PROBES)  # event loop to engine; the newest ones
         self._probes: list[PendingProbe] = []  # the engine's own
         self._begun: PendingProbe | None = None  # one of them, of which steps are left
         self._last_answer = 0.0
