@@ -107,7 +107,7 @@ def http_worker(
     **settings: Any,
 ) -> Iterator[HttpWorker]:
     """settings: of the engine."""
-    engine = make_engine(pair, max_batch_size=max_batch_size, max_waiting=max_waiting + max_batch_size, **settings)
+    engine = make_engine(pair, max_batch_size=max_batch_size, **settings)
     card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.max_batch_size, 8, "127.0.0.1:1", "adaptive")
     control = ControlClient(card, LengthTable.constant(2, engine.max_batch_size, "default"), follow=False)
     timeouts = body_timeout_s, unread_timeout_s

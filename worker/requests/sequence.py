@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -236,11 +236,11 @@ def make_sequences(
     eos_token_ids: tuple[int, ...],
     max_context_length: int,
     draft_context_length: int,
-) -> list[SequenceState]:
-    """The n sequences of a request. decode: ids to text."""
+) -> Iterator[SequenceState]:
+    """The n sequences of a request, made one by one. decode: ids to text."""
     shared = SharedPrompt() if request.sampling.n > 1 else None
-    return [
-        SequenceState(
+    for index in range(request.sampling.n):
+        yield SequenceState(
             request,
             index,
             on_output,
@@ -250,8 +250,6 @@ def make_sequences(
             draft_context_length=draft_context_length,
             shared=shared,
         )
-        for index in range(request.sampling.n)
-    ]
 
 
 def make_row_sampling(

@@ -75,7 +75,7 @@ class HostRule:
             num_proposed = np.full(len(proposed), proposed.shape[1])
             return self.verify(logits.reshape(-1, logits.shape[-1]), *places_of(num_proposed), proposed, num_proposed)
         _, likeliest, broken = _usable(logits.reshape(-1, logits.shape[-1]))
-        chosen = likeliest.reshape(logits.shape[:2])
+        chosen = likeliest.reshape(logits.shape[0], logits.shape[1])
         accepted = num_matching(proposed, chosen) if proposed.shape[1] else np.zeros(len(proposed), np.int64)
         return _cut(accepted, *np.divmod(broken, chosen.shape[1])), chosen
 
