@@ -60,7 +60,7 @@ def show(explanation: Explanation) -> None:
     console.print(f"[bold]{name_of(explanation.context)}[/bold]")
     for sentence in in_words(explanation):
         console.print(sentence)
-    table = Table(box=None, padding=(0, 2, 0, 0))  # eight columns have to fit into 80
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)  # eight columns have to fit into 80
     for heading in (
         "length",
         "survival",

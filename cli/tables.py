@@ -32,15 +32,16 @@ def tables(
     """
     if sum((watch, as_json, as_csv)) > 1:
         raise UserError("--watch, --json and --csv exclude each other: give one of them")
+    console = Console()
     if watch:
-        keep_showing(lambda: Group(*learned_parts(db, context)), interval_s)
+        keep_showing(lambda: Group(*learned_parts(db, context, console.width)), interval_s)
         return
     if as_json:
         print(json.dumps(learned_rows(db, context), indent=2))
     elif as_csv:
         print_csv(learned_rows(db, context))
     else:
-        print_learned(Console(), db, context)
+        print_learned(console, db, context)
 
 
 def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:

@@ -62,20 +62,6 @@ def test_batch_sizes_with_one_length_are_shown_together_beside_what_was_seen(tmp
     assert choices == [("1-3", 2, 2.0), ("4", 1, 2.0)]
 
 
-def test_no_figure_is_cut_however_many_lengths_there_are(tmp_path):
-    cells = [cell(length, step_s=0.0123 + 0.001 * length, expected_tokens=1.0 + length) for length in range(17)]
-    store = Store.open(tmp_path / "wide.db")
-    store_now(store, Commit(contexts=[context()], latency_cells=cells))
-    store.close()
-    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(
-        app, ["tables", "--db", str(tmp_path / "wide.db")]
-    )
-    assert result.exit_code == 0
-    assert "…" not in result.output
-    (heading,) = [line for line in result.output.splitlines() if line.split()[:1] == ["batch"]]
-    assert heading.split() == ["batch", *map(str, range(17)), "vs", "0", "seen", "steps"]
-
-
 def test_json_and_csv_are_the_rows_of_the_view(database):
     expected = rows(database, "SELECT * FROM learned_table")
     assert len(expected) == 4

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from speclen.console.database import reading
 from speclen.console.errors import UserError
+from speclen.console.learned.columns import Column, column, folded
 from speclen.store.connection import Connection
 from speclen.store.queries import view_rows
 from speclen.store.schema.seen import LATELY
 
 Row = dict[str, Any]
-MOST_COLUMNS = 2000
 
 
 def learned_rows(db: Path, context: str) -> list[Row]:
@@ -32,19 +31,13 @@ def learned_rows(db: Path, context: str) -> list[Row]:
 
 
 def print_learned(console: Console, db: Path, context: str) -> None:
-    """Matrices and plans. Words wrap at the console's width; of a matrix no figure is cut, however many lengths it has."""
-    for part in learned_parts(db, context):
-        if isinstance(part, Table):
-            usual, console.width = console.width, MOST_COLUMNS
-            console.width = max(usual, console.measure(part).maximum)
-            console.print(part)
-            console.width = usual
-        else:
-            console.print(part)
+    """Matrices and plans, at the console's width."""
+    for part in learned_parts(db, context, console.width):
+        console.print(part)
 
 
-def learned_parts(db: Path, context: str) -> list[RenderableType]:
-    """One matrix per context, in the order of the view, and a line for each plan."""
+def learned_parts(db: Path, context: str, width: int) -> list[RenderableType]:
+    """One matrix per context, in the order of the view, and a line for each plan. width: in columns of text."""
     rows = learned_rows(db, context)
     if not rows:
         return [
@@ -55,7 +48,7 @@ def learned_parts(db: Path, context: str) -> list[RenderableType]:
         ]
     found: list[RenderableType] = []
     for name, group in groupby(rows, key=lambda row: row["context"]):
-        found += titled(name, list(group))
+        found += titled(name, list(group), width)
     return [*found, *plan_lines(db, context)]
 
 
@@ -93,7 +86,7 @@ def plan_rows(connection: Connection) -> list[Row]:
     return view_rows(connection, "plan_table") if known else []
 
 
-def titled(context: str, rows: list[Row]) -> list[RenderableType]:
+def titled(context: str, rows: list[Row], width: int) -> list[RenderableType]:
     """A matrix between lines of its own, which wrap at the terminal's width and not at the table's."""
     return [
         Text(context, style="bold"),
@@ -101,30 +94,24 @@ def titled(context: str, rows: list[Row]) -> list[RenderableType]:
             "ms per token by batch size and length; * in use, ? never measured here. vs 0: times faster than length 0, "
             "? where that was not played lately. seen: ms per token of the steps at the length in use"
         ),
-        matrix(rows),
+        *folded(matrix(rows), width),
         Text(f"updated {max(row['updated_at'] for row in rows)[:19]} UTC", style="dim"),
     ]
 
 
-def matrix(rows: list[Row]) -> Table:
+def matrix(rows: list[Row]) -> list[Column]:
     """Batch sizes down, those with one length in use together; lengths across; ms per token of one row of the batch."""
     lengths = sorted({row["speculation_length"] for row in rows})
-    table = Table(
-        box=None,  # nine lengths have to fit into 80 columns
-        padding=(0, 0, 0, 1),
-    )
-    table.add_column("batch", justify="right")
-    for heading in (*map(str, lengths), "vs 0", "seen", "steps"):
-        table.add_column(heading, justify="right")
-    for low, high, cells in ranges(rows):
-        table.add_row(
-            str(low) if low == high else f"{low}-{high}",
-            *(matrix_cell(cells.get(length)) for length in lengths),
-            gain(cells),
-            seen(cells),
-            f"{sum(row['num_steps'] for row in cells.values()):,}",
-        )
-    return table
+    found = ranges(rows)
+    sizes = [str(low) if low == high else f"{low}-{high}" for low, high, _ in found]
+    together = [cells for _, _, cells in found]
+    return [
+        column("batch", sizes),
+        *(column(str(length), [matrix_cell(cells.get(length)) for cells in together]) for length in lengths),
+        column("vs 0", [gain(cells) for cells in together]),
+        column("seen", [seen(cells) for cells in together]),
+        column("steps", [f"{sum(row['num_steps'] for row in cells.values()):,}" for cells in together]),
+    ]
 
 
 def ranges(rows: list[Row]) -> list[tuple[int, int, dict[int, Row]]]:
