@@ -8,8 +8,8 @@ a time; fixed lengths and n-grams alone:
     4         6.5     8.8 (1.8)   11.6 (2.6)  14.6 (3.2)  17.4 (3.5)  7.3 (1.9)
     8         6.9     10.8 (1.7)  13.3 (2.5)  15.5 (2.8)  17.5 (3.0)  8.0 (1.5)
 
-So a draft pass takes some 1.1 ms, and drafting as such as much again per doubling of its rows beyond two. There are no times of single
-steps: level and noise are vLLM's (same machine, see `level.py`). Texts are made up to have these tokens.
+So a draft pass takes some 1.1 ms, and drafting as such as much again per doubling of its rows beyond two. There are no
+times of single steps: level and noise are vLLM's (same machine, see `level.py`). Texts are made up to have these tokens.
 A step that drafts after one without is longer (`catch_up`), one with prompts takes PREFILL_S more (`prefill`).
 """
 

@@ -14,8 +14,8 @@ ARMS = tuple(Arm(length, ngram) for ngram in (False, True) for length in range(M
 # token in easy and in hard outputs. Chance that an output is easy; sd of an output's chance.
 SHARES, EASY, HARD = (0.5, 0.25, 0.25), (0.85, 0.81, 0.74), (0.54, 0.48, 0.42)
 EASY_SHARE, SPREAD = 0.6, 0.04
-# Repetition: chances of a token to begin one and to go on; of a wrong match elsewhere; share of outputs that repeat anything. REPEATED: chance of the
-# draft model inside a repetition.
+# Repetition: chances of a token to begin one and to go on; of a wrong match elsewhere; share of outputs that repeat at all;
+# chance of the draft model inside a repetition.
 BEGINS, GOES_ON, WRONG_MATCH, REPEATING, REPEATED = 0.07, 0.965, 0.02, 0.8, 0.93
 OUTPUT_TOKENS = (32, 128)
 

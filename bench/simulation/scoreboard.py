@@ -1,0 +1,207 @@
+"""Scores of an estimator in all simulated worlds: `python -m speclen.bench.simulation.scoreboard`.
+
+Every part is written to the file as soon as it is played, and parts that stand there are not played again: interrupt it at
+will. Parts: the worlds made from recordings (worlds/), scenarios of `bench policy`, texts of `bench plans`, and the cost of
+a report with --cost, which wants a machine that is otherwise quiet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speclen.bench.simulation import policy
+from speclen.bench.simulation.copying import plans
+from speclen.bench.simulation.report_cost import WORLDS as COST_WORLDS
+from speclen.bench.simulation.report_cost import cost_us, reports
+from speclen.bench.simulation.scenarios import SCENARIOS
+from speclen.bench.simulation.simulator import World as SimulatedWorld
+from speclen.bench.simulation.worlds.own_h200 import OwnH200
+from speclen.bench.simulation.worlds.play import World, best_arm, play
+from speclen.bench.simulation.worlds.records import Arm, Constant, Learner
+from speclen.bench.simulation.worlds.today import Today
+from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
+from speclen.console.errors import UserError
+from speclen.controller.estimator.policies import ADAPTIVE
+
+LEARNERS: dict[str, dict[str, Callable[[], Learner]]] = {
+    "today": {"vllm-h200": lambda: Today(32), "own-h200": lambda: Today(16, ngram=True, probe_steps=1)}
+}
+H200: dict[str, Callable[[int, float], World]] = {"vllm-h200": VllmH200, "own-h200": OwnH200}
+# Situations that users meet, one of each kind that `bench policy` has.
+POLICY = (
+    *("stationary", "cold", "throttled", "steady-x3", "acceptance", "other-hardware", "never", "tails", "neighbour"),
+    *("cliffs", "correlated", "first-minute-cold", "classes", "unlike-2", "liar-all"),
+)
+CONSTANTS = ("none", *(f"fixed:{length}" for length in range(1, 9)))
+SEEDS = {"h200": 20, "policy": 8, "plans": 4}
+LOADS = (1, 2, 4, 8, 16)
+SEED_0 = 1000  # no estimator was tuned on it
+STEPS = {"policy": 12_000, "plans": 6000}
+INF = float("inf")
+NUM_CONSTANTS = 4  # constant arms that are played: those with the most true goodput over all batch sizes
+COST_GROUPS = (8, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One seed of a part. learner: only for worlds made from recordings; the others play the estimator in use."""
+
+    part: str
+    name: str
+    seed: int
+    seconds: float
+    learner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """By segment: the estimator's goodput and the best constant arm's, in percent of the oracle's."""
+
+    seed: int
+    scores: dict[str, tuple[float, float]]
+
+
+def run(job: Job) -> Result:
+    """Play a job in this process."""
+    return Result(job.seed, {"h200": _h200, "policy": _policy, "plans": _plans}[job.part](job))
+
+
+def _h200(job: Job) -> dict[str, tuple[float, float]]:
+    def world() -> World:
+        return H200[job.name](job.seed, job.seconds)
+
+    learned = play(world(), LEARNERS[job.learner][job.name]())
+    constants = [play(world(), Constant(arm)) for arm in best_constants(world())]
+    third = job.seconds / 3
+    segments = {"all": (0.0, INF), "first 40 s": (0.0, 40.0), "after 40 s": (40.0, INF), "last third": (2 * third, INF)}
+    return {
+        name: (learned.percent(*segment), max(each.percent(*segment) for each in constants))
+        for name, segment in segments.items()
+    }
+
+
+def best_constants(world: World) -> list[Arm]:
+    """The arms with the most true goodput relative to the best of each load, best first."""
+    found = {arm: 0.0 for arm in world.arms}
+    for batch_size in LOADS:
+        best_s, best_tokens = world.expected(batch_size, best_arm(world, batch_size))
+        for arm in found:
+            seconds, tokens = world.expected(batch_size, arm)
+            found[arm] += (tokens / seconds) / (best_tokens / best_s)
+    return sorted(found, key=found.__getitem__, reverse=True)[:NUM_CONSTANTS]
+
+
+def _policy(job: Job) -> dict[str, tuple[float, float]]:
+    outcomes = policy.play(policy.Job(job.name, job.seed, (ADAPTIVE, *CONSTANTS), STEPS["policy"]))
+    return {"all": (outcomes[0].score, max(each.score for each in outcomes[1:]))}
+
+
+def _plans(job: Job) -> dict[str, tuple[float, float]]:
+    played = plans.play(plans.Job(job.name, job.seed, STEPS["plans"]))
+    return {"all": (played.adaptive, played.best_plan)}
+
+
+def rows_of(job: Job, results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Rows of the file: one a segment. against_constant: median of the ratio to the best constant arm of each seed."""
+    rows = []
+    for segment in results[0].scores:
+        pairs = [result.scores[segment] for result in sorted(results, key=lambda each: each.seed)]
+        scores = [score for score, _ in pairs]
+        ratios = [100.0 * score / constant for score, constant in pairs]
+        values = {"median": median(scores), "mean": fmean(scores), "worst": min(scores)}
+        values |= {"against_constant": median(ratios), "worst_against_constant": min(ratios)}
+        row: dict[str, Any] = {"part": job.part, "name": job.name, "segment": segment, "num_seeds": len(pairs)}
+        row |= {key: round(value, 2) for key, value in values.items()}
+        rows.append(row | {"scores": [round(score, 2) for score in scores]})
+    return rows
+
+
+def costs() -> dict[str, float]:
+    """Microseconds of processor time a report, by world and size of the groups; the quickest of three passes."""
+    found = {}
+    for name in COST_WORLDS:
+        world = SimulatedWorld(SCENARIOS[name], SEED_0, 6400)
+        steps = reports(world)
+        for size in COST_GROUPS:
+            found[f"{name}, groups of {size}"] = round(min(cost_us(steps, world, size, 1) for _ in range(3)), 1)
+    return found
+
+
+class Board:
+    """The file of scores."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"rows": [], "cost_us": {}}
+        if path.exists():
+            self.content = json.loads(path.read_text())
+
+    def has(self, job: Job) -> bool:
+        return any((row["part"], row["name"]) == (job.part, job.name) for row in self.content["rows"])
+
+    def write(self, **values: Any) -> None:
+        """Take over values, and write the file: a line for each row."""
+        self.content |= values
+        rows = ",\n  ".join(json.dumps(row) for row in self.content["rows"])
+        rest = {key: value for key, value in self.content.items() if key != "rows"}
+        self.path.write_text(f'{json.dumps(rest)[:-1]}, "rows": [\n  {rows}\n]}}\n')
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Rows of a part that was played."""
+        self.write(rows=self.content["rows"] + rows)
+
+    def print(self) -> None:
+        """Everything in the file, as a table."""
+        table = Table("", "segment", "seeds", "median", "mean", "worst", "of best constant", "worst of it")
+        for row in self.content["rows"]:
+            keys = ("median", "mean", "worst", "against_constant", "worst_against_constant")
+            table.add_row(row["name"], row["segment"], str(row["num_seeds"]), *(f"{row[key]:.1f}" for key in keys))
+        console = Console(width=130)
+        console.print(table)
+        for name, cost in self.content["cost_us"].items():
+            console.print(f"{name}: {cost:.1f} us a report")
+
+
+def parts(learner: str) -> list[tuple[str, str]]:
+    """Names of all parts, by kind."""
+    policies = [("policy", name) for name in POLICY]
+    texts = [("plans", name) for name in plans.NAMES]
+    return [("h200", name) for name in LEARNERS[learner]] + policies + texts
+
+
+def main(
+    out: Path = typer.Option(Path("docs/results/scoreboard.json"), help="File of scores; what it has is kept."),
+    learner: str = typer.Option("today", help=f"Estimator in the worlds made from recordings: {', '.join(LEARNERS)}."),
+    only: str = typer.Option("", help="Parts whose kind (h200, policy, plans) or name contains this."),
+    seeds: int = typer.Option(
+        0, min=0, help="Seeds of a part; 0: 20 of a recorded world, 8 of a scenario, 4 of texts."
+    ),
+    seconds: float = typer.Option(120.0, min=60.0, max=3600.0, help="Simulated time of a recorded world."),
+    processes: int = typer.Option(1, min=1, max=2, help="Processes."),
+    cost: bool = typer.Option(False, "--cost", help="Measure the cost of a report, and play nothing."),
+) -> None:
+    """Play the parts that the file lacks, and print it."""
+    if learner not in LEARNERS:
+        raise UserError(f"learner {learner!r} is unknown: use one of {', '.join(LEARNERS)}")
+    board = Board(out)
+    if cost:
+        board.write(cost_us=costs())
+    for part, name in [] if cost else [each for each in parts(learner) if only in f"{each[0]} {each[1]}"]:
+        wanted = range(SEED_0, SEED_0 + (seeds or SEEDS[part]))
+        jobs = [Job(part, name, seed, seconds, learner) for seed in wanted]
+        if not board.has(jobs[0]):
+            board.add(rows_of(jobs[0], list(policy.run_all(run, jobs, processes))))
+    board.print()
+
+
+if __name__ == "__main__":
+    typer.run(main)
