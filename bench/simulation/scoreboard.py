@@ -91,7 +91,7 @@ def _h200(job: Job) -> dict[str, tuple[float, float]]:
 
 def best_constants(world: World) -> list[Arm]:
     """The arms with the most true goodput relative to the best of each load, best first."""
-    found = {arm: 0.0 for arm in world.arms}
+    found = dict.fromkeys(world.arms, 0.0)
     for batch_size in LOADS:
         best_s, best_tokens = world.expected(batch_size, best_arm(world, batch_size))
         for arm in found:
