@@ -19,10 +19,10 @@ from collections import Counter
 
 import numpy as np
 
-from speclen.bench.simulation.worlds.level import Bursts, Level
+from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
 from speclen.bench.simulation.worlds.play import Step, best_arm
 from speclen.bench.simulation.worlds.records import CATCH_UP, FIRST_USE, PREFILL, Arm, EvaluatedOutput, Record
-from speclen.bench.simulation.worlds.texts import ARMS, NGRAM_MATCH, NGRAM_TOKENS, draw_text
+from speclen.bench.simulation.worlds.texts import ARMS, draw_text, proposals
 
 MAX_BATCH = 16
 OVERHEAD_S, ROW_S, PASS_S, DRAFTING_S, TOKEN_S = 0.0057, 0.00012, 0.00108, 0.0011, 0.00002
@@ -30,7 +30,6 @@ PREFILL_S = 0.004
 SWEEP, BURST_S = (1, 2, 4, 8, 16), (3.0, 5.0)
 NUM_TEXTS = 250  # drawn per world; requests take any of them
 EVALUATED = 0.5  # share of outputs that the worker has time to evaluate
-NOISE, TAIL_SHARE, TAIL_NOISE = 0.045, 0.1, 0.2
 PROMPT_TOKENS = 100
 NUM_CLASSES = 3
 
@@ -60,9 +59,9 @@ class OwnH200:
         self._texts = [draw_text(rng) for _ in range(NUM_TEXTS)]
         self._place = {arm: at for at, arm in enumerate(ARMS)}
         self._walks = np.array([text.walk for text in self._texts])  # [texts, 3, arms]
-        self._num_tokens = np.array([len(text.matches) for text in self._texts])
+        self._num_tokens = np.array([text.arrays.shape[1] for text in self._texts])
         self._worth = self._num_tokens[:, None] / self._walks[:, 0]  # tokens per step, [texts, arms]
-        self._arrays = _padded([(each.matches, each.proposed, each.copied, each.ahead) for each in self._texts])
+        self._arrays = _padded([text.arrays for text in self._texts])
         self._kinds = np.array([text.evaluated.request_class for text in self._texts])
         self._best = [0] + [self._place[best_arm(self, batch)] for batch in range(1, MAX_BATCH + 1)]
         self._best_s = [0.0] + [self.expected(batch, ARMS[self._best[batch]])[0] for batch in range(1, MAX_BATCH + 1)]
@@ -96,21 +95,18 @@ class OwnH200:
     def step(self, arm: Arm, probe_id: int = 0) -> Step:
         """Take a step."""
         batch, level = self.batch_size, self._level.at(self.now_s)
-        matches, proposed, copied, ahead = self._arrays[:, self._text, self._at]
-        left = self._num_tokens[self._text] - 1 - self._at
-        by_ngram = (matches >= NGRAM_MATCH) & arm.ngram
-        offered = np.where(by_ngram, np.minimum(proposed, NGRAM_TOKENS), arm.draft_length)
-        accepted = np.minimum(np.where(by_ngram, copied, ahead), np.minimum(offered, left))
+        here, left = self._arrays[:, self._text, self._at], self._num_tokens[self._text] - 1 - self._at
+        by_ngram, offered, accepted = proposals(here, arm.ngram, arm.draft_length, left)
         drafts = ~by_ngram & (arm.draft_length > 0)
         num_drafting, num_verified = int(drafts.sum()), batch + int(offered.sum())
         passes = arm.draft_length if num_drafting else 0
         flags, extra_s = self._flags(arm, passes, num_drafting)
         mean_s = step_s(batch, num_drafting, passes, num_verified)
         spent_s, work_s = level * (mean_s + extra_s), level * self._oracle_s(arm)
-        happened_s = self._noisy(spent_s + (PREFILL_S if self.with_prompts else 0.0))
+        happened_s = noisy(spent_s + PREFILL_S * self.with_prompts, self._rng)
         runs = np.where(drafts, accepted, 0)
         by_class = self._by_class(runs, passes)
-        told = Counter(zip(*(each[by_ngram].tolist() for each in (matches, offered, accepted)), strict=True))
+        told = Counter(zip(*(each[by_ngram].tolist() for each in (here[0], offered, accepted)), strict=True))
         held = float(PROMPT_TOKENS + self._at.mean())
         record = Record(
             *(batch, arm, happened_s, tuple(np.bincount(runs, minlength=passes + 1).tolist()), held, flags, probe_id),
@@ -137,10 +133,6 @@ class OwnH200:
         self._last = arm
         return tuple(found + [PREFILL] * self.with_prompts), extra_s
 
-    def _noisy(self, mean_s: float) -> float:
-        scale = TAIL_NOISE if self._rng.random() < TAIL_SHARE else NOISE
-        return float(mean_s * np.exp(scale * self._rng.standard_normal()))
-
     def _by_class(self, runs: np.ndarray, passes: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
         kinds = self._kinds[self._text]
         counts = np.bincount(kinds * (passes + 1) + runs, minlength=NUM_CLASSES * (passes + 1))
@@ -161,9 +153,9 @@ class OwnH200:
         return outputs
 
 
-def _padded(texts: list[tuple[np.ndarray, ...]]) -> np.ndarray:
+def _padded(arrays: list[np.ndarray]) -> np.ndarray:
     """Arrays of all texts, by position, [arrays, texts, longest]."""
-    whole = np.zeros((len(texts[0]), len(texts), max(len(text[0]) for text in texts)), dtype=np.int64)
-    for at, text in enumerate(texts):
-        whole[:, at, : len(text[0])] = text
+    whole = np.zeros((len(arrays[0]), len(arrays), max(each.shape[1] for each in arrays)), dtype=np.int64)
+    for at, each in enumerate(arrays):
+        whole[:, at, : each.shape[1]] = each
     return whole

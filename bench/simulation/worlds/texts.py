@@ -29,20 +29,11 @@ class Walk(NamedTuple):
 
 
 class Text(NamedTuple):
-    """An output. ahead: by position, tokens from there on that the draft model gets right."""
+    """An output. arrays: matches, proposed, copied, and how many tokens on the draft model is right, by position."""
 
     evaluated: EvaluatedOutput
-    matches: np.ndarray
-    proposed: np.ndarray
-    copied: np.ndarray
-    ahead: np.ndarray
+    arrays: np.ndarray
     walk: Walk
-
-    @property
-    def tokens_per_step(self) -> np.ndarray:
-        """By arm."""
-        tokens: np.ndarray = len(self.matches) / self.walk.steps
-        return tokens
 
 
 def run_ahead(right: np.ndarray) -> np.ndarray:
@@ -67,24 +58,32 @@ def draw_text(rng: np.random.Generator) -> Text:
     matches = np.where(wrong, rng.integers(NGRAM_MATCH, 6, num_tokens), np.minimum(behind, KNOWN_NGRAM))
     proposed = np.where(matches > 0, KNOWN_NGRAM, 0)
     copied = np.where(wrong, 0, np.where(matches > 0, np.minimum(run_ahead(repeats), KNOWN_NGRAM), 0))
-    ahead = run_ahead(drafted)
+    arrays = np.array([matches, proposed, copied, run_ahead(drafted)])
     told = (np.asarray(each, dtype=np.uint8).tobytes() for each in (matches, proposed, copied, drafted))
-    return Text(
-        EvaluatedOutput(kind, *told), matches, proposed, copied, ahead, walk_of(matches, proposed, copied, ahead)
-    )
+    return Text(EvaluatedOutput(kind, *told), arrays, walk_of(arrays))
 
 
-def walk_of(matches: np.ndarray, proposed: np.ndarray, copied: np.ndarray, ahead: np.ndarray) -> Walk:
+def proposals(
+    arrays: np.ndarray, ngram: np.ndarray | bool, lengths: np.ndarray | int, left: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of sequences at some positions: True where n-grams propose, tokens proposed, and of them accepted.
+
+    arrays: as in `Text`, at those positions. left: tokens that the output has after this one.
+    """
+    matches, proposed, copied, ahead = arrays
+    by_ngram = ngram & (matches >= NGRAM_MATCH)
+    offered = np.where(by_ngram, np.minimum(proposed, NGRAM_TOKENS), lengths)
+    return by_ngram, offered, np.minimum(np.where(by_ngram, copied, ahead), np.minimum(offered, left))
+
+
+def walk_of(arrays: np.ndarray) -> Walk:
     """Step through an output with every arm at once."""
-    num_tokens = len(matches)
+    num_tokens = arrays.shape[1]
     lengths, ngram = np.array([arm.draft_length for arm in ARMS]), np.array([arm.ngram for arm in ARMS])
     at, steps, drafting, verified = np.zeros((4, len(ARMS)), dtype=np.int64)
     while (going := at < num_tokens).any():
         here = np.minimum(at, num_tokens - 1)
-        left = num_tokens - 1 - here
-        by_ngram = ngram & (matches[here] >= NGRAM_MATCH)
-        offered = np.where(by_ngram, np.minimum(proposed[here], NGRAM_TOKENS), lengths)
-        accepted = np.minimum(np.where(by_ngram, copied[here], ahead[here]), np.minimum(offered, left))
+        by_ngram, offered, accepted = proposals(arrays[:, here], ngram, lengths, num_tokens - 1 - here)
         steps += going
         drafting += going & ~by_ngram & (lengths > 0)
         verified += np.where(going, 1 + offered, 0)

@@ -8,7 +8,6 @@ recorded latencies are shifted by a step; absolute times of length 3 are those o
 blocks of recording a, other lengths are interpolated. Recorded, and here:
 - `prefill` and `first_use` steps take as long as others (ratios 1.00 and 1.05), they are only flagged.
 - 1.4% of the unflagged steps report 0.5 to 3 ms: their result arrived right after the one before.
-- Step noise 4.5%, with 20% for one step in ten (sd of differences between neighbours: median 4.1 and 5.2%).
 - Requests keep their acceptance for life: easy ones accept 0.88 of the tokens at each position, hard ones 0.55, in equal
   shares of steps at length 3. Mean tokens per row then are 1.7, 2.2, 2.7, 3.3, 3.9 at lengths 1, 2, 3, 5, 8, as recorded.
 - Bursts of 1.5 to 3.5 s sweep over 1 to 32 requests at a time. Off-policy evaluation is not available.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from speclen.bench.simulation.worlds.level import Bursts, Level
+from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
 from speclen.bench.simulation.worlds.play import Step, best_arm
 from speclen.bench.simulation.worlds.records import CHANGED_LENGTH, FIRST_USE, PREFILL, Arm, Record
 
@@ -35,7 +34,6 @@ RELATIVE_TO_3 = (  # by batch size, of LENGTHS
 SWEEP, BURST_S = (1, 2, 4, 8, 16, 32), (1.5, 3.5)
 EASY_SHARE, EASY, HARD, SPREAD = 0.62, 0.88, 0.55, 0.03  # share of requests; chances by position and their sd
 OUTPUT_TOKENS, PROMPT_TOKENS = (128, 256), 128
-NOISE, TAIL_SHARE, TAIL_NOISE = 0.045, 0.1, 0.2
 SHORT_SHARE, SHORT_S = 0.014, (0.0005, 0.003)
 SETTLE_STEPS = 1
 
@@ -100,7 +98,7 @@ class VllmH200:
         """Take a step; the drafts that it verifies and those that it makes are of this arm."""
         batch, rows, level = self.batch_size, self._decoding, self._level.at(self.now_s)
         mean_s = float(self._times[batch, arm.draft_length]) * level
-        happened_s = self._noisy(0.5 * (mean_s + float(self._times[batch, self._last.draft_length]) * level))
+        happened_s = noisy(0.5 * (mean_s + float(self._times[batch, self._last.draft_length]) * level), self._rng)
         flags = self._flags(arm, batch)
         best = self._best[batch]
         worth = (self._tokens[rows, arm.draft_length] / self._tokens[rows, best]).mean()
@@ -123,10 +121,6 @@ class VllmH200:
             self._used.add((batch, arm.draft_length))
             found.append(FIRST_USE)
         return (*found, PREFILL) if self.with_prompts else tuple(found)
-
-    def _noisy(self, mean_s: float) -> float:
-        scale = TAIL_NOISE if self._rng.random() < TAIL_SHARE else NOISE
-        return float(mean_s * np.exp(scale * self._rng.standard_normal()))
 
     def _told(self, happened_s: float) -> float:
         """The latency in the report."""

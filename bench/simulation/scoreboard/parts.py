@@ -1,35 +1,19 @@
-"""Scores of an estimator in all simulated worlds: `python -m speclen.bench.simulation.scoreboard`.
-
-Every part is written to the file as soon as it is played, and parts that stand there are not played again: interrupt it at
-will. Parts: the worlds made from recordings (worlds/), scenarios of `bench policy`, texts of `bench plans`, and the cost of
-a report with --cost, which wants a machine that is otherwise quiet.
-"""
+"""Parts of the scoreboard: each is one situation, played by the estimator and by constant arms."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
 from speclen.bench.simulation import policy
 from speclen.bench.simulation.copying import plans
-from speclen.bench.simulation.report_cost import WORLDS as COST_WORLDS
-from speclen.bench.simulation.report_cost import cost_us, reports
-from speclen.bench.simulation.scenarios import SCENARIOS
-from speclen.bench.simulation.simulator import World as SimulatedWorld
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import World, best_arm, play
 from speclen.bench.simulation.worlds.records import Arm, Constant, Learner
 from speclen.bench.simulation.worlds.today import Today
 from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
-from speclen.console.errors import UserError
 from speclen.controller.estimator.policies import ADAPTIVE
 
 LEARNERS: dict[str, dict[str, Callable[[], Learner]]] = {
@@ -48,7 +32,6 @@ SEED_0 = 1000  # no estimator was tuned on it
 STEPS = {"policy": 12_000, "plans": 6000}
 INF = float("inf")
 NUM_CONSTANTS = 4  # constant arms that are played: those with the most true goodput over all batch sizes
-COST_GROUPS = (8, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,83 +108,8 @@ def rows_of(job: Job, results: Sequence[Result]) -> list[dict[str, Any]]:
     return rows
 
 
-def costs() -> dict[str, float]:
-    """Microseconds of processor time a report, by world and size of the groups; the quickest of three passes."""
-    found = {}
-    for name in COST_WORLDS:
-        world = SimulatedWorld(SCENARIOS[name], SEED_0, 6400)
-        steps = reports(world)
-        for size in COST_GROUPS:
-            found[f"{name}, groups of {size}"] = round(min(cost_us(steps, world, size, 1) for _ in range(3)), 1)
-    return found
-
-
-class Board:
-    """The file of scores."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.content: dict[str, Any] = {"rows": [], "cost_us": {}}
-        if path.exists():
-            self.content = json.loads(path.read_text())
-
-    def has(self, job: Job) -> bool:
-        return any((row["part"], row["name"]) == (job.part, job.name) for row in self.content["rows"])
-
-    def write(self, **values: Any) -> None:
-        """Take over values, and write the file: a line for each row."""
-        self.content |= values
-        rows = ",\n  ".join(json.dumps(row) for row in self.content["rows"])
-        rest = {key: value for key, value in self.content.items() if key != "rows"}
-        self.path.write_text(f'{json.dumps(rest)[:-1]}, "rows": [\n  {rows}\n]}}\n')
-
-    def add(self, rows: list[dict[str, Any]]) -> None:
-        """Rows of a part that was played."""
-        self.write(rows=self.content["rows"] + rows)
-
-    def print(self) -> None:
-        """Everything in the file, as a table."""
-        table = Table("", "segment", "seeds", "median", "mean", "worst", "of best constant", "worst of it")
-        for row in self.content["rows"]:
-            keys = ("median", "mean", "worst", "against_constant", "worst_against_constant")
-            table.add_row(row["name"], row["segment"], str(row["num_seeds"]), *(f"{row[key]:.1f}" for key in keys))
-        console = Console(width=130)
-        console.print(table)
-        for name, cost in self.content["cost_us"].items():
-            console.print(f"{name}: {cost:.1f} us a report")
-
-
 def parts(learner: str) -> list[tuple[str, str]]:
     """Names of all parts, by kind."""
     policies = [("policy", name) for name in POLICY]
     texts = [("plans", name) for name in plans.NAMES]
     return [("h200", name) for name in LEARNERS[learner]] + policies + texts
-
-
-def main(
-    out: Path = typer.Option(Path("docs/results/scoreboard.json"), help="File of scores; what it has is kept."),
-    learner: str = typer.Option("today", help=f"Estimator in the worlds made from recordings: {', '.join(LEARNERS)}."),
-    only: str = typer.Option("", help="Parts whose kind (h200, policy, plans) or name contains this."),
-    seeds: int = typer.Option(
-        0, min=0, help="Seeds of a part; 0: 20 of a recorded world, 8 of a scenario, 4 of texts."
-    ),
-    seconds: float = typer.Option(120.0, min=60.0, max=3600.0, help="Simulated time of a recorded world."),
-    processes: int = typer.Option(1, min=1, max=2, help="Processes."),
-    cost: bool = typer.Option(False, "--cost", help="Measure the cost of a report, and play nothing."),
-) -> None:
-    """Play the parts that the file lacks, and print it."""
-    if learner not in LEARNERS:
-        raise UserError(f"learner {learner!r} is unknown: use one of {', '.join(LEARNERS)}")
-    board = Board(out)
-    if cost:
-        board.write(cost_us=costs())
-    for part, name in [] if cost else [each for each in parts(learner) if only in f"{each[0]} {each[1]}"]:
-        wanted = range(SEED_0, SEED_0 + (seeds or SEEDS[part]))
-        jobs = [Job(part, name, seed, seconds, learner) for seed in wanted]
-        if not board.has(jobs[0]):
-            board.add(rows_of(jobs[0], list(policy.run_all(run, jobs, processes))))
-    board.print()
-
-
-if __name__ == "__main__":
-    typer.run(main)
