@@ -27,9 +27,9 @@ from speclen.store.connection import (
 )
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import Presence, WriterLock, damage_path, move_aside, note_damage, size_of
+from speclen.store.opening import give_way, note_missing, open_checked
 from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
-from speclen.store.opening import give_way, note_missing, open_checked
 from speclen.store.transaction import Outcome, write
 
 # Seconds after which it is looked whether the file is still there when nothing is written.

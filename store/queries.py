@@ -20,7 +20,7 @@ from speclen.store.records import (
 Row = TypeVar("Row", bound=NamedTuple)
 
 # Columns that hold 0 or 1.
-BOOLEANS = ("ngram", "is_best", "as_prior")
+BOOLEANS = ("ngram", "previous_ngram", "is_best")
 
 
 def load_state(connection: Connection) -> StoredState:
@@ -40,7 +40,7 @@ def _rows(connection: Connection, row_class: type[Row], source: str, *values: An
     for row in connection.execute(f"SELECT {', '.join(names)} FROM {source}", values):
         content = list(row)
         for place in booleans:
-            content[place] = bool(content[place])
+            content[place] = None if content[place] is None else bool(content[place])
         yield row_class(*content)
 
 
@@ -62,6 +62,11 @@ def newest_reports(connection: Connection, context_id: int, limit: int) -> Itera
     """The newest raw reports of a context, the newest first: they can be had where an older one cannot be read."""
     source = "step_reports WHERE context_id = ? ORDER BY report_id DESC LIMIT ?"
     return _rows(connection, ReportRow, source, context_id, limit)
+
+
+def num_reports(connection: Connection) -> int:
+    """Raw reports that are kept."""
+    return int(connection.execute("SELECT count(*) FROM step_reports").fetchone()[0])
 
 
 def contexts_with_reports(connection: Connection) -> set[int]:

@@ -292,7 +292,9 @@ SELECT
   sum(ms_per_token_low * (num_steps + 1)) / sum(num_steps + 1) AS ms_per_token_low,
   sum(ms_per_token_high * (num_steps + 1)) / sum(num_steps + 1) AS ms_per_token_high,
   sum(speedup * (num_steps + 1)) / sum(iif(speedup IS NULL, NULL, num_steps + 1)) AS speedup,
-  sum(num_steps) AS num_steps
+  sum(num_steps) AS num_steps,
+  max(updated_at) AS updated_at,
+  context
 FROM best
 GROUP BY context_id, arm, stretch
 ORDER BY context_id, min(batch_min);
