@@ -29,7 +29,7 @@ from speclen.store.failpoints import Failpoints
 from speclen.store.files import Presence, WriterLock, damage_path, move_aside, note_damage, size_of
 from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
-from speclen.store.schema.opening import give_way, note_missing, open_checked
+from speclen.store.opening import give_way, note_missing, open_checked
 from speclen.store.transaction import Outcome, write
 
 # Seconds after which it is looked whether the file is still there when nothing is written.
@@ -92,10 +92,10 @@ class Store:
     def open(
         cls, path: str | os.PathLike[str], config: StoreConfig | None = None, move_corrupt_aside: bool = False
     ) -> Store:
-        """Open or create a database, bring it to the newest schema and become its only writer.
+        """Open or create a database and become its only writer.
 
-        Raises StoreError if another process writes to it, under this or another name, it is newer than this program, or
-        cannot be read; CorruptStoreError if it is damaged. move_corrupt_aside: rename a damaged file and start anew.
+        Raises StoreError if another process writes to it, under this or another name, it is of another version, or cannot
+        be read; CorruptStoreError if it is damaged. move_corrupt_aside: rename a damaged file and start anew.
         """
         path, config = Path(os.path.realpath(path)), config or StoreConfig()
         try:

@@ -1,4 +1,4 @@
-"""A database that is opened: checked, brought up to date, or moved aside."""
+"""A database that is opened for writing: made if it is new, and checked."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ import time
 from pathlib import Path
 
 from speclen.store import queries, statements
-from speclen.store.connection import (
-    Connection,
-    FileErrors,
-    connect_writer,
-    refusal,
-    sqlite3,
-)
+from speclen.store.connection import APPLICATION_ID, Connection, FileErrors, connect_writer, is_new, refusal, sqlite3
 from speclen.store.records import StoreEventRow
-from speclen.store.schema.migrations import migrate
 
 # Tables that grow with the number of reports.
 LARGE_TABLES = ("step_reports", "prediction_windows")
@@ -28,10 +21,11 @@ WRITER_NICE = 10
 
 
 def open_checked(path: Path, checked_bytes: int) -> Connection:
-    """A connection for writing to a file that was looked at. Raises StoreError."""
+    """A connection for writing to a checked file, made if it is new. Raises StoreError."""
     connection = connect_writer(path)
     try:
-        migrate(path, connection)
+        if is_new(connection):
+            create_tables(connection)
         _check_content(path, connection, checked_bytes)
         queries.load_state(connection)
     except FileErrors as error:
@@ -43,16 +37,22 @@ def open_checked(path: Path, checked_bytes: int) -> Connection:
     return connection
 
 
+def create_tables(connection: Connection) -> None:
+    """Make an empty file a database, in one transaction: a start that is cut off leaves an empty file."""
+    schema = Path(__file__).with_name("schema.sql").read_text("utf-8")
+    connection.executescript(f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID}; {schema}; COMMIT")
+
+
 def note_missing(connection: Connection, num_commits: int) -> None:
-    """Leave a trace of commits that were told durable and are gone: a WAL cut short, or a backup put back."""
-    detail = "commits were told durable under this name and are not in the file"
+    """Leave a trace of acknowledged commits that are gone: a WAL cut short, or a backup put back."""
+    detail = "commits were acknowledged under this name and are not in the file"
     row = StoreEventRow("commits_missing", num_commits, detail, time.time())
     with contextlib.suppress(sqlite3.Error):  # a full disk: whoever opens the store tells of it all the same
-        statements.STORE_EVENTS.run(connection, [statements.STORE_EVENTS.as_values(row)])
+        statements.EVENTS["store_events"].run(connection, [row])
 
 
 def _check_content(path: Path, connection: Connection, checked_bytes: int) -> None:
-    """Look at every table, in a large file at all but those that make it large. Raises CorruptStoreError."""
+    """Check every table, in a large file all but LARGE_TABLES. Raises CorruptStoreError."""
     small = path.stat().st_size <= checked_bytes
     tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
     for scope in ["1"] if small else [name for name in tables if name not in LARGE_TABLES]:
@@ -62,10 +62,7 @@ def _check_content(path: Path, connection: Connection, checked_bytes: int) -> No
 
 
 def give_way() -> None:
-    """Let the other threads of this process go first where cores are scarce: they answer, this one is waited for by none.
-
-    Only Linux has priorities of single threads.
-    """
+    """Lower the calling thread's priority, since nobody waits for it. Only Linux has priorities of single threads."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
