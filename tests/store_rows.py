@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speclen.store.connection import sqlite3
-from speclen.store.database import Store
+from speclen.store.connection import Connection, sqlite3
+from speclen.store.database import Store, StoreConfig
+from speclen.store.files import WriterLock
+from speclen.store.opening import open_checked
 from speclen.store.records import ArmEstimateRow, Commit, ContextRow, DecisionRow, ReportRow, StateRow, WorkerRow
 
 NOW = float(int(time.time()))  # recent: retention deletes what is old
@@ -94,6 +96,13 @@ def store_now(store: Store, commit: Commit, timeout_s: float = 20.0) -> Exceptio
     store.submit(commit, on_done)
     assert done.wait(timeout_s), f"no answer from the writer: {store.health()}"
     return outcome[0]
+
+
+def open_with_connection(path: Path, config: StoreConfig | None = None) -> tuple[Store, Connection]:
+    """A store, and its connection to set SQLite's limits on."""
+    lock = WriterLock(path)
+    connection = open_checked(path, sys.maxsize)
+    return Store(path, connection, lock, config or StoreConfig()), connection
 
 
 def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
