@@ -11,6 +11,7 @@ from speclen.store.records import (
     ArmEstimateRow,
     ContextLimitsRow,
     ContextRow,
+    DecisionRow,
     ReportRow,
     StateRow,
     StoredState,
@@ -102,9 +103,19 @@ def arm_estimates(connection: Connection, context_id: int) -> list[ArmEstimateRo
 
 def acceptance(connection: Connection, target: str, draft: str) -> list[AcceptanceRow]:
     """Survival of a pair, in order of position."""
-    return list(
-        _rows(connection, AcceptanceRow, "acceptance WHERE target = ? AND draft = ? ORDER BY position", target, draft)
-    )
+    source = "acceptance WHERE target = ? AND draft = ? ORDER BY position"
+    return list(_rows(connection, AcceptanceRow, source, target, draft))
+
+
+def decisions(connection: Connection) -> list[DecisionRow]:
+    """Every change of a choice, in order."""
+    return list(_rows(connection, DecisionRow, "decisions ORDER BY decision_id"))
+
+
+def newest_decision(connection: Connection, context_id: int, batch_size: int) -> DecisionRow | None:
+    """The newest change of the choice for a batch size; None without any."""
+    source = "decisions WHERE context_id = ? AND ? BETWEEN batch_min AND batch_max ORDER BY decision_id DESC LIMIT 1"
+    return next(_rows(connection, DecisionRow, source, context_id, batch_size), None)
 
 
 def view_rows(connection: Connection, view: str) -> list[dict[str, Any]]:
