@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator.core import Bucket, ContextKey
 from speclen.controller.service.journal import Journal
-from speclen.controller.service.learning_service import WAITS_S
 from speclen.controller.service.servicer import ControlServicer
+from speclen.controller.service.totals import WAITS_S
+from speclen.records import ContextKey
 from speclen.transport.pages import MetricsPage, serve_page
 
 PREFIX = "speclen_controller"
@@ -30,7 +30,7 @@ class ControllerCollector:
     def __init__(
         self, servicer: ControlServicer, journal: Journal, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self.service = servicer.service
+        self.learner = servicer.learner
         self.streams = servicer.streams
         self.num_errors = servicer.num_errors
         self.journal = journal
@@ -56,14 +56,10 @@ class ControllerCollector:
         yield from self._regret()
 
     def _reports(self) -> Iterator[Metric]:
-        totals = self.service.totals
+        totals = self.learner.totals
         yield counter("reports", "Reports learned from", totals.num_reports)
-        yield counter("report_rows", "What these came as: a sum of several reports is one", totals.num_rows)
-        yield counter("reports_thinned", "Reports counted alone, since others' are fresher", totals.num_thinned)
-        windows = self.service.thinning.windows
-        words = "Seconds of steps that workers who are learned from add up before they report; 0: none"
-        yield gauge("report_window_seconds", words, windows.window_s)
-        yield gauge("learned_share", "Share of the workers not told apart who are learned from", windows.share)
+        words = "Workers report 64 consecutive steps out of each 64 times this number"
+        yield gauge("sample_every", words, self.learner.sampling.sample_every)
         yield self._waits()
         yield counter("groups", "Groups of reports learned from", totals.num_groups)
         yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
@@ -80,7 +76,7 @@ class ControllerCollector:
         yield errors
 
     def _waits(self) -> Metric:
-        totals = self.service.totals
+        totals = self.learner.totals
         words = "How long a worker's reports waited to be learned from"
         waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
         bounds = [*map(str, WAITS_S), "+Inf"]
@@ -88,22 +84,22 @@ class ControllerCollector:
         return waits
 
     def _fleet(self) -> Iterator[Metric]:
-        service, streams = self.service, self.streams
-        yield gauge("workers", "Workers known", service.num_workers)
-        yield gauge("contexts", "Contexts known", len(service.contexts))
+        learner, streams = self.learner, self.streams
+        contexts, totals = learner.registry.contexts, learner.totals
+        yield gauge("workers", "Workers known", len(learner.registry.workers))
+        yield gauge("contexts", "Contexts known", len(contexts))
         yield gauge("streams", "StreamReports calls open", len(streams.open))
-        yield counter("decisions", "Changes of a bucket's length", service.totals.num_decisions)
-        yield counter("probes", "Exploratory lengths handed out", service.totals.num_probes)
+        yield counter("decisions", "Changes of the arm in use", totals.num_decisions)
+        yield counter("probes", "Exploratory arms handed out", totals.num_probes)
         drift = CounterMetricFamily(f"{PREFIX}_drift_events", "Times something was forgotten", labels=["factor"])
         for factor in ("latency", "acceptance", "reset", "worker"):
-            drift.add_metric([factor], service.totals.drift[factor])
+            drift.add_metric([factor], totals.drift[factor])
         yield drift
-        apart = GaugeMetricFamily(
-            f"{PREFIX}_workers_apart", "Workers unlike the others of their context", labels=["context"]
-        )
-        for key in service.contexts:
-            apart.add_metric([context_label(key)], service.apart(key))
-        yield apart
+        words = "Workers unlike the others of their context"
+        isolated = GaugeMetricFamily(f"{PREFIX}_workers_isolated", words, labels=["context"])
+        for key in contexts:
+            isolated.add_metric([context_label(key)], learner.estimator.num_isolated(key))
+        yield isolated
 
     def _disk(self) -> Iterator[Metric]:
         journal = self.journal
@@ -121,27 +117,27 @@ class ControllerCollector:
         yield counter("reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped)
 
     def _choices(self) -> Iterator[Metric]:
-        service = self.service
-        length = per_bucket("speculation_length", "Length in use, by bucket of batch sizes")
-        time_per_token = per_bucket("predicted_ms_per_token", "Expected time per token and row at that length")
-        for key in service.contexts:
-            for choice in service.estimator.table(key).choices:
-                labels = [context_label(key), bucket_label(choice.bucket)]
-                length.add_metric(labels, choice.speculation_length)
+        length = per_bucket("speculation_length", "Speculation length of the arm in use, by range of batch sizes")
+        ngram = per_bucket("ngram", "1 where the arm in use proposes n-grams")
+        time_per_token = per_bucket("predicted_ms_per_token", "Expected time per token and sequence of the arm in use")
+        for key in self.learner.registry.contexts:
+            for choice in self.learner.estimator.table(key).choices:
+                labels = [context_label(key), bucket_label(choice.batch_min, choice.batch_max)]
+                length.add_metric(labels, choice.arm.speculation_length)
+                ngram.add_metric(labels, int(choice.arm.ngram))
                 if choice.ms_per_token is not None:
                     time_per_token.add_metric(labels, choice.ms_per_token)
-        yield from (length, time_per_token)
+        yield from (length, ngram, time_per_token)
 
     def _prediction(self) -> Iterator[Metric]:
         error = per_bucket("prediction_error_ratio", "Observed over predicted time of recent steps, minus 1")
         steps = per_bucket("compared_steps", "Steps whose time was compared", CounterMetricFamily)
-        observed = per_bucket("observed_step_seconds", "What these steps took", CounterMetricFamily)
-        predicted = per_bucket("predicted_step_seconds", "What was promised for their tokens", CounterMetricFamily)
-        for key, prediction in self.service.prediction.items():
-            ratios = prediction.by_bucket()
-            for bucket, sums in prediction.compared.items():
-                labels = [context_label(key), bucket_label(bucket)]
-                error.add_metric(labels, ratios[bucket])
+        observed = per_bucket("observed_step_seconds", "Time of these steps", CounterMetricFamily)
+        predicted = per_bucket("predicted_step_seconds", "Predicted time for their tokens", CounterMetricFamily)
+        for key, prediction in self.learner.prediction.items():
+            for sizes, sums in prediction.compared.items():
+                labels = [context_label(key), bucket_label(*sizes)]
+                error.add_metric(labels, sums.error)
                 steps.add_metric(labels, sums.num_steps)
                 observed.add_metric(labels, sums.observed_s)
                 predicted.add_metric(labels, sums.predicted_s)
@@ -150,12 +146,12 @@ class ControllerCollector:
     def _regret(self) -> Iterator[Metric]:
         labels = ["context"]
         elsewhere = CounterMetricFamily(
-            f"{PREFIX}_other_length_seconds", "Time of steps at other lengths than the one in use", labels=labels
+            f"{PREFIX}_other_arm_seconds", "Time of steps at other arms than the one in use", labels=labels
         )
         regret = GaugeMetricFamily(
-            f"{PREFIX}_regret_seconds", "How much of that the length in use would have saved", labels=labels
+            f"{PREFIX}_regret_seconds", "How much of that the arm in use would have saved", labels=labels
         )
-        for key, prediction in self.service.prediction.items():
+        for key, prediction in self.learner.prediction.items():
             elsewhere.add_metric([context_label(key)], prediction.elsewhere_s)
             regret.add_metric([context_label(key)], prediction.regret_s)
         yield from (elsewhere, regret)
@@ -181,9 +177,9 @@ def context_label(key: ContextKey) -> str:
     return f"{key.target} + {key.draft} on {key.device}, {key.dtype}{engine}"
 
 
-def bucket_label(bucket: Bucket) -> str:
+def bucket_label(batch_min: int, batch_max: int) -> str:
     """ "4" or "5-8"."""
-    return str(bucket.batch_min) if bucket.batch_min == bucket.batch_max else f"{bucket.batch_min}-{bucket.batch_max}"
+    return str(batch_min) if batch_min == batch_max else f"{batch_min}-{batch_max}"
 
 
 def serve_metrics(collector: ControllerCollector, config: ControllerConfig) -> MetricsPage:

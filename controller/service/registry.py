@@ -25,7 +25,9 @@ class OldEpochError(Exception):
 
     def __init__(self, worker: Worker, epoch: int) -> None:
         self.newest = worker.epoch
-        super().__init__(f"epoch {epoch} of worker {worker.worker_id!r} is over: epoch {self.newest} has registered since")
+        super().__init__(
+            f"epoch {epoch} of worker {worker.worker_id!r} is over: epoch {self.newest} has registered since"
+        )
 
 
 class ContextChangedError(Exception):
@@ -83,6 +85,14 @@ class Worker:
     def check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise OldEpochError(self, epoch)
+
+    def take_probe_step(self, batch_size: int) -> Probe | None:
+        """One step of the probe that is to be handed out, for a worker that asks for every arm by itself."""
+        probe = self.probe
+        if probe is None or not probe.batch_min <= batch_size <= probe.batch_max:
+            return None
+        self.probe = probe._replace(num_steps=probe.num_steps - 1) if probe.num_steps > 1 else None
+        return probe
 
 
 @dataclass(slots=True)
@@ -191,10 +201,15 @@ class Registry:
             return ""
         if not known.address or self.clock() - known.last_seen_at > RIVAL_HEARD_S:
             return ""  # a worker that moved
-        here, there = f"{known.context.key.device} at {known.address}", f"{registration.key.device} at {registration.address}"
+        here, there = (
+            f"{known.context.key.device} at {known.address}",
+            f"{registration.key.device} at {registration.address}",
+        )
         return f"two workers call themselves {known.worker_id}: {here} and {there}; the newer one counts"
 
 
 def check_room(what: str, number: int, limit: int) -> None:
     if number >= limit:
-        raise FullError(f"{limit} {what} are known, which is the limit: start the controller with a larger --max-{what}")
+        raise FullError(
+            f"{limit} {what} are known, which is the limit: start the controller with a larger --max-{what}"
+        )

@@ -65,7 +65,7 @@ def worker_of(row: WorkerRow, context: Context) -> Worker:
         worker_id=row.worker_id,
         epoch=row.epoch,
         context=context,
-        limits=Limits(row.max_batch_size, row.max_speculation_length, bool(row.ngram)),
+        limits=Limits(row.max_batch_size, row.max_speculation_length, row.ngram),
         address=row.address,
         policy=row.policy,
         registered_at=row.registered_at,
@@ -106,9 +106,7 @@ def acceptance_rows(estimator: Estimator, pair: tuple[str, str], now: float) -> 
     ]
 
 
-def decision_rows(
-    decisions: Iterable[tuple[Context, Decision]], after_group_id: int, now: float
-) -> list[DecisionRow]:
+def decision_rows(decisions: Iterable[tuple[Context, Decision]], after_group_id: int, now: float) -> list[DecisionRow]:
     """Decisions of workers that are alike: the tables are kept for these. An isolated worker is an event."""
     return [
         DecisionRow(
