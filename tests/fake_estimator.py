@@ -83,7 +83,9 @@ class FakeEstimator:
         if arm == known.arm:
             return []
         before, known.arm, known.version = known.arm, arm, known.version + 1
-        return [Decision(key, 1, known.limits.max_batch_size, known.version, before, arm, 11.0, 10.0, "it is the newest")]
+        return [
+            Decision(key, 1, known.limits.max_batch_size, known.version, before, arm, 11.0, 10.0, "it is the newest")
+        ]
 
     def table(self, key: ContextKey, worker_id: str = "") -> Table:
         known = self._known[key]

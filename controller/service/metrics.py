@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,6 +19,9 @@ from speclen.transport.pages import MetricsPage, serve_page
 
 PREFIX = "speclen_controller"
 READ_TIMEOUT_S = 5.0
+BUCKET = ("context", "batch_bucket")
+
+Labelled = dict[tuple[str, ...], float]
 
 
 class ControllerCollector:
@@ -60,46 +64,33 @@ class ControllerCollector:
         yield counter("reports", "Reports learned from", totals.num_reports)
         words = "Workers report 64 consecutive steps out of each 64 times this number"
         yield gauge("sample_every", words, self.learner.sampling.sample_every)
-        yield self._waits()
+        words = "How long a worker's reports waited to be learned from"
+        waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
+        bounds = [*map(str, WAITS_S), "+Inf"]
+        waits.add_metric([], list(zip(bounds, accumulate(totals.waits), strict=True)), totals.waited_s)
+        yield waits
         yield counter("groups", "Groups of reports learned from", totals.num_groups)
         yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
         yield counter(
             "reports_missing", "Reports skipped by gaps in seq, less those that came late", totals.num_missing
         )
-        refused = CounterMetricFamily(f"{PREFIX}_reports_refused", "Reports that were not plausible", labels=["reason"])
-        for reason, number in totals.refused.items():
-            refused.add_metric([reason], number)
-        yield refused
-        errors = CounterMetricFamily(f"{PREFIX}_call_errors", "Calls that ended badly", labels=["method", "code"])
-        for labels, number in self.num_errors.items():
-            errors.add_metric(list(labels), number)
-        yield errors
-
-    def _waits(self) -> Metric:
-        totals = self.learner.totals
-        words = "How long a worker's reports waited to be learned from"
-        waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
-        bounds = [*map(str, WAITS_S), "+Inf"]
-        waits.add_metric([], list(zip(bounds, accumulate(totals.waits), strict=True)), totals.waited_s)
-        return waits
+        refused = {(reason,): number for reason, number in totals.refused.items()}
+        yield labelled(CounterMetricFamily, "reports_refused", "Reports that were not plausible", ["reason"], refused)
+        words = "Calls that ended badly"
+        yield labelled(CounterMetricFamily, "call_errors", words, ["method", "code"], self.num_errors)
 
     def _fleet(self) -> Iterator[Metric]:
-        learner, streams = self.learner, self.streams
-        contexts, totals = learner.registry.contexts, learner.totals
-        yield gauge("workers", "Workers known", len(learner.registry.workers))
-        yield gauge("contexts", "Contexts known", len(contexts))
-        yield gauge("streams", "StreamReports calls open", len(streams.open))
+        learner, totals, registry = self.learner, self.learner.totals, self.learner.registry
+        yield gauge("workers", "Workers known", len(registry.workers))
+        yield gauge("contexts", "Contexts known", len(registry.contexts))
+        yield gauge("streams", "StreamReports calls open", len(self.streams.open))
         yield counter("decisions", "Changes of the arm in use", totals.num_decisions)
         yield counter("probes", "Exploratory arms handed out", totals.num_probes)
-        drift = CounterMetricFamily(f"{PREFIX}_drift_events", "Times something was forgotten", labels=["factor"])
-        for factor in ("latency", "acceptance", "reset", "worker"):
-            drift.add_metric([factor], totals.drift[factor])
-        yield drift
+        drift = {(factor,): totals.drift[factor] for factor in ("latency", "acceptance", "reset", "worker")}
+        yield labelled(CounterMetricFamily, "drift_events", "Times something was forgotten", ["factor"], drift)
+        isolated = {(context_label(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
         words = "Workers unlike the others of their context"
-        isolated = GaugeMetricFamily(f"{PREFIX}_workers_isolated", words, labels=["context"])
-        for key in contexts:
-            isolated.add_metric([context_label(key)], learner.estimator.num_isolated(key))
-        yield isolated
+        yield labelled(GaugeMetricFamily, "workers_isolated", words, ["context"], isolated)
 
     def _disk(self) -> Iterator[Metric]:
         journal = self.journal
@@ -117,44 +108,40 @@ class ControllerCollector:
         yield counter("reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped)
 
     def _choices(self) -> Iterator[Metric]:
-        length = per_bucket("speculation_length", "Speculation length of the arm in use, by range of batch sizes")
-        ngram = per_bucket("ngram", "1 where the arm in use proposes n-grams")
-        time_per_token = per_bucket("predicted_ms_per_token", "Expected time per token and sequence of the arm in use")
+        length, ngram, ms_per_token = Labelled(), Labelled(), Labelled()
         for key in self.learner.registry.contexts:
             for choice in self.learner.estimator.table(key).choices:
-                labels = [context_label(key), bucket_label(choice.batch_min, choice.batch_max)]
-                length.add_metric(labels, choice.arm.speculation_length)
-                ngram.add_metric(labels, int(choice.arm.ngram))
+                labels = context_label(key), bucket_label(choice.batch_min, choice.batch_max)
+                length[labels], ngram[labels] = choice.arm
                 if choice.ms_per_token is not None:
-                    time_per_token.add_metric(labels, choice.ms_per_token)
-        yield from (length, ngram, time_per_token)
+                    ms_per_token[labels] = choice.ms_per_token
+        words = "Expected time per token and sequence of the arm in use"
+        yield labelled(GaugeMetricFamily, "speculation_length", "Speculation length of the arm in use", BUCKET, length)
+        yield labelled(GaugeMetricFamily, "ngram", "1 where the arm in use proposes n-grams", BUCKET, ngram)
+        yield labelled(GaugeMetricFamily, "predicted_ms_per_token", words, BUCKET, ms_per_token)
 
     def _prediction(self) -> Iterator[Metric]:
-        error = per_bucket("prediction_error_ratio", "Observed over predicted time of recent steps, minus 1")
-        steps = per_bucket("compared_steps", "Steps whose time was compared", CounterMetricFamily)
-        observed = per_bucket("observed_step_seconds", "Time of these steps", CounterMetricFamily)
-        predicted = per_bucket("predicted_step_seconds", "Predicted time for their tokens", CounterMetricFamily)
+        error, steps, observed, predicted = Labelled(), Labelled(), Labelled(), Labelled()
         for key, prediction in self.learner.prediction.items():
             for sizes, sums in prediction.compared.items():
-                labels = [context_label(key), bucket_label(*sizes)]
-                error.add_metric(labels, sums.error)
-                steps.add_metric(labels, sums.num_steps)
-                observed.add_metric(labels, sums.observed_s)
-                predicted.add_metric(labels, sums.predicted_s)
-        yield from (error, steps, observed, predicted)
+                labels = context_label(key), bucket_label(*sizes)
+                error[labels], steps[labels] = sums.error, sums.num_steps
+                observed[labels], predicted[labels] = sums.observed_s, sums.predicted_s
+        words = "Observed over predicted time of recent steps, minus 1"
+        yield labelled(GaugeMetricFamily, "prediction_error_ratio", words, BUCKET, error)
+        yield labelled(CounterMetricFamily, "compared_steps", "Steps whose time was compared", BUCKET, steps)
+        yield labelled(CounterMetricFamily, "observed_step_seconds", "Time of these steps", BUCKET, observed)
+        words = "Predicted time for their tokens"
+        yield labelled(CounterMetricFamily, "predicted_step_seconds", words, BUCKET, predicted)
 
     def _regret(self) -> Iterator[Metric]:
-        labels = ["context"]
-        elsewhere = CounterMetricFamily(
-            f"{PREFIX}_other_arm_seconds", "Time of steps at other arms than the one in use", labels=labels
-        )
-        regret = GaugeMetricFamily(
-            f"{PREFIX}_regret_seconds", "How much of that the arm in use would have saved", labels=labels
-        )
-        for key, prediction in self.learner.prediction.items():
-            elsewhere.add_metric([context_label(key)], prediction.elsewhere_s)
-            regret.add_metric([context_label(key)], prediction.regret_s)
-        yield from (elsewhere, regret)
+        found = {(context_label(key),): each for key, each in self.learner.prediction.items()}
+        elsewhere = {labels: each.elsewhere_s for labels, each in found.items()}
+        regret = {labels: each.regret_s for labels, each in found.items()}
+        words = "Time of steps at other arms than the one in use"
+        yield labelled(CounterMetricFamily, "other_arm_seconds", words, ["context"], elsewhere)
+        words = "How much of that the arm in use would have saved"
+        yield labelled(GaugeMetricFamily, "regret_seconds", words, ["context"], regret)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
@@ -165,10 +152,17 @@ def gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
-def per_bucket(
-    name: str, text: str, kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
-) -> GaugeMetricFamily | CounterMetricFamily:
-    return kind(f"{PREFIX}_{name}", text, labels=["context", "batch_bucket"])
+def labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Mapping[Any, float],
+) -> Metric:
+    family = kind(f"{PREFIX}_{name}", text, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
 
 
 def context_label(key: ContextKey) -> str:
