@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from speclen.store.connection import Connection
@@ -59,20 +59,17 @@ def stored_reports(connection: Connection) -> Iterator[ReportRow]:
     return _rows(connection, ReportRow, "step_reports ORDER BY report_id")
 
 
-def newest_reports(connection: Connection, context_id: int, limit: int) -> Iterator[ReportRow]:
-    """The newest raw reports of a context, the newest first: they can be had where an older one cannot be read."""
-    source = "step_reports WHERE context_id = ? ORDER BY report_id DESC LIMIT ?"
-    return _rows(connection, ReportRow, source, context_id, limit)
+def newest_reports(connection: Connection, context_ids: Iterable[int], limit: int) -> Iterator[ReportRow]:
+    """The newest raw reports of some contexts, the newest first: they can be had where an older one cannot be read."""
+    numbers = ", ".join(map(str, map(int, context_ids)))
+    return _rows(
+        connection, ReportRow, f"step_reports WHERE context_id IN ({numbers}) ORDER BY report_id DESC LIMIT {limit}"
+    )
 
 
 def num_reports(connection: Connection) -> int:
     """Raw reports that are kept."""
     return int(connection.execute("SELECT count(*) FROM step_reports").fetchone()[0])
-
-
-def contexts_with_reports(connection: Connection) -> set[int]:
-    """Of which raw reports are kept, in one look at all of them: a look for those of one context takes as long."""
-    return {row[0] for row in connection.execute("SELECT DISTINCT context_id FROM step_reports")}
 
 
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:

@@ -116,7 +116,7 @@ class Learner:
 
     def _compare(self, worker: Worker, steps: Sequence[StepRecord]) -> None:
         """Compare steps with what the worker's table had promised."""
-        self.prediction.setdefault(worker.context.key, PredictionError()).add(self.table(worker), steps)
+        self.prediction.setdefault(worker.context.key, PredictionError()).add(self.table(worker)[0], steps)
 
     def _note(self, context: Context, decisions: Sequence[Decision], drift_events: Sequence[DriftEvent]) -> None:
         """Count, keep and apply what changed, which may concern other contexts of the pair."""
@@ -178,15 +178,18 @@ class Learner:
 
     # Answers.
 
-    def table(self, worker: Worker) -> Table:
-        """The table in use. Arms are of this moment, expected times at most as old as `refresh` allows."""
+    def table(self, worker: Worker) -> tuple[Table, str]:
+        """The table in use, and the worker's id if it is isolated, else "".
+
+        Arms are of this moment, expected times at most as old as `refresh` allows.
+        """
         key = worker.context.key
         own = worker.worker_id if self.estimator.is_isolated(key, worker.worker_id) else ""
         tables = self._tables.setdefault(key, {})
         table = tables.get(own)
         if table is None:
             table = tables[own] = self.estimator.table(key, own)
-        return table
+        return table, own
 
     def refresh(self) -> None:
         """Have expected times computed anew. To be called about once a second."""

@@ -36,9 +36,9 @@ class Compared:
 class PredictionError:
     """Step times of one context beside what the table had promised for the tokens that the steps made.
 
-    A ratio of sums, as the objective is. compared: by range of batch sizes, of usable steps at the arm in use. elsewhere_s:
-    time of usable steps at other arms: probes, tables that had not arrived, workers with a policy of their own. regret_s: how
-    much of that the arm in use would have saved.
+    A ratio of sums, as the objective is. compared: by range of batch sizes, of usable steps at the arm in use.
+    elsewhere_s: time of usable steps at other arms: probes, tables that had not arrived, workers with a policy of their
+    own. regret_s: how much of that the arm in use would have saved.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,9 @@ class OldEpochError(Exception):
 
     def __init__(self, worker: Worker, epoch: int) -> None:
         self.newest = worker.epoch
-        super().__init__(f"epoch {epoch} of worker {worker.worker_id!r} is over: epoch {self.newest} has registered since")
+        super().__init__(
+            f"epoch {epoch} of worker {worker.worker_id!r} is over: epoch {self.newest} has registered since"
+        )
 
 
 class ContextChangedError(Exception):
@@ -63,11 +65,11 @@ class Worker:
     worker_id: str
     epoch: int
     context: Context
-    limits: Limits
-    address: str
-    policy: str
     registered_at: float
     last_seen_at: float
+    limits: Limits = field(default_factory=Limits)
+    address: str = ""
+    policy: str = ""
     probe_steps: int = 3
     seqs: SeqWindow = field(default_factory=SeqWindow)
     waiting: list[StepRecord] = field(default_factory=list)
@@ -83,6 +85,14 @@ class Worker:
     def check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise OldEpochError(self, epoch)
+
+    def take_probe_step(self, batch_size: int) -> Probe | None:
+        """One step of the probe that is to be handed out, for a worker that asks for every arm by itself."""
+        probe = self.probe
+        if probe is None or not probe.batch_min <= batch_size <= probe.batch_max:
+            return None
+        self.probe = probe._replace(num_steps=probe.num_steps - 1) if probe.num_steps > 1 else None
+        return probe
 
 
 @dataclass(slots=True)
@@ -134,42 +144,25 @@ class Registry:
 
         Raises OldEpochError, FullError, and ContextChangedError for a known incarnation with another context.
         """
-        known = self.workers.get(registration.worker_id)
-        if known is None:
+        worker, epoch, now = self.workers.get(registration.worker_id), registration.epoch, self.clock()
+        if worker is None:
             check_room("workers", len(self.workers), self.max_workers)
-            return self._admit(registration, self.context(registration.key, registration.limits))
-        known.check_epoch(registration.epoch)
-        if known.epoch == registration.epoch and known.context.key != registration.key:
-            raise ContextChangedError(
-                f"worker {known.worker_id!r} registered epoch {known.epoch} with another context; a context holds for a "
-                "whole epoch"
+            context = self.context(registration.key, registration.limits)
+            worker = self.add_worker(
+                Worker(self._last_worker_key + 1, registration.worker_id, epoch, context, now, now)
             )
-        return self._renew(known, registration, self.context(registration.key, registration.limits))
-
-    def _admit(self, registration: Registration, context: Context) -> Worker:
-        now = self.clock()
-        worker = Worker(
-            worker_key=self._last_worker_key + 1,
-            worker_id=registration.worker_id,
-            epoch=registration.epoch,
-            context=context,
-            limits=registration.limits,
-            address=registration.address,
-            policy=registration.policy,
-            registered_at=now,
-            last_seen_at=now,
-            probe_steps=registration.probe_steps,
-        )
-        return self.add_worker(worker)
-
-    def _renew(self, worker: Worker, registration: Registration, context: Context) -> Worker:
-        if worker.epoch != registration.epoch:
-            old = worker.seqs
-            worker.seqs = SeqWindow(num_missing=old.num_missing, num_repeated=old.num_repeated)
-            worker.durable_seq, worker.epoch, worker.context = 0, registration.epoch, context
-        worker.limits, worker.address, worker.policy = registration.limits, registration.address, registration.policy
-        worker.probe_steps, worker.probe = registration.probe_steps, None
-        worker.registered_at = worker.last_seen_at = self.clock()
+        worker.check_epoch(epoch)
+        if worker.epoch == epoch and worker.context.key != registration.key:
+            raise ContextChangedError(
+                f"worker {worker.worker_id!r} registered epoch {epoch} with another context; it holds for a whole epoch"
+            )
+        context = self.context(registration.key, registration.limits)
+        if worker.epoch != epoch:
+            worker.seqs = SeqWindow(num_missing=worker.seqs.num_missing, num_repeated=worker.seqs.num_repeated)
+            worker.durable_seq, worker.epoch, worker.context = 0, epoch, context
+        for name in ("limits", "address", "policy", "probe_steps"):
+            setattr(worker, name, getattr(registration, name))
+        worker.registered_at, worker.last_seen_at, worker.probe = now, now, None
         return worker
 
     def find(self, worker_id: str, epoch: int) -> Worker:
@@ -191,10 +184,15 @@ class Registry:
             return ""
         if not known.address or self.clock() - known.last_seen_at > RIVAL_HEARD_S:
             return ""  # a worker that moved
-        here, there = f"{known.context.key.device} at {known.address}", f"{registration.key.device} at {registration.address}"
+        here, there = (
+            f"{known.context.key.device} at {known.address}",
+            f"{registration.key.device} at {registration.address}",
+        )
         return f"two workers call themselves {known.worker_id}: {here} and {there}; the newer one counts"
 
 
 def check_room(what: str, number: int, limit: int) -> None:
     if number >= limit:
-        raise FullError(f"{limit} {what} are known, which is the limit: start the controller with a larger --max-{what}")
+        raise FullError(
+            f"{limit} {what} are known, which is the limit: start the controller with a larger --max-{what}"
+        )

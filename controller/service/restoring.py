@@ -7,7 +7,7 @@ the newest reports that are kept, in the groups in which they were learned from.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import structlog
@@ -15,23 +15,21 @@ import structlog
 from speclen.controller.estimator import Estimator
 from speclen.controller.service import rows
 from speclen.controller.service.registry import Context, Registry
-from speclen.controller.wire.stored import groups_of, profile_of
+from speclen.controller.wire.stored import StoredGroup, groups_of, profile_of
 from speclen.records import ContextKey, Limits
 from speclen.store import queries
 from speclen.store.connection import Connection, FileErrors, connect_reader, in_one_line
 from speclen.store.files import note_damage
 from speclen.store.profiles import stored_profiles
-from speclen.store.records import ReportRow, StoredState, StoreEventRow, WorkerRow
+from speclen.store.records import ContextRow, ReportRow, StoredState, StoreEventRow, WorkerRow
 
 log = structlog.get_logger()
 
-# Reports of one context that are read, the newest: some seconds, and far more than an estimate remembers.
+# Reports that are read, the newest: some seconds, and far more than an estimate remembers.
 MAX_REPORTS = 100_000
 
 
-def restore(
-    estimator: Estimator, registry: Registry, stored: StoredState
-) -> tuple[list[Context], list[StoreEventRow]]:
+def restore(estimator: Estimator, registry: Registry, stored: StoredState) -> tuple[list[Context], list[StoreEventRow]]:
     """Go on where the stored state stopped; returns contexts that are to learn again, and what could not be used."""
     aside: list[StoreEventRow] = []
     for pair, state in stored.states.items():
@@ -48,9 +46,9 @@ def restore(
     return forgotten, aside
 
 
-def _restored_context(registry: Registry, row: rows.ContextRow) -> Context:
+def _restored_context(registry: Registry, row: ContextRow) -> Context:
     key = ContextKey(*(getattr(row, name) for name in ContextKey._fields))
-    limits = Limits(row.max_batch_size, row.max_speculation_length, bool(row.ngram))
+    limits = Limits(row.max_batch_size, row.max_speculation_length, row.ngram)
     return registry.add_context(Context(row.context_id, key, limits, row.created_at))
 
 
@@ -71,38 +69,35 @@ def set_aside(what: str, error: Exception, content: bytes) -> StoreEventRow:
 
 def relearn(estimator: Estimator, contexts: Collection[Context], database: Path) -> int:
     """Teach contexts that were forgotten; returns the number of reports that did. Raises StoreError."""
+    keys = {context.context_id: context.key for context in contexts}
     connection = connect_reader(database)
     try:
         names = {row.worker_key: row.worker_id for row in queries.workers(connection)}
         for stored in stored_profiles(connection):
-            for context in contexts:
-                if context.context_id == stored.profile.context_id:
-                    estimator.seed_profile(context.key, profile_of(stored.profile))
-        return sum(_relearn(estimator, each, _readable(connection, each, database), names) for each in contexts)
+            if stored.profile.context_id in keys:
+                estimator.seed_profile(keys[stored.profile.context_id], profile_of(stored.profile))
+        reports = _readable(connection, keys, database)
     finally:
         connection.close()
+    log.info("learning again from the reports that are kept", num_contexts=len(keys), num_reports=len(reports))
+    return sum(_observe(estimator, keys, group, names) for group in groups_of(reports))
 
 
-def _readable(connection: Connection, context: Context, database: Path) -> list[ReportRow]:
-    """The newest reports of a context, oldest first, as far back as they can be read."""
+def _readable(connection: Connection, context_ids: Collection[int], database: Path) -> list[ReportRow]:
+    """The newest reports of the contexts, oldest first, as far back as they can be read."""
     found: list[ReportRow] = []
     try:
-        found.extend(queries.newest_reports(connection, context.context_id, MAX_REPORTS))
+        found.extend(queries.newest_reports(connection, context_ids, MAX_REPORTS))
     except FileErrors as error:
-        reason = in_one_line(error)
-        log.error("older reports cannot be read", context=context.context_id, num_read=len(found), reason=reason)
+        log.error("older reports cannot be read", num_read=len(found), reason=in_one_line(error))
         note_damage(database)
     return found[::-1]
 
 
-def _relearn(estimator: Estimator, context: Context, reports: Sequence[ReportRow], names: dict[int, str]) -> int:
-    log.info("learning again from the reports that are kept", context=context.context_id, num_reports=len(reports))
-    learned = 0
-    for group in groups_of(reports):
-        try:
-            estimator.observe(context.key, group.steps, names.get(group.worker_key, ""))
-        except Exception as error:  # what was stored can be wrong in any way
-            log.error("a stored group cannot be learned from", group_id=group.group_id, reason=str(error))
-        else:
-            learned += len(group.steps)
-    return learned
+def _observe(estimator: Estimator, keys: dict[int, ContextKey], group: StoredGroup, names: dict[int, str]) -> int:
+    try:
+        estimator.observe(keys[group.context_id], group.steps, names.get(group.worker_key, ""))
+    except Exception as error:  # what was stored can be wrong in any way
+        log.error("a stored group cannot be learned from", group_id=group.group_id, reason=str(error))
+        return 0
+    return len(group.steps)

@@ -84,7 +84,8 @@ class SeqWindow:
         self.num_missing = max(self.num_missing - 1, 0)
         return True
 
-    def missing_json(self) -> str:
+    @property
+    def missing_ranges(self) -> str:
         """Missing ranges as the store keeps them: [[first, last], ...]."""
         return json.dumps(self.missing) if self.missing else "[]"
 

@@ -134,7 +134,9 @@ def _evaluation(message: pb.OutputEvaluation, num_arms: int) -> OutputEvaluation
     check_range("evaluations.num_tokens", tokens, 1, message.num_output_tokens)
     lists = message.num_steps, message.num_drafted_steps, message.num_verified_tokens
     if any(len(each) != num_arms for each in lists):
-        sentence = f"evaluations has lists of {[*map(len, lists)]} entries; each must have one for every arm, {num_arms}"
+        sentence = (
+            f"evaluations has lists of {[*map(len, lists)]} entries; each must have one for every arm, {num_arms}"
+        )
         raise InvalidMessageError("evaluations", sentence)
     steps, drafted, verified = map(tuple, lists)
     for taken, with_draft, checked in zip(steps, drafted, verified, strict=True):

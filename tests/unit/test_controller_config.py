@@ -38,7 +38,6 @@ def test_the_defaults_are_the_documented_ones():
         ({"max_contexts": 0}, "--max-contexts"),
         ({"silence_s": 0.0}, "--silence-s"),
         ({"drain_timeout_s": -1.0}, "--drain-timeout-s"),
-        ({"seed": -1}, "--seed"),
     ],
 )
 def test_what_cannot_work_is_named(options, flag):

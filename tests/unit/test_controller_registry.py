@@ -2,16 +2,16 @@
 
 import pytest
 
-from speclen.controller.estimator.core import ContextKey, Limits
 from speclen.controller.service.registry import (
+    Context,
     ContextChangedError,
     FullError,
     OldEpochError,
-    RegisteredContext,
     Registration,
     Registry,
     UnknownWorkerError,
 )
+from speclen.records import ContextKey, Limits
 
 KEY = ContextKey("t", "d", "cpu:test", "float32")
 OTHER = ContextKey("t", "d", "cuda:test", "float32")
@@ -36,24 +36,25 @@ def registration(worker_id="w", epoch=7, key=KEY, limits=LIMITS) -> Registration
 def test_the_same_life_goes_on_where_it_was():
     known = registry()
     worker = known.register(registration())
-    worker.window.admit([1, 2, 3])
+    for seq in (1, 2, 3):
+        worker.seqs.admit(seq)
     worker.durable_seq = 2
     again = known.register(registration())
     assert again is worker
-    assert (again.window.applied_seq, again.durable_seq) == (3, 2)
+    assert (again.seqs.applied_seq, again.durable_seq) == (3, 2)
 
 
 def test_a_new_life_starts_over_but_keeps_its_key_and_its_counts():
     known = registry()
     worker = known.register(registration())
-    worker.window.admit([1, 5, 5])
+    for seq in (1, 5, 5):
+        worker.seqs.admit(seq)
     worker.durable_seq, worker.num_reports = 5, 2
     key = worker.worker_key
     again = known.register(registration(epoch=8, key=OTHER))
     assert (again.worker_key, again.epoch, again.context.key) == (key, 8, OTHER)
-    assert (again.window.applied_seq, again.durable_seq, again.window.missing) == (0, 0, [])
-    assert (again.num_reports, again.window.num_missing, again.window.num_repeated) == (2, 3, 1)
-    assert (known.contexts[KEY].workers, known.contexts[OTHER].workers) == (set(), {"w"})
+    assert (again.seqs.applied_seq, again.durable_seq, again.seqs.missing) == (0, 0, [])
+    assert (again.num_reports, again.seqs.num_missing, again.seqs.num_repeated) == (2, 3, 1)
 
 
 def test_an_old_life_is_refused_everywhere():
@@ -103,5 +104,14 @@ def test_numbers_are_bounded_and_the_flag_is_named():
 
 def test_ids_go_on_from_the_stored_ones():
     known = registry()
-    known.add_context(RegisteredContext(41, OTHER, Limits(), 1.0))
+    known.add_context(Context(41, OTHER, Limits(), 1.0))
     assert known.register(registration()).context.context_id == 42
+
+
+def test_two_live_workers_of_one_name_are_told_apart_from_a_restart():
+    known = registry()
+    known.register(Registration("w", 7, KEY, LIMITS, "a:1"))
+    assert known.rival_of(Registration("w", 8, KEY, LIMITS, "a:1")) == ""
+    assert "two workers call themselves w" in known.rival_of(Registration("w", 8, KEY, LIMITS, "b:1"))
+    known.clock.now += 60.0
+    assert known.rival_of(Registration("w", 8, KEY, LIMITS, "b:1")) == "", "a worker that moved"
