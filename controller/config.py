@@ -21,9 +21,7 @@ class ControllerConfig:
     probe_listen: str = setting(
         "", "Address where health alone answers, without TLS or token: for probes; empty for none."
     )
-    policy: str = setting("adaptive", "adaptive, profile, fixed:K, none, or one of `bench policy`'s.")
-    # Same seed, same reports, same decisions.
-    seed: int = setting(0, "Seed of the estimator's random generator.", least=0)
+    policy: str = setting("adaptive", "adaptive, profile, fixed:K or none.")
     in_memory: bool = setting(False, "No database: all is forgotten at the end.")
     # What a crash costs a worker in reports that it sends again.
     commit_interval_s: float = setting(1.0, "Seconds between commits.", least=0.001)

@@ -8,24 +8,12 @@ contain them stay.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from speclen.store.records import (
-    AcceptanceRow,
-    Commit,
-    ContextLimitsRow,
-    ContextRow,
-    DecisionRow,
-    DriftEventRow,
-    LatencyCellRow,
-    PlanEstimateRow,
-    ProfileRow,
-    StateRow,
-    StoreEventRow,
-    WorkerRow,
-)
+from speclen.store.records import Commit, ProfileRow
+from speclen.store.statements import EVENTS, NEWEST
 
 OnDone = Callable[[Exception | None], None]
 
@@ -43,19 +31,12 @@ class Batch:
         self.max_reports = max_reports
         self.num_reports_dropped = 0
         self.callbacks: list[OnDone] = []
-        self.contexts: dict[int, ContextRow] = {}
-        self.workers: dict[int, WorkerRow] = {}
-        self.acceptance: dict[tuple[str, str, int, int], AcceptanceRow] = {}
-        self.latency_cells: dict[tuple[int, int, int], LatencyCellRow] = {}
-        self.plan_estimates: dict[tuple[int, int, int], PlanEstimateRow] = {}
-        self.states: dict[tuple[str, str], StateRow] = {}
-        self.replaced_contexts: set[int] = set()
         self.reports: deque[Any] = deque()
-        self.decisions: deque[DecisionRow] = deque(maxlen=MAX_WAITING_EVENTS)
-        self.drift_events: deque[DriftEventRow] = deque(maxlen=MAX_WAITING_EVENTS)
         self.profiles: list[ProfileRow] = []
-        self.context_limits: deque[ContextLimitsRow] = deque(maxlen=MAX_WAITING_EVENTS)
-        self.store_events: deque[StoreEventRow] = deque(maxlen=MAX_WAITING_EVENTS)
+        self.replaced_contexts: set[int] = set()
+        # By the field of a commit: the newest row of each key, and rows that add up.
+        self.newest: dict[str, dict[Any, Any]] = {name: {} for name in NEWEST}
+        self.events: dict[str, deque[Any]] = {name: deque(maxlen=MAX_WAITING_EVENTS) for name in EVENTS}
 
     @property
     def num_commits(self) -> int:
@@ -65,25 +46,21 @@ class Batch:
     def absorb(self, commit: Commit, *callbacks: OnDone) -> None:
         """Add what comes after everything absorbed so far."""
         self.callbacks.extend(callbacks)
-        for context_id in commit.replaced_contexts:
-            self.replaced_contexts.add(context_id)
-            self.latency_cells = {key: row for key, row in self.latency_cells.items() if key[0] != context_id}
-            self.plan_estimates = {key: row for key, row in self.plan_estimates.items() if key[0] != context_id}
-        self.contexts.update((row.context_id, row) for row in commit.contexts)
-        self.workers.update((row.worker_key, row) for row in commit.workers)
-        self.acceptance.update(((row.target, row.draft, row.batch_min, row.position), row) for row in commit.acceptance)
-        self.latency_cells.update(
-            ((row.context_id, row.batch_min, row.speculation_length), row) for row in commit.latency_cells
-        )
-        self.plan_estimates.update(((row.context_id, row.batch_min, row.place), row) for row in commit.plan_estimates)
-        self.states.update(((row.scope, row.key), row) for row in commit.states)
-        self.decisions.extend(commit.decisions)
-        self.drift_events.extend(commit.drift_events)
+        self._replace(commit.replaced_contexts)
+        for name, insert in NEWEST.items():
+            self.newest[name].update((insert.key_of(row), row) for row in getattr(commit, name))
+        for name, waiting in self.events.items():
+            waiting.extend(getattr(commit, name))
         self.profiles.extend(commit.profiles)
-        self.context_limits.extend(commit.context_limits)
-        self.store_events.extend(commit.store_events)
         self.reports.extend(commit.reports)
         self._drop_excess()
+
+    def _replace(self, contexts: Sequence[int]) -> None:
+        """Forget the arm estimates of contexts, here and in the database."""
+        if contexts:
+            self.replaced_contexts.update(contexts)
+            kept = {key: row for key, row in self.newest["arm_estimates"].items() if key[0] not in contexts}
+            self.newest["arm_estimates"] = kept
 
     def absorb_batch(self, newer: Batch) -> None:
         """Add a whole batch that comes after this one."""
@@ -92,21 +69,10 @@ class Batch:
 
     def as_commit(self) -> Commit:
         """Everything held, as one commit."""
-        return Commit(
-            contexts=list(self.contexts.values()),
-            workers=list(self.workers.values()),
-            reports=list(self.reports),
-            acceptance=list(self.acceptance.values()),
-            latency_cells=list(self.latency_cells.values()),
-            plan_estimates=list(self.plan_estimates.values()),
-            states=list(self.states.values()),
-            decisions=list(self.decisions),
-            drift_events=list(self.drift_events),
-            profiles=self.profiles,
-            replaced_contexts=tuple(self.replaced_contexts),
-            context_limits=list(self.context_limits),
-            store_events=list(self.store_events),
-        )
+        rows = {name: list(rows.values()) for name, rows in self.newest.items()}
+        events = {name: list(rows) for name, rows in self.events.items()}
+        replaced = tuple(self.replaced_contexts)
+        return Commit(reports=list(self.reports), profiles=self.profiles, replaced_contexts=replaced, **rows, **events)
 
     def _drop_excess(self) -> None:
         excess = len(self.reports) - self.max_reports

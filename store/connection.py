@@ -30,8 +30,9 @@ __all__ = [
     "sqlite3",
 ]
 
-# "spln" in ASCII: tells our files from other SQLite databases.
-APPLICATION_ID = 0x73706C6E
+# "spl" and a digit in ASCII: tells our files from other SQLite databases. The digit is for the form of schema.sql: another
+# column or table needs another one.
+APPLICATION_ID = 0x73706C32
 
 # Before this version, several connections that write or checkpoint could corrupt a WAL file.
 OLDEST_SAFE_SQLITE = (3, 51, 3)
@@ -137,9 +138,16 @@ def is_new(connection: Connection) -> bool:
 
 
 def require_ours(path: Path, connection: Connection) -> None:
-    """Raises StoreError unless the file is a speclen database."""
-    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
-        raise StoreError(f"{path} is an SQLite database, but not one of speclen's: name another file.")
+    """Raises StoreError unless the file is a speclen database of this form."""
+    found = connection.execute("PRAGMA application_id").fetchone()[0]
+    if found == APPLICATION_ID:
+        return
+    if found >> 8 == APPLICATION_ID >> 8:
+        raise StoreError(
+            f"{path} is a database of another version of speclen: start a new one with --db, or `speclen export` what it "
+            "learned with the version that made it."
+        )
+    raise StoreError(f"{path} is an SQLite database, but not one of speclen's: name another file.")
 
 
 def refusal(path: Path, error: Exception, damaged: bool = False, advice: str = BEGIN_ANEW) -> StoreError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from speclen.store.connection import Connection
 from speclen.store.queries import contexts
@@ -20,10 +20,10 @@ class StoredProfile:
 
 
 def stored_profiles(connection: Connection) -> list[StoredProfile]:
-    """Every profile of the database, in order of profile_id; the connection is one of `connect_reader`."""
+    """Every profile of the database, in order of profile_id."""
     known = {context.context_id: context for context in contexts(connection)}
     cells = _cells(connection)
-    columns = [field.name for field in fields(ProfileRow) if field.name != "cells"]
+    columns = ProfileRow._fields[:-1]
     found = []
     for row in connection.execute(f"SELECT {', '.join(columns)} FROM profiles ORDER BY profile_id"):
         values = dict(zip(columns, row, strict=True))
@@ -37,7 +37,7 @@ def stored_profiles(connection: Connection) -> list[StoredProfile]:
 
 def _cells(connection: Connection) -> dict[int, list[ProfileCellRow]]:
     """Cells by profile_id, ordered by batch size and length."""
-    columns = ", ".join(field.name for field in fields(ProfileCellRow))
+    columns = ", ".join(ProfileCellRow._fields)
     order = "profile_id, batch_size, speculation_length"
     cells: dict[int, list[ProfileCellRow]] = defaultdict(list)
     for profile_id, *values in connection.execute(f"SELECT profile_id, {columns} FROM profile_cells ORDER BY {order}"):

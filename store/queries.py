@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from speclen.store.connection import Connection
 from speclen.store.records import (
     AcceptanceRow,
+    ArmEstimateRow,
     ContextLimitsRow,
     ContextRow,
-    LatencyCellRow,
+    DecisionRow,
     ReportRow,
+    StateRow,
     StoredState,
     WorkerRow,
 )
 
-Row = TypeVar("Row", AcceptanceRow, ContextLimitsRow, ContextRow, LatencyCellRow, WorkerRow)
+Row = TypeVar("Row", bound=NamedTuple)
+
+# Columns that hold 0 or 1.
+BOOLEANS = ("ngram", "previous_ngram", "is_best")
 
 
 def load_state(connection: Connection) -> StoredState:
     """All that a controller needs to go on; raw reports are not read, so this does not grow with their number."""
-    states = connection.execute("SELECT scope, key, state FROM learned_states ORDER BY updated_at").fetchall()
     return StoredState(
-        contexts=tuple(_rows(connection, "contexts ORDER BY context_id", ContextRow)),
-        workers=tuple(_rows(connection, "workers ORDER BY worker_key", WorkerRow)),
-        states={(row[0], row[1]): row[2] for row in states},
+        contexts=contexts(connection),
+        workers=workers(connection),
+        states={(row.target, row.draft): row.state for row in states(connection)},
         last_group_id=_last_group_id(connection),
         last_profile_id=connection.execute("SELECT coalesce(max(profile_id), 0) FROM profiles").fetchone()[0],
     )
 
 
-def _rows(connection: Connection, source: str, row_class: type[Row], *values: Any) -> Iterator[Row]:
-    # Newer columns come last and have defaults: a file that no newer controller has opened yet lacks them.
-    known = {row[1] for row in connection.execute(f"PRAGMA table_info({source.split()[0]})")}
-    columns = ", ".join(field.name for field in fields(row_class) if field.name in known)
-    return (row_class(*row) for row in connection.execute(f"SELECT {columns} FROM {source}", values))
+def _rows(connection: Connection, row_class: type[Row], source: str, *values: Any) -> Iterator[Row]:
+    names = row_class._fields
+    booleans = [names.index(name) for name in BOOLEANS if name in names]
+    for row in connection.execute(f"SELECT {', '.join(names)} FROM {source}", values):
+        content = list(row)
+        for place in booleans:
+            content[place] = None if content[place] is None else bool(content[place])
+        yield row_class(*content)
 
 
 def _last_group_id(connection: Connection) -> int:
@@ -49,51 +55,64 @@ def _last_group_id(connection: Connection) -> int:
 
 
 def stored_reports(connection: Connection) -> Iterator[ReportRow]:
-    """Raw reports in the order in which they were learned from, also of a file that no newer controller has opened."""
-    known = {row[1] for row in connection.execute("PRAGMA table_info(step_reports)")}
-    columns = ", ".join(name for name in ReportRow._fields if name in known)  # the newer ones come last
-    return (ReportRow(*row) for row in connection.execute(f"SELECT {columns} FROM step_reports ORDER BY report_id"))
+    """Raw reports in the order in which they were learned from."""
+    return _rows(connection, ReportRow, "step_reports ORDER BY report_id")
 
 
-def newest_reports(connection: Connection, context_id: int, limit: int) -> Iterator[ReportRow]:
-    """The newest raw reports of a context, the newest first: they can be had where an older one cannot be read."""
-    columns = ", ".join(ReportRow._fields)
-    query = f"SELECT {columns} FROM step_reports WHERE context_id = ? ORDER BY report_id DESC LIMIT ?"
-    return (ReportRow(*row) for row in connection.execute(query, (context_id, limit)))
+def newest_reports(connection: Connection, context_ids: Iterable[int], limit: int) -> Iterator[ReportRow]:
+    """The newest raw reports of some contexts, the newest first: they can be had where an older one cannot be read."""
+    numbers = ", ".join(map(str, map(int, context_ids)))
+    return _rows(
+        connection, ReportRow, f"step_reports WHERE context_id IN ({numbers}) ORDER BY report_id DESC LIMIT {limit}"
+    )
 
 
-def contexts_with_reports(connection: Connection) -> set[int]:
-    """Of which raw reports are kept, in one look at all of them: a look for those of one context takes as long."""
-    return {row[0] for row in connection.execute("SELECT DISTINCT context_id FROM step_reports")}
+def num_reports(connection: Connection) -> int:
+    """Raw reports that are kept."""
+    return int(connection.execute("SELECT count(*) FROM step_reports").fetchone()[0])
 
 
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:
-    """Every context known, in order of context_id."""
-    return tuple(_rows(connection, "contexts ORDER BY context_id", ContextRow))
+    """Every context, in order of context_id."""
+    return tuple(_rows(connection, ContextRow, "contexts ORDER BY context_id"))
 
 
 def context_limits(connection: Connection) -> tuple[ContextLimitsRow, ...]:
-    """When contexts were made and widened, in order; nothing in a file that no newer controller has opened yet."""
-    if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'context_limits'").fetchone():
-        return ()
-    return tuple(_rows(connection, "context_limits ORDER BY context_limits_id", ContextLimitsRow))
+    """Contexts as they were made and widened, in order."""
+    return tuple(_rows(connection, ContextLimitsRow, "context_limits ORDER BY context_limits_id"))
 
 
 def workers(connection: Connection) -> tuple[WorkerRow, ...]:
-    """Every worker known, in order of worker_key."""
-    return tuple(_rows(connection, "workers ORDER BY worker_key", WorkerRow))
+    """Every worker, in order of worker_key."""
+    return tuple(_rows(connection, WorkerRow, "workers ORDER BY worker_key"))
 
 
-def latency_cells(connection: Connection, context_id: int) -> list[LatencyCellRow]:
-    """Every cell of a context, in order of bucket and length."""
-    source = "latency_cells WHERE context_id = ? ORDER BY batch_min, speculation_length"
-    return list(_rows(connection, source, LatencyCellRow, context_id))
+def states(connection: Connection) -> tuple[StateRow, ...]:
+    """The estimator's state of every pair, the newest last."""
+    return tuple(_rows(connection, StateRow, "learned_states ORDER BY updated_at"))
+
+
+def arm_estimates(connection: Connection, context_id: int) -> list[ArmEstimateRow]:
+    """Every estimate of a context, in order of batch size and arm."""
+    source = "arm_estimates WHERE context_id = ? ORDER BY batch_min, ngram, speculation_length"
+    return list(_rows(connection, ArmEstimateRow, source, context_id))
 
 
 def acceptance(connection: Connection, target: str, draft: str) -> list[AcceptanceRow]:
-    """Survival of a pair, in order of load band and position."""
-    source = "acceptance WHERE target = ? AND draft = ? ORDER BY batch_min, position"
-    return list(_rows(connection, source, AcceptanceRow, target, draft))
+    """Survival of a pair, in order of position."""
+    source = "acceptance WHERE target = ? AND draft = ? ORDER BY position"
+    return list(_rows(connection, AcceptanceRow, source, target, draft))
+
+
+def decisions(connection: Connection) -> list[DecisionRow]:
+    """Every change of a choice, in order."""
+    return list(_rows(connection, DecisionRow, "decisions ORDER BY decision_id"))
+
+
+def newest_decision(connection: Connection, context_id: int, batch_size: int) -> DecisionRow | None:
+    """The newest change of the choice for a batch size; None without any."""
+    source = "decisions WHERE context_id = ? AND ? BETWEEN batch_min AND batch_max ORDER BY decision_id DESC LIMIT 1"
+    return next(_rows(connection, DecisionRow, source, context_id, batch_size), None)
 
 
 def view_rows(connection: Connection, view: str) -> list[dict[str, Any]]:

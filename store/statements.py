@@ -8,21 +8,19 @@ against 4.5 us).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 from speclen.store.connection import Connection, sqlite3
 from speclen.store.records import (
     AcceptanceRow,
+    ArmEstimateRow,
     ContextLimitsRow,
     ContextRow,
     DecisionRow,
     DriftEventRow,
-    LatencyCellRow,
-    PlanEstimateRow,
     ProfileCellRow,
     ProfileRow,
     ReportRow,
@@ -31,7 +29,7 @@ from speclen.store.records import (
     WorkerRow,
 )
 
-# Rows per statement, largest first. 256 rows of 16 values stay far below SQLite's limit of 32,766 values.
+# Rows per statement, largest first. 256 rows of 22 values stay far below SQLite's limit of 32,766 values.
 BLOCKS = (256, 64, 16, 4, 1)
 
 # What a row that breaks a rule of the schema raises; a full disk or a damaged file raises something else.
@@ -51,9 +49,9 @@ class Insert:
         self.key = tuple(key)
 
     @cached_property
-    def as_values(self) -> Callable[[Any], tuple[Any, ...]]:
-        """Turns a row's dataclass into the values of its columns."""
-        return attrgetter(*self.columns)
+    def key_of(self) -> Callable[[Sequence[Any]], Any]:
+        """Gives the values of a row that tell it from the others of a table with a key."""
+        return itemgetter(*(self.columns.index(name) for name in self.key))
 
     @cached_property
     def _statements(self) -> dict[int, str]:
@@ -91,24 +89,26 @@ class Insert:
         return refusals
 
 
-def _of(
-    table: str, row_class: type, key: Sequence[str] = (), without: Sequence[str] = (), unless_older: str = ""
-) -> Insert:
-    return Insert(table, [field.name for field in fields(row_class) if field.name not in without], key, unless_older)
-
-
-CONTEXTS = _of("contexts", ContextRow, ("context_id",))
-# Pairs commit apart: what one noted of a worker's last life may come after what another noted of the present one.
-WORKERS = _of("workers", WorkerRow, ("worker_key",), unless_older="epoch")
-ACCEPTANCE = _of("acceptance", AcceptanceRow, ("target", "draft", "batch_min", "position"))
-LATENCY_CELLS = _of("latency_cells", LatencyCellRow, ("context_id", "batch_min", "speculation_length"))
-PLAN_ESTIMATES = _of("plan_estimates", PlanEstimateRow, ("context_id", "batch_min", "place"))
-STATES = _of("learned_states", StateRow, ("scope", "key"))
-DECISIONS = _of("decisions", DecisionRow)
-DRIFT_EVENTS = _of("drift_events", DriftEventRow)
-PROFILES = _of("profiles", ProfileRow, without=("cells",))
-PROFILE_CELLS = Insert("profile_cells", ["profile_id", *(field.name for field in fields(ProfileCellRow))])
-PROFILE_CELL_VALUES = attrgetter(*PROFILE_CELLS.columns[1:])
+PROFILES = Insert("profiles", ProfileRow._fields[:-1])
+PROFILE_CELLS = Insert("profile_cells", ("profile_id", *ProfileCellRow._fields))
 REPORTS = Insert("step_reports", ReportRow._fields)
-CONTEXT_LIMITS = _of("context_limits", ContextLimitsRow)
-STORE_EVENTS = _of("store_events", StoreEventRow)
+
+# By the field of a commit: rows of which the newest of each key counts.
+NEWEST = {
+    "contexts": Insert("contexts", ContextRow._fields, ("context_id",)),
+    # Pairs commit apart: a row of an older incarnation may come after one of the present one.
+    "workers": Insert("workers", WorkerRow._fields, ("worker_key",), unless_older="epoch"),
+    "arm_estimates": Insert(
+        "arm_estimates", ArmEstimateRow._fields, ("context_id", "batch_min", "speculation_length", "ngram")
+    ),
+    "acceptance": Insert("acceptance", AcceptanceRow._fields, ("target", "draft", "position")),
+    "states": Insert("learned_states", StateRow._fields, ("target", "draft")),
+}
+
+# By the field of a commit: rows that add up.
+EVENTS = {
+    "context_limits": Insert("context_limits", ContextLimitsRow._fields),
+    "decisions": Insert("decisions", DecisionRow._fields),
+    "drift_events": Insert("drift_events", DriftEventRow._fields),
+    "store_events": Insert("store_events", StoreEventRow._fields),
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from speclen.store import statements
@@ -69,57 +68,52 @@ def _write_scopes(connection: Connection, batches: Batches, failpoints: Failpoin
         connection.execute("RELEASE one_scope")
         outcome.num_refused += len(refusals)
         events += _events_of(batch, refusals)
-    statements.STORE_EVENTS.run(connection, map(statements.STORE_EVENTS.as_values, events))
+    statements.EVENTS["store_events"].run(connection, events)
     return outcome
 
 
 def _write_rows(connection: Connection, batch: Batch, failpoints: Failpoints) -> list[str]:
     """Raises RefusedError for a context, a worker's mark or a state that the database does not take."""
     failpoints.reach("after_begin")
-    _insert_all(statements.CONTEXTS, connection, batch.contexts.values())
-    _insert_all(statements.WORKERS, connection, batch.workers.values())
+    _insert_all(connection, batch, "contexts", "workers")
     failpoints.reach("after_workers")
-    refusals = _insert(statements.CONTEXT_LIMITS, connection, batch.context_limits)
-    refusals += _insert_profiles(connection, batch.profiles)
+    refusals = _insert_profiles(connection, batch.profiles)
     bad_reports = statements.REPORTS.run(connection, batch.reports)
     failpoints.reach("after_reports")
     if not bad_reports:  # whose sums would be bad as well
         add_predictions(connection, batch.reports)  # before the new estimates replace those that made the prediction
-    refusals += bad_reports
     failpoints.reach("after_predictions")
     for context_id in batch.replaced_contexts:
-        connection.execute("DELETE FROM latency_cells WHERE context_id = ?", (context_id,))
-        connection.execute("DELETE FROM plan_estimates WHERE context_id = ?", (context_id,))
-    refusals += _insert(statements.LATENCY_CELLS, connection, batch.latency_cells.values())
-    refusals += _insert(statements.PLAN_ESTIMATES, connection, batch.plan_estimates.values())
-    refusals += _insert(statements.ACCEPTANCE, connection, batch.acceptance.values())
-    _insert_all(statements.STATES, connection, batch.states.values())
-    refusals += _insert(statements.DECISIONS, connection, batch.decisions)
-    refusals += _insert(statements.DRIFT_EVENTS, connection, batch.drift_events)
-    refusals += _insert(statements.STORE_EVENTS, connection, batch.store_events)
+        connection.execute("DELETE FROM arm_estimates WHERE context_id = ?", (context_id,))
+    refusals += bad_reports + _insert_newest(connection, batch, "arm_estimates", "acceptance")
+    _insert_all(connection, batch, "states")
+    for name, insert in statements.EVENTS.items():
+        refusals += insert.run(connection, batch.events[name])
     failpoints.reach("after_estimates")
     return refusals
 
 
-def _insert_all(insert: statements.Insert, connection: Connection, rows: Iterable[object]) -> None:
-    refusals = _insert(insert, connection, rows)
-    if refusals:
-        raise RefusedError(f"the database refuses a row of {refusals[0]}")
+def _insert_all(connection: Connection, batch: Batch, *names: str) -> None:
+    for name in names:
+        refusals = _insert_newest(connection, batch, name)
+        if refusals:
+            raise RefusedError(f"the database refuses a row of {refusals[0]}")
 
 
-def _insert(insert: statements.Insert, connection: Connection, rows: Iterable[object]) -> list[str]:
-    return insert.run(connection, map(insert.as_values, rows))
+def _insert_newest(connection: Connection, batch: Batch, *names: str) -> list[str]:
+    refusals = []
+    for name in names:
+        refusals += statements.NEWEST[name].run(connection, batch.newest[name].values())
+    return refusals
 
 
 def _insert_profiles(connection: Connection, profiles: list[ProfileRow]) -> list[str]:
     refusals = []
     for profile in profiles:
-        values = dict(zip(statements.PROFILES.columns, statements.PROFILES.as_values(profile), strict=True))
-        values |= {name: json.dumps(values[name]) for name in ("survival", "num_survival_rows")}
-        values["as_prior"] = int(profile.as_prior)
-        refusals += statements.PROFILES.run(connection, [tuple(values.values())])
-        cells = ((profile.profile_id, *statements.PROFILE_CELL_VALUES(cell)) for cell in profile.cells)
-        refusals += statements.PROFILE_CELLS.run(connection, cells)
+        texts = {name: json.dumps(getattr(profile, name)) for name in ("survival", "num_survival_rows")}
+        values = profile._asdict() | texts
+        refusals += statements.PROFILES.run(connection, [[values[name] for name in statements.PROFILES.columns]])
+        refusals += statements.PROFILE_CELLS.run(connection, [(profile.profile_id, *cell) for cell in profile.cells])
     return refusals
 
 

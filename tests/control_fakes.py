@@ -32,7 +32,7 @@ class Served:
 
     @property
     def service(self) -> Any:
-        return self.controller.servicer.service
+        return self.controller.servicer.learner
 
 
 @contextlib.asynccontextmanager

@@ -87,7 +87,7 @@ async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
         listen="127.0.0.1:0", db=db, keep_reports=KEEP_REPORTS.max_report_rows, keep_days=KEEP_REPORTS.max_days
     )
     async with (
-        running(config, as_stored=True) as controller,
+        running(config) as controller,
         grpc.aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel,
     ):
         try:

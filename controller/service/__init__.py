@@ -1,1 +1,6 @@
-"""The controller as a service: reports in, tables out, everything kept."""
+"""The controller's process: reports in (`intake`), learning (`learner`), commits (`journal`), and the calls around them.
+
+A report's way: `streams` reads its message, `intake` sorts out repetitions and lets `wire.ingest` check it; it waits with
+its worker until `learner` gives the group to the estimator; `journal` notes rows and marks, commits them, and moves
+durable_seq when the disk has answered; `streams` tells the worker.
+"""

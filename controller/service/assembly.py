@@ -12,16 +12,15 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.policies import ADAPTIVE
-from speclen.controller.service.journal import Journal, JournalSettings
-from speclen.controller.service.learning_service import LearningService
-from speclen.controller.service.news import News
+from speclen.controller.estimator import Estimator
+from speclen.controller.service.intake import Intake
+from speclen.controller.service.journal import Journal
+from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import Registry
-from speclen.controller.service.relearning import relearn, seed_policies
+from speclen.controller.service.restoring import relearn, restore
 from speclen.controller.service.servicer import ControlServicer
-from speclen.controller.service.snapshots import Snapshots
 from speclen.controller.service.streams import StreamSettings
+from speclen.controller.service.totals import Totals
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
@@ -77,22 +76,22 @@ def open_store(config: ControllerConfig) -> Store | None:
         raise ValueError(str(error)) from error
 
 
-def create_service(config: ControllerConfig, store: Store | None, stored: StoredState, news: News) -> LearningService:
+def create_service(config: ControllerConfig, store: Store | None, stored: StoredState) -> tuple[Intake, Learner]:
     """Estimator, registry and journal, as they were when the stored state was written. Raises ValueError."""
-    estimator = Estimator(policy=config.policy, seed=config.seed)
-    registry = Registry(time.time, config.max_workers, config.max_contexts)
-    snapshots = Snapshots(estimator, registry)
-    set_aside = snapshots.restore(stored)
-    settings = JournalSettings(interval_s=config.commit_interval_s)
-    journal = Journal(store, snapshots, time.time, news, settings, stored.last_profile_id)
+    estimator, registry, totals = (
+        Estimator(config.policy),
+        Registry(time.time, config.max_workers, config.max_contexts),
+        Totals(),
+    )
+    forgotten, set_aside = restore(estimator, registry, stored)
+    journal = Journal(store, estimator, time.time, config.commit_interval_s, stored.last_profile_id)
     journal.note_events(set_aside)
-    if store is not None and snapshots.unknown:
-        relearn(estimator, snapshots.unknown, store.path)
-        for context in snapshots.unknown:
-            journal.note_relearned(context)
-    if store is not None and config.policy != ADAPTIVE:
-        seed_policies(estimator, registry.contexts.values(), store.path)
-    return LearningService(estimator, registry, journal, time.time, news, stored.last_group_id)
+    if store is not None and forgotten:
+        relearn(estimator, forgotten, store.path)
+        for context in forgotten:
+            journal.note_context(context)
+    learner = Learner(estimator, registry, journal, totals, time.time, stored.last_group_id)
+    return Intake(registry, learner, journal, totals, time.time), learner
 
 
 async def create_server(
@@ -118,12 +117,11 @@ async def create_server(
 
 async def create(config: ControllerConfig, store: Store | None, stored: StoredState) -> Running:
     """Everything put together, nothing started. Raises what create_service and create_server raise."""
-    news = News()
-    service = create_service(config, store, stored, news)
+    intake, learner = create_service(config, store, stored)
     settings = StreamSettings(max_streams=config.max_streams, silence_s=config.silence_s)
-    servicer = ControlServicer(service, news, settings, identity_of(config))
+    servicer = ControlServicer(intake, learner, settings, identity_of(config))
     server, port, health_servicer = await create_server(servicer, config)
-    return Running(servicer, service.journal, server, port, health_servicer, stored, Supervisor())
+    return Running(servicer, learner.journal, server, port, health_servicer, stored, Supervisor())
 
 
 def identity_of(config: ControllerConfig) -> control_pb2.ServerIdentity:

@@ -1,7 +1,7 @@
-"""Carries what was learned to the store: several times a second one commit per pair of models that changed.
+"""Commits: several times a second one per pair of models that changed, with all that belongs together.
 
 A commit holds the raw reports learned from since the last one, the estimator's state that contains them and the
-high-water marks that say so; each of them is taken when the reports are learned from, on the event loop, so that after
+high-water marks that say so; rows and marks are taken when the reports are learned from, on the event loop, so that after
 a crash none knows more than the others. When the store says that it is on disk, the marks become durable_seq.
 """
 
@@ -16,22 +16,29 @@ from typing import Protocol
 
 import structlog
 
-from speclen.controller.estimator.core import ObserveOutcome, Profile
-from speclen.controller.service.news import News
-from speclen.controller.service.registry import RegisteredContext, Worker
-from speclen.controller.service.snapshots import Snapshots, profile_row, worker_row
+from speclen.controller.estimator import Estimator
+from speclen.controller.service import rows
+from speclen.controller.service.registry import Context, Worker
+from speclen.controller.wire.stored import row_of
+from speclen.records import Decision, DriftEvent, Profile, StepRecord
 from speclen.store.records import (
     Commit,
     ContextLimitsRow,
     DecisionRow,
     DriftEventRow,
     ProfileRow,
+    StateRow,
     StoreEventRow,
     StoreHealth,
     WorkerRow,
 )
 
 log = structlog.get_logger()
+
+# Largest share of the event loop that building commits may take; with many contexts the interval grows instead.
+MAX_SHARE = 0.1
+# Reports on their way to a working disk before streams are made to wait: two seconds at 100,000 a second.
+MAX_WAITING_REPORTS = 200_000
 
 Pair = tuple[str, str]
 OnDone = Callable[[Exception | None], None]
@@ -46,40 +53,32 @@ class CommitStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class JournalSettings:
-    """How often and how much is written."""
-
-    # Seconds between commits: a worker keeps so much longer what it has reported. Each writes the estimator's whole state.
-    interval_s: float = 1.0
-    # Largest share of the event loop that building commits may take; with many contexts the interval grows instead.
-    max_share: float = 0.1
-    # Reports on their way to a working disk before streams are made to wait: two seconds at 100,000 a second.
-    max_waiting_reports: int = 200_000
-
-
-@dataclass(frozen=True, slots=True)
 class Mark:
-    """How far one life of a worker is contained in a commit: up to seq nothing is missing from it."""
+    """Progress of one incarnation of a worker in a commit: up to seq nothing is missing from it."""
 
     worker: Worker
     epoch: int
     seq: int
 
+    def advance(self) -> None:
+        """Let the worker's durable_seq follow a commit, unless another incarnation has registered meanwhile."""
+        if self.worker.epoch == self.epoch:
+            self.worker.durable_seq = max(self.worker.durable_seq, self.seq)
+
 
 @dataclass(slots=True)
 class Unsaved:
-    """What happened to one pair of models since its last commit."""
+    """Changes of one pair of models since its last commit; contexts by context_id, workers and marks by worker_id."""
 
+    since: float
     reports: list[tuple[object, ...]] = field(default_factory=list)
     workers: dict[str, WorkerRow] = field(default_factory=dict)
     marks: dict[str, Mark] = field(default_factory=dict)
-    contexts: dict[int, RegisteredContext] = field(default_factory=dict)
+    contexts: dict[int, Context] = field(default_factory=dict)
     decisions: list[DecisionRow] = field(default_factory=list)
     drift_events: list[DriftEventRow] = field(default_factory=list)
     profiles: list[ProfileRow] = field(default_factory=list)
     limits: list[ContextLimitsRow] = field(default_factory=list)
-    relearned: set[int] = field(default_factory=set)
-    since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -99,26 +98,26 @@ class Flight:
 class Journal:
     """Collects on the event loop, hands over to the store, and moves high-water marks when the disk has answered.
 
-    news: gets the workers whose marks moved. Without a store nothing is kept, and everything counts as saved at once.
+    Without a store nothing is kept, and everything counts as saved at once. given_up: why, by pair, until a later commit of
+    it lands.
     """
 
     def __init__(
         self,
         store: CommitStore | None,
-        snapshots: Snapshots,
+        estimator: Estimator,
         clock: Callable[[], float],
-        news: News,
-        settings: JournalSettings | None = None,
+        interval_s: float = 1.0,
         last_profile_id: int = 0,
     ) -> None:
         self.store = store
-        self.snapshots = snapshots
+        self.estimator = estimator
         self.clock = clock
-        self.news = news
-        self.settings = settings or JournalSettings()
+        self.interval_s = interval_s
+        self.max_waiting_reports = MAX_WAITING_REPORTS
         self.num_commits = 0
         self.num_failed_commits = 0
-        self.given_up: dict[Pair, Exception] = {}  # why, by pair; until a later commit of it lands
+        self.given_up: dict[Pair, Exception] = {}
         self._profile_ids = itertools.count(last_profile_id + 1)
         self._unsaved: dict[Pair, Unsaved] = {}
         self._flights: dict[int, Flight] = {}
@@ -128,69 +127,62 @@ class Journal:
         self._room.set()
         self._landed = asyncio.Event()
 
-    # What happened.
+    # Changes.
 
-    def _of(self, context: RegisteredContext) -> Unsaved:
+    def _of(self, context: Context) -> Unsaved:
         unsaved = self._unsaved.get(context.key.pair)
         if unsaved is None:
-            unsaved = self._unsaved[context.key.pair] = Unsaved(since=self.clock())
+            unsaved = self._unsaved[context.key.pair] = Unsaved(self.clock())
         unsaved.contexts[context.context_id] = context
         return unsaved
 
     def note_worker(self, worker: Worker) -> None:
-        """The worker's description or high-water mark changed. Reports that wait to be learned from would be lost by a
-        mark beyond them: their worker is noted when they are learned from."""
-        if not worker.group.rows:
-            self._mark(self._of(worker.context), worker)
+        """Keep the worker's description and high-water mark.
 
-    def note_reports(self, worker: Worker, rows: Sequence[tuple[object, ...]]) -> None:
-        """Everything of the worker up to its applied_seq has been learned from."""
-        unsaved = self._of(worker.context)
-        self._mark(unsaved, worker)
+        A mark beyond reports that wait to be learned from would lose them: then the worker is noted with these.
+        """
+        if not worker.waiting:
+            worker.noted_at = worker.last_seen_at
+            unsaved = self._of(worker.context)
+            unsaved.workers[worker.worker_id] = rows.worker_row(worker)
+            unsaved.marks[worker.worker_id] = Mark(worker, worker.epoch, worker.seqs.settled_seq)
+
+    def note_reports(self, worker: Worker, steps: Sequence[StepRecord], group_id: int) -> None:
+        """Keep reports that were learned from, with the mark: everything up to the worker's applied_seq has been."""
+        self.note_worker(worker)
         if self.store is not None:
-            unsaved.reports += rows
-            self._num_collected += len(rows)
+            whose = group_id, worker.context.context_id, worker.worker_key, worker.epoch, worker.waiting_since
+            self._of(worker.context).reports += [row_of(step, *whose) for step in steps]
+            self._num_collected += len(steps)
 
-    def _mark(self, unsaved: Unsaved, worker: Worker) -> None:
-        worker.noted_at = worker.last_seen_at
-        unsaved.workers[worker.worker_id] = worker_row(worker)
-        unsaved.marks[worker.worker_id] = Mark(worker, worker.epoch, worker.window.settled_seq)
-
-    def note_limits(self, context: RegisteredContext, after_group_id: int) -> None:
+    def note_limits(self, context: Context, after_group_id: int) -> None:
         """The context was made or widened."""
-        limits = context.limits
-        self._of(context).limits.append(
-            ContextLimitsRow(
-                *(context.context_id, limits.max_batch_size, limits.max_speculation_length),
-                *(after_group_id, self.clock(), limits.max_copied_tokens),
-            )
-        )
+        self._of(context).limits.append(rows.limits_row(context, after_group_id, self.clock()))
 
-    def note_relearned(self, context: RegisteredContext) -> None:
-        """What is stored of the context's cells is of another time."""
-        self._of(context).relearned.add(context.context_id)
+    def note_decisions(self, decisions: Sequence[tuple[Context, Decision]], after_group_id: int) -> None:
+        for each in decisions:
+            self._of(each[0]).decisions += rows.decision_rows([each], after_group_id, self.clock())
+
+    def note_drift(self, events: Sequence[tuple[Context, DriftEvent]], after_group_id: int) -> None:
+        for each in events:
+            self._of(each[0]).drift_events += rows.drift_rows([each], after_group_id, self.clock())
+
+    def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
+        """Returns the id under which the profile is kept."""
+        profile_id = next(self._profile_ids)
+        self._of(context).profiles.append(rows.profile_row(profile_id, context, profile, after_group_id, self.clock()))
+        return profile_id
+
+    def note_context(self, context: Context) -> None:
+        """The rows of the context are to be written anew."""
+        self._of(context)
 
     def note_events(self, events: Sequence[StoreEventRow]) -> None:
-        """What concerns the store as a whole; handed over at once."""
+        """Events of the store as a whole; handed over at once."""
         if self.store is not None and events:
             self.store.submit(Commit(store_events=events, scope="store"), lambda error: None)
 
-    def note_outcome(self, context: RegisteredContext, outcome: ObserveOutcome, after_group_id: int) -> None:
-        """Choices that changed and drift that was detected, which may concern other contexts of the same pair."""
-        if outcome.decisions or outcome.drift_events:
-            decisions, events = self.snapshots.event_rows(outcome, after_group_id, self.clock())
-            unsaved = self._of(context)
-            unsaved.decisions += decisions
-            unsaved.drift_events += events
-
-    def note_profile(self, context: RegisteredContext, profile: Profile, after_group_id: int) -> int:
-        """Returns the id under which the profile is kept."""
-        profile_id = next(self._profile_ids)
-        row = profile_row(profile_id, context, profile, after_group_id, self.clock())
-        self._of(context).profiles.append(row)
-        return profile_id
-
-    # What becomes of it.
+    # Commits.
 
     async def run(self, settle: Callable[[], Awaitable[None]]) -> None:
         """Commit for ever; cancel to stop, then `finish`. settle: awaited before each commit, to learn what waits."""
@@ -202,7 +194,7 @@ class Journal:
                 self._launch(pair)
                 spent_s += time.perf_counter() - started
                 await asyncio.sleep(0)  # answers go out between two pairs
-            await asyncio.sleep(max(self.settings.interval_s, spent_s / self.settings.max_share))
+            await asyncio.sleep(max(self.interval_s, spent_s / MAX_SHARE))
             self._look_for_room()
 
     def commit(self) -> None:
@@ -211,7 +203,7 @@ class Journal:
             self._launch(pair)
 
     def _launch(self, pair: Pair) -> None:
-        """Make a commit of what is unsaved of a pair and hand it to the store."""
+        """Hand what is unsaved of a pair to the store, with the state of this moment."""
         changes = self._unsaved.pop(pair)
         workers = tuple(mark.worker for mark in changes.marks.values())
         flight = Flight(pair, workers, changes.marks, len(changes.reports), changes.since)
@@ -227,6 +219,10 @@ class Journal:
             return
         if not self.store.health().ok:
             self._take_over_marks(flight)
+        self._submit(commit, flight)
+
+    def _submit(self, commit: Commit, flight: Flight) -> None:
+        assert self.store is not None
         flight_id = next(self._flight_ids)
         self._flights[flight_id] = flight
         loop = asyncio.get_running_loop()
@@ -248,25 +244,24 @@ class Journal:
                 earlier.marks = {}
 
     def _commit_of(self, pair: Pair, changes: Unsaved) -> Commit:
-        """What happened to a pair, with what is believed at this moment."""
-        estimates = self.snapshots.of_pair(pair, changes.contexts.values(), self.clock())
+        now, contexts, estimator = self.clock(), changes.contexts.values(), self.estimator
         return Commit(
-            contexts=estimates.contexts,
+            contexts=[rows.context_row(each, estimator.table(each.key).version, now) for each in contexts],
             workers=list(changes.workers.values()),
             reports=changes.reports,
-            acceptance=estimates.acceptance,
-            latency_cells=estimates.latency_cells,
-            plan_estimates=estimates.plan_estimates,
-            states=estimates.states,
+            acceptance=rows.acceptance_rows(estimator, pair, now),
+            arm_estimates=[row for each in contexts for row in rows.estimate_rows(estimator, each, now)],
+            replaced_contexts=tuple(changes.contexts),
+            states=[StateRow(*pair, estimator.save(pair), now)],
             decisions=changes.decisions,
             drift_events=changes.drift_events,
             profiles=changes.profiles,
             context_limits=changes.limits,
-            replaced_contexts=tuple({*changes.relearned, *estimates.replaced}),
             scope=" + ".join(pair),
         )
 
     def _land(self, flight_id: int, error: Exception | None) -> None:
+        """The store has answered."""
         flight = self._flights.pop(flight_id)
         self._num_collected -= flight.num_reports
         if error is None:
@@ -279,7 +274,8 @@ class Journal:
         self._look_for_room()
 
     def _acknowledge(self, flight: Flight) -> None:
-        self.news.note([mark.worker.worker_id for mark in flight.marks.values() if advance(mark)])
+        for mark in flight.marks.values():
+            mark.advance()
 
     def _try_again(self, flight: Flight, error: Exception) -> None:
         """The raw rows of a commit that was given up are lost; what was learned from them goes into the next."""
@@ -289,19 +285,19 @@ class Journal:
         for worker in flight.workers:
             self.note_worker(worker)
 
-    # How far behind the disk is.
+    # The disk's delay.
 
     def _look_for_room(self) -> None:
         """Streams wait for a slow disk, but not for a broken one: then learning goes on in memory."""
         disk_works = self.store is not None and self.store.health().ok
-        if self._num_collected <= self.settings.max_waiting_reports or not disk_works:
+        if self._num_collected <= self.max_waiting_reports or not disk_works:
             self._room.set()
         else:
             self._room.clear()
 
     async def wait_for_room(self) -> None:
         """Return at once, except when a working disk is too far behind."""
-        if self._num_collected > self.settings.max_waiting_reports:
+        if self._num_collected > self.max_waiting_reports:
             self._look_for_room()
             await self._room.wait()
 
@@ -311,7 +307,7 @@ class Journal:
         return self._num_collected
 
     def lag_s(self) -> float:
-        """Age of the oldest thing that is not on disk; 0 when all is."""
+        """Age of the oldest change that is not on disk; 0 when all are."""
         waiting = [flight.since for flight in self._flights.values()]
         waiting += [unsaved.since for unsaved in self._unsaved.values()]
         return max(0.0, self.clock() - min(waiting)) if waiting else 0.0
@@ -327,12 +323,3 @@ class Journal:
         except TimeoutError:
             return False
         return True
-
-
-def advance(mark: Mark) -> bool:
-    """Let the worker's durable_seq follow a commit; False if that changed nothing."""
-    worker = mark.worker
-    if worker.epoch != mark.epoch:
-        return False  # another life has registered meanwhile
-    before, worker.durable_seq = worker.durable_seq, max(worker.durable_seq, mark.seq)
-    return worker.durable_seq != before

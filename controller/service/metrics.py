@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator.core import Bucket, ContextKey
 from speclen.controller.service.journal import Journal
-from speclen.controller.service.learning_service import WAITS_S
 from speclen.controller.service.servicer import ControlServicer
+from speclen.controller.service.totals import WAITS_S
+from speclen.records import ContextKey
 from speclen.transport.pages import MetricsPage, serve_page
 
 PREFIX = "speclen_controller"
 READ_TIMEOUT_S = 5.0
+BUCKET = ("context", "batch_bucket")
+
+Labelled = dict[tuple[str, ...], float]
 
 
 class ControllerCollector:
@@ -30,7 +34,7 @@ class ControllerCollector:
     def __init__(
         self, servicer: ControlServicer, journal: Journal, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self.service = servicer.service
+        self.learner = servicer.learner
         self.streams = servicer.streams
         self.num_errors = servicer.num_errors
         self.journal = journal
@@ -56,54 +60,37 @@ class ControllerCollector:
         yield from self._regret()
 
     def _reports(self) -> Iterator[Metric]:
-        totals = self.service.totals
+        totals = self.learner.totals
         yield counter("reports", "Reports learned from", totals.num_reports)
-        yield counter("report_rows", "What these came as: a sum of several reports is one", totals.num_rows)
-        yield counter("reports_thinned", "Reports counted alone, since others' are fresher", totals.num_thinned)
-        windows = self.service.thinning.windows
-        words = "Seconds of steps that workers who are learned from add up before they report; 0: none"
-        yield gauge("report_window_seconds", words, windows.window_s)
-        yield gauge("learned_share", "Share of the workers not told apart who are learned from", windows.share)
-        yield self._waits()
+        words = "Workers report 64 consecutive steps out of each 64 times this number"
+        yield gauge("sample_every", words, self.learner.sampling.sample_every)
+        words = "How long a worker's reports waited to be learned from"
+        waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
+        bounds = [*map(str, WAITS_S), "+Inf"]
+        waits.add_metric([], list(zip(bounds, accumulate(totals.waits), strict=True)), totals.waited_s)
+        yield waits
         yield counter("groups", "Groups of reports learned from", totals.num_groups)
         yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
         yield counter(
             "reports_missing", "Reports skipped by gaps in seq, less those that came late", totals.num_missing
         )
-        refused = CounterMetricFamily(f"{PREFIX}_reports_refused", "Reports that were not plausible", labels=["reason"])
-        for reason, number in totals.refused.items():
-            refused.add_metric([reason], number)
-        yield refused
-        errors = CounterMetricFamily(f"{PREFIX}_call_errors", "Calls that ended badly", labels=["method", "code"])
-        for labels, number in self.num_errors.items():
-            errors.add_metric(list(labels), number)
-        yield errors
-
-    def _waits(self) -> Metric:
-        totals = self.service.totals
-        words = "How long a worker's reports waited to be learned from"
-        waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
-        bounds = [*map(str, WAITS_S), "+Inf"]
-        waits.add_metric([], list(zip(bounds, accumulate(totals.waits), strict=True)), totals.waited_s)
-        return waits
+        refused = {(reason,): number for reason, number in totals.refused.items()}
+        yield labelled(CounterMetricFamily, "reports_refused", "Reports that were not plausible", ["reason"], refused)
+        words = "Calls that ended badly"
+        yield labelled(CounterMetricFamily, "call_errors", words, ["method", "code"], self.num_errors)
 
     def _fleet(self) -> Iterator[Metric]:
-        service, streams = self.service, self.streams
-        yield gauge("workers", "Workers known", service.num_workers)
-        yield gauge("contexts", "Contexts known", len(service.contexts))
-        yield gauge("streams", "StreamReports calls open", len(streams.open))
-        yield counter("decisions", "Changes of a bucket's length", service.totals.num_decisions)
-        yield counter("probes", "Exploratory lengths handed out", service.totals.num_probes)
-        drift = CounterMetricFamily(f"{PREFIX}_drift_events", "Times something was forgotten", labels=["factor"])
-        for factor in ("latency", "acceptance", "reset", "worker"):
-            drift.add_metric([factor], service.totals.drift[factor])
-        yield drift
-        apart = GaugeMetricFamily(
-            f"{PREFIX}_workers_apart", "Workers unlike the others of their context", labels=["context"]
-        )
-        for key in service.contexts:
-            apart.add_metric([context_label(key)], service.apart(key))
-        yield apart
+        learner, totals, registry = self.learner, self.learner.totals, self.learner.registry
+        yield gauge("workers", "Workers known", len(registry.workers))
+        yield gauge("contexts", "Contexts known", len(registry.contexts))
+        yield gauge("streams", "StreamReports calls open", len(self.streams.open))
+        yield counter("decisions", "Changes of the arm in use", totals.num_decisions)
+        yield counter("probes", "Exploratory arms handed out", totals.num_probes)
+        drift = {(factor,): totals.drift[factor] for factor in ("latency", "acceptance", "reset", "worker")}
+        yield labelled(CounterMetricFamily, "drift_events", "Times something was forgotten", ["factor"], drift)
+        isolated = {(context_label(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
+        words = "Workers unlike the others of their context"
+        yield labelled(GaugeMetricFamily, "workers_isolated", words, ["context"], isolated)
 
     def _disk(self) -> Iterator[Metric]:
         journal = self.journal
@@ -121,44 +108,40 @@ class ControllerCollector:
         yield counter("reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped)
 
     def _choices(self) -> Iterator[Metric]:
-        service = self.service
-        length = per_bucket("speculation_length", "Length in use, by bucket of batch sizes")
-        time_per_token = per_bucket("predicted_ms_per_token", "Expected time per token and row at that length")
-        for key in service.contexts:
-            for choice in service.estimator.table(key).choices:
-                labels = [context_label(key), bucket_label(choice.bucket)]
-                length.add_metric(labels, choice.speculation_length)
+        length, ngram, ms_per_token = Labelled(), Labelled(), Labelled()
+        for key in self.learner.registry.contexts:
+            for choice in self.learner.estimator.table(key).choices:
+                labels = context_label(key), bucket_label(choice.batch_min, choice.batch_max)
+                length[labels], ngram[labels] = choice.arm
                 if choice.ms_per_token is not None:
-                    time_per_token.add_metric(labels, choice.ms_per_token)
-        yield from (length, time_per_token)
+                    ms_per_token[labels] = choice.ms_per_token
+        words = "Expected time per token and sequence of the arm in use"
+        yield labelled(GaugeMetricFamily, "speculation_length", "Speculation length of the arm in use", BUCKET, length)
+        yield labelled(GaugeMetricFamily, "ngram", "1 where the arm in use proposes n-grams", BUCKET, ngram)
+        yield labelled(GaugeMetricFamily, "predicted_ms_per_token", words, BUCKET, ms_per_token)
 
     def _prediction(self) -> Iterator[Metric]:
-        error = per_bucket("prediction_error_ratio", "Observed over predicted time of recent steps, minus 1")
-        steps = per_bucket("compared_steps", "Steps whose time was compared", CounterMetricFamily)
-        observed = per_bucket("observed_step_seconds", "What these steps took", CounterMetricFamily)
-        predicted = per_bucket("predicted_step_seconds", "What was promised for their tokens", CounterMetricFamily)
-        for key, prediction in self.service.prediction.items():
-            ratios = prediction.by_bucket()
-            for bucket, sums in prediction.compared.items():
-                labels = [context_label(key), bucket_label(bucket)]
-                error.add_metric(labels, ratios[bucket])
-                steps.add_metric(labels, sums.num_steps)
-                observed.add_metric(labels, sums.observed_s)
-                predicted.add_metric(labels, sums.predicted_s)
-        yield from (error, steps, observed, predicted)
+        error, steps, observed, predicted = Labelled(), Labelled(), Labelled(), Labelled()
+        for key, prediction in self.learner.prediction.items():
+            for sizes, sums in prediction.compared.items():
+                labels = context_label(key), bucket_label(*sizes)
+                error[labels], steps[labels] = sums.error, sums.num_steps
+                observed[labels], predicted[labels] = sums.observed_s, sums.predicted_s
+        words = "Observed over predicted time of recent steps, minus 1"
+        yield labelled(GaugeMetricFamily, "prediction_error_ratio", words, BUCKET, error)
+        yield labelled(CounterMetricFamily, "compared_steps", "Steps whose time was compared", BUCKET, steps)
+        yield labelled(CounterMetricFamily, "observed_step_seconds", "Time of these steps", BUCKET, observed)
+        words = "Predicted time for their tokens"
+        yield labelled(CounterMetricFamily, "predicted_step_seconds", words, BUCKET, predicted)
 
     def _regret(self) -> Iterator[Metric]:
-        labels = ["context"]
-        elsewhere = CounterMetricFamily(
-            f"{PREFIX}_other_length_seconds", "Time of steps at other lengths than the one in use", labels=labels
-        )
-        regret = GaugeMetricFamily(
-            f"{PREFIX}_regret_seconds", "How much of that the length in use would have saved", labels=labels
-        )
-        for key, prediction in self.service.prediction.items():
-            elsewhere.add_metric([context_label(key)], prediction.elsewhere_s)
-            regret.add_metric([context_label(key)], prediction.regret_s)
-        yield from (elsewhere, regret)
+        found = {(context_label(key),): each for key, each in self.learner.prediction.items()}
+        elsewhere = {labels: each.elsewhere_s for labels, each in found.items()}
+        regret = {labels: each.regret_s for labels, each in found.items()}
+        words = "Time of steps at other arms than the one in use"
+        yield labelled(CounterMetricFamily, "other_arm_seconds", words, ["context"], elsewhere)
+        words = "How much of that the arm in use would have saved"
+        yield labelled(GaugeMetricFamily, "regret_seconds", words, ["context"], regret)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
@@ -169,10 +152,17 @@ def gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
 
 
-def per_bucket(
-    name: str, text: str, kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
-) -> GaugeMetricFamily | CounterMetricFamily:
-    return kind(f"{PREFIX}_{name}", text, labels=["context", "batch_bucket"])
+def labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Mapping[Any, float],
+) -> Metric:
+    family = kind(f"{PREFIX}_{name}", text, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
+    return family
 
 
 def context_label(key: ContextKey) -> str:
@@ -181,9 +171,9 @@ def context_label(key: ContextKey) -> str:
     return f"{key.target} + {key.draft} on {key.device}, {key.dtype}{engine}"
 
 
-def bucket_label(bucket: Bucket) -> str:
+def bucket_label(batch_min: int, batch_max: int) -> str:
     """ "4" or "5-8"."""
-    return str(bucket.batch_min) if bucket.batch_min == bucket.batch_max else f"{bucket.batch_min}-{bucket.batch_max}"
+    return str(batch_min) if batch_min == batch_max else f"{batch_min}-{batch_max}"
 
 
 def serve_metrics(collector: ControllerCollector, config: ControllerConfig) -> MetricsPage:

@@ -1,7 +1,7 @@
-"""Who reports: contexts and workers, their epochs and how far each was heard. Knows time only through its clock.
+"""Contexts and workers, their incarnations (epochs), and how far each one's reports arrived.
 
-Of every worker the newest life counts. A report of an older one may come from a process that was believed dead, at any
-time, so it is refused; a report of a newer one means that the worker has to introduce itself first.
+Of every worker the newest incarnation counts. A report of an older one may come from a process that was believed dead, at
+any time, and is refused; a report of a newer one means that the worker has to register first.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from speclen.controller.estimator.core import ContextKey, Limits, Probe
 from speclen.controller.service.sequence import SeqWindow
-from speclen.controller.wire.ingest import Group
+from speclen.records import ContextKey, Limits, Probe, StepRecord
+
+# A worker that was heard so lately is alive: another one of its name, elsewhere, is no restart of it.
+RIVAL_HEARD_S = 5.0
 
 
 class UnknownWorkerError(Exception):
@@ -19,16 +21,17 @@ class UnknownWorkerError(Exception):
 
 
 class OldEpochError(Exception):
-    """A newer life of the worker is known, whose epoch is `newest`; this one must end."""
+    """A newer incarnation of the worker is known, whose epoch is `newest`; this one must end."""
 
     def __init__(self, worker: Worker, epoch: int) -> None:
         self.newest = worker.epoch
-        name = f"epoch {epoch} of worker {worker.worker_id!r}"
-        super().__init__(f"{name} is over: epoch {self.newest} has registered since")
+        super().__init__(
+            f"epoch {epoch} of worker {worker.worker_id!r} is over: epoch {self.newest} has registered since"
+        )
 
 
 class ContextChangedError(Exception):
-    """One life of a worker reports from two contexts."""
+    """One incarnation of a worker reports from two contexts."""
 
 
 class FullError(Exception):
@@ -36,58 +39,65 @@ class FullError(Exception):
 
 
 @dataclass(slots=True)
-class RegisteredContext:
-    """A kind of hardware and engine with its pair of models. limits: the largest of any worker's.
+class Context:
+    """Hardware and engine with a pair of models. limits: the smallest that contain those of all its workers.
 
-    urgent_at: from when on all workers are to hear of a length that is much better than the one before; by time.monotonic.
-    num_learned: rows of reports that were learned from since the start of the process.
+    num_learned: reports that were learned from since the start of the process.
     """
 
     context_id: int
     key: ContextKey
     limits: Limits
     created_at: float
-    workers: set[str] = field(default_factory=set)
-    urgent_at: float = 0.0
     num_learned: int = 0
 
 
 @dataclass(slots=True)
 class Worker:
-    """The newest life of a worker. Times in seconds since 1970.
+    """The newest incarnation of a worker. Times in seconds since 1970.
 
-    group: reports that wait to be learned from, the oldest since waiting_since. durable_seq: every report up to it is on
-    disk, or given up as missing. noted_at: when last_seen_at last went into a commit. num_*: over all epochs. teaches:
-    whether its next window is learned from. probe_steps: steps that a probe takes there. follow_on: where a worker asks for
-    every length by itself, the second step of a probe, which is to follow the first. ahead_s: seconds by which steps that it
-    reported one by one took longer than they were apart (`AHEAD_S`).
+    seqs: numbers of its reports. waiting: steps not learned from yet, the oldest since waiting_since. last_batch_size,
+    last_step_s: of its newest report. probe: to be handed out. durable_seq: every report up to it is on disk, or given up
+    as missing. noted_at: last_seen_at in the last commit. num_*: over all epochs. probe_steps: consecutive steps of a probe.
     """
 
     worker_key: int
     worker_id: str
     epoch: int
-    context: RegisteredContext
-    limits: Limits
-    address: str
-    policy: str
+    context: Context
     registered_at: float
     last_seen_at: float
-    window: SeqWindow = field(default_factory=SeqWindow)
-    group: Group = field(default_factory=Group)
+    limits: Limits = field(default_factory=Limits)
+    address: str = ""
+    policy: str = ""
+    probe_steps: int = 3
+    seqs: SeqWindow = field(default_factory=SeqWindow)
+    waiting: list[StepRecord] = field(default_factory=list)
+    waiting_since: float = 0.0
+    last_batch_size: int = 0
+    last_step_s: float = 0.0
+    probe: Probe | None = None
     durable_seq: int = 0
     noted_at: float = 0.0
-    waiting_since: float = 0.0
     num_reports: int = 0
     num_refused: int = 0
-    teaches: bool = True
-    probe_steps: int = 1
-    follow_on: Probe | None = None
-    ahead_s: float = 0.0
+
+    def check_epoch(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise OldEpochError(self, epoch)
+
+    def take_probe_step(self, batch_size: int) -> Probe | None:
+        """One step of the probe that is to be handed out, for a worker that asks for every arm by itself."""
+        probe = self.probe
+        if probe is None or not probe.batch_min <= batch_size <= probe.batch_max:
+            return None
+        self.probe = probe._replace(num_steps=probe.num_steps - 1) if probe.num_steps > 1 else None
+        return probe
 
 
 @dataclass(slots=True)
 class Registration:
-    """What a worker says of itself."""
+    """A worker's description of itself."""
 
     worker_id: str
     epoch: int
@@ -95,95 +105,64 @@ class Registration:
     limits: Limits
     address: str = ""
     policy: str = ""
-    probe_steps: int = 1
+    probe_steps: int = 3
 
 
 class Registry:
-    """All contexts and workers, bounded; ids are given out here, one more than the highest so far."""
+    """All contexts and workers, bounded. Gives out ids, one more than the highest so far."""
 
     def __init__(self, clock: Callable[[], float], max_workers: int, max_contexts: int) -> None:
         self.clock = clock
         self.max_workers = max_workers
         self.max_contexts = max_contexts
-        self.contexts: dict[ContextKey, RegisteredContext] = {}
+        self.contexts: dict[ContextKey, Context] = {}
         self.workers: dict[str, Worker] = {}
         self._last_context_id = 0
         self._last_worker_key = 0
 
-    def context(self, key: ContextKey, limits: Limits) -> RegisteredContext:
-        """The context, made or enlarged where needed. Raises FullError."""
+    def context(self, key: ContextKey, limits: Limits) -> Context:
+        """The context, made or widened where needed. Raises FullError."""
         context = self.contexts.get(key)
         if context is None:
-            if len(self.contexts) >= self.max_contexts:
-                raise FullError(
-                    f"{self.max_contexts} contexts are known, which is the limit: "
-                    "start the controller with a larger --max-contexts"
-                )
-            return self.add_context(RegisteredContext(self._last_context_id + 1, key, limits, self.clock()))
-        context.limits = larger(context.limits, limits)
+            check_room("contexts", len(self.contexts), self.max_contexts)
+            return self.add_context(Context(self._last_context_id + 1, key, limits, self.clock()))
+        context.limits = context.limits.widened(limits)
         return context
 
-    def add_context(self, context: RegisteredContext) -> RegisteredContext:
+    def add_context(self, context: Context) -> Context:
         self.contexts[context.key] = context
         self._last_context_id = max(self._last_context_id, context.context_id)
         return context
 
     def add_worker(self, worker: Worker) -> Worker:
         self.workers[worker.worker_id] = worker
-        worker.context.workers.add(worker.worker_id)
         self._last_worker_key = max(self._last_worker_key, worker.worker_key)
         return worker
 
     def register(self, registration: Registration) -> Worker:
-        """Note a life of a worker: a new one starts at seq 0, a known one goes on where it was.
+        """Note an incarnation of a worker: a new one starts at seq 0, a known one goes on where it was.
 
-        Raises OldEpochError, FullError, and ContextChangedError when a life that is known reports another context.
+        Raises OldEpochError, FullError, and ContextChangedError for a known incarnation with another context.
         """
-        known = self.workers.get(registration.worker_id)
-        if known is None and len(self.workers) >= self.max_workers:
-            raise FullError(
-                f"{self.max_workers} workers are known, which is the limit: start the controller with a larger --max-workers"
+        worker, epoch, now = self.workers.get(registration.worker_id), registration.epoch, self.clock()
+        if worker is None:
+            check_room("workers", len(self.workers), self.max_workers)
+            context = self.context(registration.key, registration.limits)
+            worker = self.add_worker(
+                Worker(self._last_worker_key + 1, registration.worker_id, epoch, context, now, now)
             )
-        if known is not None:
-            check_epoch(known, registration.epoch)
-        same_life = known is not None and known.epoch == registration.epoch
-        if known is not None and same_life and known.context.key != registration.key:
+        worker.check_epoch(epoch)
+        if worker.epoch == epoch and worker.context.key != registration.key:
             raise ContextChangedError(
-                f"worker {known.worker_id!r} registered epoch {known.epoch} with another context; a context holds for a "
-                "whole epoch"
+                f"worker {worker.worker_id!r} registered epoch {epoch} with another context; it holds for a whole epoch"
             )
         context = self.context(registration.key, registration.limits)
-        return self._revive(known, registration, context) if known else self._admit(registration, context)
-
-    def _admit(self, registration: Registration, context: RegisteredContext) -> Worker:
-        now = self.clock()
-        return self.add_worker(
-            Worker(
-                worker_key=self._last_worker_key + 1,
-                worker_id=registration.worker_id,
-                epoch=registration.epoch,
-                context=context,
-                limits=registration.limits,
-                address=registration.address,
-                policy=registration.policy,
-                probe_steps=registration.probe_steps,
-                registered_at=now,
-                last_seen_at=now,
-            )
-        )
-
-    def _revive(self, worker: Worker, registration: Registration, context: RegisteredContext) -> Worker:
-        if worker.epoch != registration.epoch:
-            old = worker.window
-            worker.window = SeqWindow(num_missing=old.num_missing, num_repeated=old.num_repeated)
-            worker.durable_seq = 0
-            worker.epoch = registration.epoch
-            worker.context.workers.discard(worker.worker_id)
-            worker.context = context
-            context.workers.add(worker.worker_id)
-        worker.limits, worker.address, worker.policy = registration.limits, registration.address, registration.policy
-        worker.probe_steps, worker.follow_on = registration.probe_steps, None
-        worker.registered_at = worker.last_seen_at = self.clock()
+        if worker.epoch != epoch:
+            worker.seqs = SeqWindow(num_missing=worker.seqs.num_missing, num_repeated=worker.seqs.num_repeated)
+            worker.durable_seq, worker.epoch, worker.context = 0, epoch, context
+        for name in ("limits", "address", "policy", "probe_steps"):
+            setattr(worker, name, getattr(registration, name))
+        worker.registered_at, worker.last_seen_at, worker.probe = now, now, None
         return worker
 
     def find(self, worker_id: str, epoch: int) -> Worker:
@@ -191,23 +170,29 @@ class Registry:
         worker = self.workers.get(worker_id)
         if worker is None:
             raise UnknownWorkerError(f"worker {worker_id!r} is unknown: call RegisterWorker first")
-        check_epoch(worker, epoch)
+        worker.check_epoch(epoch)
         if epoch > worker.epoch:
             raise UnknownWorkerError(
                 f"worker {worker_id!r} is known with epoch {worker.epoch}, not {epoch}: call RegisterWorker first"
             )
         return worker
 
+    def rival_of(self, registration: Registration) -> str:
+        """A sentence where a worker comes under a name whose owner, elsewhere, has just been heard; else ""."""
+        known = self.workers.get(registration.worker_id)
+        if known is None or registration.epoch <= known.epoch or registration.address == known.address:
+            return ""
+        if not known.address or self.clock() - known.last_seen_at > RIVAL_HEARD_S:
+            return ""  # a worker that moved
+        here, there = (
+            f"{known.context.key.device} at {known.address}",
+            f"{registration.key.device} at {registration.address}",
+        )
+        return f"two workers call themselves {known.worker_id}: {here} and {there}; the newer one counts"
 
-def check_epoch(worker: Worker, epoch: int) -> None:
-    if epoch < worker.epoch:
-        raise OldEpochError(worker, epoch)
 
-
-def larger(one: Limits, other: Limits) -> Limits:
-    """The least limits that contain both."""
-    return Limits(
-        max(one.max_batch_size, other.max_batch_size),
-        max(one.max_speculation_length, other.max_speculation_length),
-        max(one.max_copied_tokens, other.max_copied_tokens),
-    )
+def check_room(what: str, number: int, limit: int) -> None:
+    if number >= limit:
+        raise FullError(
+            f"{limit} {what} are known, which is the limit: start the controller with a larger --max-{what}"
+        )

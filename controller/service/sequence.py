@@ -1,8 +1,8 @@
-"""Which reports of a worker's life have been seen: what makes a repeated report count once.
+"""Numbers of one worker's reports that have been seen: they make a repeated report count once.
 
-Reports are numbered 1, 2, 3, ... `applied_seq` is the largest number seen. A number above it is new; what it skips is
-remembered as missing, so that a report that was overtaken on its way still counts, once. What stays missing for some
-seconds is given up, for a worker that had to drop reports never sends them. Every other number up to `applied_seq` is a
+Reports are numbered 1, 2, 3, ... `applied_seq` is the largest number seen. A number above it is new; those that it skips
+are remembered as missing, so that a report that was overtaken on its way still counts, once. What stays missing for some
+seconds is given up: a worker that had to drop reports never sends them. Every other number up to `applied_seq` is a
 repetition. `settled_seq` is the largest number below which nothing is missing: it only grows, and the worker may forget
 what lies below once that is on disk.
 """
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import pairwise
 
 MAX_RANGES = 256  # ranges of missing numbers that are remembered; the oldest are given up first
-MAX_COUNT = 2**63 - 1  # what the database can hold; a count stops there
+MAX_COUNT = 2**63 - 1  # of SQLite; a count stops there
 # Seconds for which a number that was skipped may still come, at least, and at most twice that. Reports overtake each
 # other within a moment; until then the worker keeps all that follows the gap.
 GAP_PATIENCE_S = 5.0
@@ -43,7 +42,7 @@ class SeqWindow:
         return self.missing[0][0] - 1 if self.missing else self.applied_seq
 
     def close_gaps(self, now: float) -> bool:
-        """Give up what has been missing for long enough; True if that settles anything. now: in seconds."""
+        """Give up numbers that have been missing for long enough; True if that settles anything. now: in seconds."""
         waiting_s = self._closing_at - now
         if not self.missing or 0.0 < waiting_s <= GAP_PATIENCE_S:  # more: the clock was set back
             return False
@@ -53,63 +52,40 @@ class SeqWindow:
         self._closing_at, self._closing_seq = now + GAP_PATIENCE_S, self.applied_seq
         return self.settled_seq != before
 
-    def admit(self, seqs: Sequence[int]) -> list[bool] | None:
-        """Note the numbers as seen; say which are new. None, the usual answer: all are, and none is skipped."""
-        first = self.applied_seq + 1
-        last = self.applied_seq + len(seqs)
-        if not seqs:
-            return None
-        if last <= MAX_COUNT and seqs[0] == first and seqs[-1] == last and list(seqs) == list(range(first, last + 1)):
-            self.applied_seq = last
-            return None
-        return [self._admit_one(seq) for seq in seqs]
-
-    def admit_window(self, first: int, last: int) -> bool | None:
-        """Note the numbers first to last as seen, all or none of them; whether they are new. None: some are."""
-        if first > self.applied_seq:
-            self._skip(self.applied_seq + 1, first - 1)
-            self.applied_seq = last
+    def admit(self, seq: int) -> bool:
+        """Note the number as seen; True if it is new. Numbers that no worker gives are left to be refused."""
+        if seq == self.applied_seq + 1 <= MAX_COUNT:
+            self.applied_seq = seq
             return True
-        if last > self.applied_seq:
-            return None
-        if self._fill(first, last):
-            return True
-        self.num_repeated = min(self.num_repeated + last - first + 1, MAX_COUNT)
-        return False
-
-    def _admit_one(self, seq: int) -> bool:
         if not 0 < seq <= MAX_COUNT:
-            return True  # not a number of ours: left to be refused, and noted nowhere
+            return True
         if seq > self.applied_seq:
             self._skip(self.applied_seq + 1, seq - 1)
             self.applied_seq = seq
             return True
-        if self._fill(seq, seq):
+        if self._fill(seq):
             return True
-        self.num_repeated += 1
+        self.num_repeated = min(self.num_repeated + 1, MAX_COUNT)
         return False
 
     def _skip(self, first: int, last: int) -> None:
-        if first > last:
-            return
         self.num_missing = min(self.num_missing + last - first + 1, MAX_COUNT)
         self.missing.append([first, last])
         del self.missing[:-MAX_RANGES]
 
-    def _fill(self, first: int, last: int) -> bool:
-        """Take first to last out of the missing numbers; False, and nothing is taken, if one of them is none."""
-        index = bisect_right(self.missing, first, key=lambda bounds: bounds[0]) - 1
-        if index < 0 or self.missing[index][1] < last:
+    def _fill(self, seq: int) -> bool:
+        """Take a number out of the missing ones; False if it is none."""
+        index = bisect_right(self.missing, seq, key=lambda bounds: bounds[0]) - 1
+        if index < 0 or self.missing[index][1] < seq:
             return False
         low, high = self.missing[index]
-        self.missing[index : index + 1] = [
-            bounds for bounds in ([low, first - 1], [last + 1, high]) if bounds[0] <= bounds[1]
-        ]
+        self.missing[index : index + 1] = [each for each in ([low, seq - 1], [seq + 1, high]) if each[0] <= each[1]]
         del self.missing[:-MAX_RANGES]
-        self.num_missing = max(self.num_missing - (last - first + 1), 0)
+        self.num_missing = max(self.num_missing - 1, 0)
         return True
 
-    def missing_json(self) -> str:
+    @property
+    def missing_ranges(self) -> str:
         """Missing ranges as the store keeps them: [[first, last], ...]."""
         return json.dumps(self.missing) if self.missing else "[]"
 
@@ -117,11 +93,13 @@ class SeqWindow:
 def read_ranges(text: str, applied_seq: int) -> list[list[int]]:
     """Ranges of missing numbers, ascending and below applied_seq. Raises ValueError for anything else."""
     ranges = json.loads(text)
-    if not isinstance(ranges, list) or not all(
-        isinstance(bounds, list) and len(bounds) == 2 and all(type(seq) is int for seq in bounds) for bounds in ranges
-    ):
+    if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
         raise ValueError(f"{text!r} are not ranges of numbers")
     flat = [0, *(seq + side for bounds in ranges for side, seq in enumerate(bounds)), applied_seq + 1]
     if any(later <= earlier for earlier, later in pairwise(flat)):
         raise ValueError(f"{text!r} are not ascending ranges below {applied_seq}")
     return ranges
+
+
+def _is_range(bounds: object) -> bool:
+    return isinstance(bounds, list) and len(bounds) == 2 and all(type(seq) is int for seq in bounds)

@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import structlog
@@ -16,7 +15,6 @@ from grpc_health.v1 import health, health_pb2
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import SERVICE, Running, create, open_store
-from speclen.controller.service.snapshots import stored_policy
 from speclen.store.connection import StoreError
 from speclen.store.database import Store
 from speclen.store.records import StoredState
@@ -34,19 +32,16 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @contextlib.asynccontextmanager
-async def running(config: ControllerConfig, as_stored: bool = False) -> AsyncIterator[Running]:
+async def running(config: ControllerConfig) -> AsyncIterator[Running]:
     """A controller that serves until the block ends, and then drains. Raises ValueError, OSError with one sentence.
 
-    OSError also at the end, where what was learned last is not in the database. as_stored: the policy is the one that is
-    stored, if one is, and not the configuration's.
+    OSError also at the end, where what was learned last is not in the database.
     """
     store = open_store(config)
     try:
         stored = store.load() if store is not None else StoredState()
         if store is not None and store.num_commits_missing:
             log.error("the database lacks commits that were acknowledged", num=store.num_commits_missing)
-        if as_stored:
-            config = replace(config, policy=stored_policy(stored) or config.policy)
         controller = await create(config, store, stored)
         start_work(controller, store)
         await controller.server.start()
@@ -65,9 +60,9 @@ async def running(config: ControllerConfig, as_stored: bool = False) -> AsyncIte
 
 def start_work(controller: Running, store: Store | None) -> None:
     """What goes on beside the calls."""
-    service, streams, supervisor = controller.servicer.service, controller.servicer.streams, controller.supervisor
-    supervisor.start("learning", service.learn_for_ever())
-    supervisor.start("the journal", controller.journal.run(service.learn_all))
+    learner, streams, supervisor = controller.servicer.learner, controller.servicer.streams, controller.supervisor
+    supervisor.start("learning", learner.run())
+    supervisor.start("the journal", controller.journal.run(learner.learn_all))
     supervisor.start("the sweep of streams", streams.sweep())
     supervisor.start("the delivery of news", streams.deliver())
     supervisor.start("the database", watch_store(store, controller.health))
@@ -90,7 +85,7 @@ async def end(controller: Running, timeout_s: float) -> None:
 
 async def save(controller: Running, timeout_s: float) -> None:
     """Learn what waits and commit it; `unstored` says what became of it."""
-    await controller.servicer.service.learn_all()
+    await controller.servicer.learner.learn_all()
     with contextlib.suppress(StoreError):  # the store has ended
         if not await controller.journal.finish(timeout_s):
             log.error("the disk did not take the last commit in time", timeout_s=timeout_s)

@@ -13,9 +13,8 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from speclen.controller.estimator.core import ContextKey
-from speclen.controller.service.learning_service import LearningService
-from speclen.controller.service.news import News
+from speclen.controller.service.intake import Intake
+from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import (
     ContextChangedError,
     FullError,
@@ -37,6 +36,7 @@ from speclen.controller.wire.validation import (
     read_probe_steps,
     read_profile,
 )
+from speclen.records import Arm, ContextKey
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -85,19 +85,20 @@ def answering(method: Method) -> Method:
 
 
 class ControlServicer(rpc.ControlServiceServicer):
-    """The six calls."""
+    """The six calls. num_errors: by method and status."""
 
     def __init__(
         self,
-        service: LearningService,
-        news: News,
+        intake: Intake,
+        learner: Learner,
         settings: StreamSettings | None = None,
         identity: pb.ServerIdentity | None = None,
     ) -> None:
-        self.service = service
+        self.intake = intake
+        self.learner = learner
         self.identity = identity or pb.ServerIdentity()
-        self.streams = Streams(service, self._find, news, settings)
-        self.num_errors: Counter[tuple[str, str]] = Counter()  # by method and status
+        self.streams = Streams(intake, learner, self._find, settings)
+        self.num_errors: Counter[tuple[str, str]] = Counter()
 
     @answering
     async def RegisterWorker(  # noqa: N802
@@ -105,13 +106,13 @@ class ControlServicer(rpc.ControlServiceServicer):
     ) -> pb.RegisterWorkerResponse:
         self._admit()
         check_run(request.run_id, self.identity)
-        worker = self.service.register(registration(request))
+        worker = self.intake.register(registration(request))
         self.streams.end_old_epoch(worker)
         return pb.RegisterWorkerResponse(
             table=self.streams.table(worker),
             durable_seq=worker.durable_seq,
             controller=self.identity,
-            thinning=self.service.thinning.message(self.service.learns_from(worker)),
+            sample_every=self.learner.sampling.sample_every,
         )
 
     @answering
@@ -120,11 +121,10 @@ class ControlServicer(rpc.ControlServiceServicer):
         if not request.HasField("report"):
             raise InvalidMessageError("report", "report is missing; it must hold one step")
         worker = self._find(request.worker)
-        refusals = self.service.take(worker, [request.report])
-        self.service.learn(worker)
+        refusals = self.intake.take(worker, [request.report])
         if refusals:
             raise refusals[0]
-        return self._next_length(worker, request.report.batch_size)
+        return self._next_arm(worker, request.report.batch_size)
 
     @answering
     async def StreamReports(  # type: ignore[override]  # noqa: N802
@@ -137,13 +137,13 @@ class ControlServicer(rpc.ControlServiceServicer):
     async def GetLearnedTable(  # noqa: N802
         self, request: pb.GetLearnedTableRequest, context: Call
     ) -> pb.GetLearnedTableResponse:
-        keys = list(self.service.contexts)
+        keys = list(self.learner.registry.contexts)
         if request.HasField("context"):
             keys = [self._known(read_context(request.context))]
-        await self.service.learn_all()
+        await self.learner.learn_all()
         response = pb.GetLearnedTableResponse()
         for key in keys:
-            response.tables.append(learned_table_message(key, *self.service.learned(key)))
+            response.tables.append(learned_table_message(key, *self.learner.learned(key)))
             await asyncio.sleep(0)  # a thousand contexts take seconds, and workers wait for answers
         return response
 
@@ -153,7 +153,7 @@ class ControlServicer(rpc.ControlServiceServicer):
     ) -> pb.ImportProfileResponse:
         self._admit()
         profile = read_profile(request)
-        profile_id = self.service.import_profile(read_context(request.context), profile)
+        profile_id = self.learner.import_profile(read_context(request.context), profile)
         return pb.ImportProfileResponse(profile_id=profile_id, num_cells=len(profile.cells))
 
     @answering
@@ -168,33 +168,27 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def _find(self, identity: pb.WorkerIdentity) -> Worker:
         check_identity(identity)
-        return self.service.find(identity.worker_id, identity.epoch)
+        return self.learner.registry.find(identity.worker_id, identity.epoch)
 
     def _known(self, key: ContextKey) -> ContextKey:
-        if key not in self.service.contexts:
+        if key not in self.learner.registry.contexts:
             raise UnknownContextError(
                 f"context {key.target} + {key.draft} on {key.device} is unknown: no worker has registered with it"
             )
         return key
 
-    def _next_length(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
-        """The length for the next step of this batch size: a probe if it is this worker's turn, else the table's."""
-        table = self.service.table(worker)
-        response = pb.ReportStepResponse(
-            speculation_length=table.choice_for(batch_size).length_within(worker.limits.max_speculation_length),
+    def _next_arm(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
+        """The arm for the next step of this batch size: of the worker's probe if it has one, else the table's."""
+        table, _ = self.learner.table(worker)
+        probe = worker.take_probe_step(batch_size)
+        arm: Arm = probe.arm if probe is not None else table.arm_for(batch_size)
+        return pb.ReportStepResponse(
+            **arm.within(worker.limits)._asdict(),
             decision_version=table.version,
-            applied_seq=worker.window.applied_seq,
+            probe_id=probe.probe_id if probe is not None else 0,
+            applied_seq=worker.seqs.applied_seq,
             durable_seq=worker.durable_seq,
         )
-        probe, worker.follow_on = worker.follow_on, None
-        if probe is None:
-            probes = self.service.take_probes(worker, batch_size, lengths_alone=True)
-            probe, worker.follow_on = (*probes, None, None)[:2]
-        elif response.speculation_length:
-            probe = None  # it was to follow a step without drafts, and is not worth leaving what drafts
-        if probe is not None:
-            response.speculation_length, response.probe_id = probe.speculation_length, probe.probe_id
-        return response
 
     async def fail(self, call: Call, method: str, error: Exception) -> NoReturn:
         """End the call with the status that belongs to the error; what nobody foresaw is logged, not told."""

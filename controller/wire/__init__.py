@@ -1,1 +1,1 @@
-"""Messages of the protocol: checked, read into the estimator's values, written."""
+"""Conversions between messages, records and rows, and the one validation of what arrives."""

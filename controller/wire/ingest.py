@@ -1,180 +1,146 @@
-"""The path of every report: from a protobuf message to what the estimator learns from and what the store keeps.
+"""Step reports as they arrive: read into records, every field checked, once.
 
-It runs once per step of every worker, so it costs a few microseconds and no more: one pass, one comparison chain, and
-what can be known about a histogram (its sum, its text) remembered, since few differ. What the chain refuses is looked at
-again by validation.py, which finds the words.
+Runs for every step of every worker, so that a report costs some microseconds.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import mul
+from functools import lru_cache
 
-from speclen.controller.estimator.core import Limits, StepObservation
-from speclen.controller.wire.copies import Told, told_by
-from speclen.controller.wire.flags import Flags
 from speclen.controller.wire.validation import (
-    MAX_CONTEXT_LENGTH,
     MAX_INTEGER,
     MAX_LATENCY_S,
-    MAX_LENGTH,
+    MAX_TOKENS,
     MIN_LATENCY_S,
     InvalidMessageError,
-    explain_report,
-    read_flags,
+    check_range,
+    out_of_range,
+)
+from speclen.records import (
+    MAX_SPECULATION_LENGTH,
+    NUM_CLASSES,
+    Arm,
+    Limits,
+    OutputEvaluation,
+    StepFlag,
+    StepRecord,
 )
 from speclen.v1 import control_pb2 as pb
 
-RUNS = range(MAX_LENGTH + 1)
-# Of a histogram so many entries are read: one more than any may have, so that a longer one is refused, and costs no more.
-MOST_RUNS = len(RUNS) + 1
-# Of a report's flags; many more than there are, each of which is there once.
+MAX_REPORTS = 1024  # in one message
+MAX_EVALUATIONS = 16  # in one report
+# Of a repeated field so many entries are read: one more than any may have, so that a longer one is refused at no cost.
+MOST_RUNS = MAX_SPECULATION_LENGTH + 2
 MOST_FLAGS = 64
-# Classes of requests by their numbers in the protocol, from 1 on, as the store names them.
-CLASSES = ("greedy", "cool", "hot")
-MAX_REMEMBERED = 65_536  # histograms; about 20 MB
 
-# (length, sum, accepted tokens, JSON text)
-HistogramFacts = tuple[int, int, int, str]
-ByClass = tuple[tuple[int, tuple[int, ...]], ...]
-_histograms: dict[tuple[int, ...], HistogramFacts] = {}
-_flags: dict[frozenset[int], Flags] = {}
-_NO_CLASSES: tuple[ByClass, str | None] = ((), None)
-_NOTHING_TOLD = Told()
-_ORDINARY = Flags("", True, True)
+_FLAGS = {getattr(pb, f"STEP_FLAG_{flag.name}"): flag for flag in StepFlag if flag is not StepFlag.UNKNOWN}
+_NO_FLAGS: frozenset[StepFlag] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a message comes from: what its rows in the store share. Fields as in speclen.store.records.ReportRow."""
-
-    context_id: int
-    worker_key: int
-    epoch: int
-    received_at: float
-
-
-@dataclass(slots=True)
-class Group:
-    """Plausible reports, once for the estimator and once for the store.
-
-    rows: the values of speclen.store.records.ReportRow after group_id, which is known once the group is learned from.
-    """
-
-    observations: list[StepObservation] = field(default_factory=list)
-    rows: list[tuple[object, ...]] = field(default_factory=list)
-
-
-def read_reports(
-    reports: Sequence[pb.StepReport], limits: Limits, origin: Origin, group: Group
-) -> list[InvalidMessageError]:
-    """Add plausible reports to the group; a bad one is refused alone, and the reasons come back."""
-    refusals: list[InvalidMessageError] = []
-    observe, keep = group.observations.append, group.rows.append
-    max_batch_size, max_length = limits.max_batch_size, limits.max_speculation_length
-    whose = origin.context_id, origin.worker_key, origin.epoch
-    received_at, known = origin.received_at, _histograms
-    for report in reports:
-        seq, batch_size, length = report.seq, report.batch_size, report.speculation_length
-        latency_s, context_length = report.latency_s, report.mean_context_length
-        version, probe_id = report.decision_version, report.probe_id
-        prompt_s, num_new_rows = report.draft_prompt_s, report.num_new_rows
-        histogram = tuple(report.accepted_histogram[:MOST_RUNS])  # the slice makes it twice as fast
-        facts = known.get(histogram) or remember(histogram)
-        if not (
-            0 < batch_size <= max_batch_size
-            and facts[0] == length <= max_length
-            and facts[1] == batch_size
-            and MIN_LATENCY_S <= latency_s <= MAX_LATENCY_S
-            and 0.0 <= context_length <= MAX_CONTEXT_LENGTH
-            and 0 < seq <= MAX_INTEGER
-            and version <= MAX_INTEGER
-            and probe_id <= MAX_INTEGER
-            and 0.0 <= prompt_s <= MAX_LATENCY_S
-            and num_new_rows <= max_batch_size
-        ):
-            error = explain_report(report, limits)
-            assert error is not None, "the two checks of a report disagree"
-            refusals.append(error)
-            continue
-        by_class, classes_text = _NO_CLASSES
+def read_step(report: pb.StepReport, limits: Limits) -> StepRecord:
+    """The step that a worker with these limits reports. Raises InvalidMessageError naming the field and its range."""
+    rows, length = report.batch_size, report.speculation_length
+    step = StepRecord(
+        report.seq,
+        rows,
+        Arm(length, report.ngram),
+        report.latency_s,
+        tuple(report.accepted_histogram[:MOST_RUNS]),
+        report.mean_context_length,
+        report.decision_version,
+        _flags(report) if report.flags else _NO_FLAGS,
+        report.probe_id,
+        (),
+        report.num_drafted_sequences if report.HasField("num_drafted_sequences") else rows * (length > 0),
+        report.num_verified_tokens if report.HasField("num_verified_tokens") else rows * (length + 1),
+        report.draft_prefill_s,
+        report.num_new_sequences,
+    )
+    try:
+        _check(step, limits)
         if report.class_histograms:
-            split = by_class_of(report, histogram, seq)
-            if isinstance(split, InvalidMessageError):
-                refusals.append(split)
-                continue
-            by_class, classes_text = split
-        flags = meaning_of(report) if report.flags else _ORDINARY
-        copies, read, reviews, text = _NOTHING_TOLD
-        if report.read or report.reviews or report.HasField("copying"):
-            told = told_by(report, flags)
-            if isinstance(told, InvalidMessageError):
-                refusals.append(told)
-                continue
-            copies, read, reviews, text = told
-        teaches = flags.teaches_latency, flags.teaches_acceptance
-        observe(
-            StepObservation(
-                *(batch_size, length, latency_s, histogram, context_length, *teaches, by_class),
-                copying=copies,
-                read=read,
-                draft_prompt_s=prompt_s,
-                reviews=reviews,
-                num_new_rows=num_new_rows,
-            )
-        )
-        step = (*whose, seq, batch_size, length, latency_s, facts[3], facts[2], context_length)
-        keep(step + (version, probe_id, flags.names, received_at, classes_text, 1, None, text, prompt_s, num_new_rows))
-    return refusals
+            step = step._replace(class_histograms=_class_histograms(report, step))
+        if report.evaluations:
+            step = step._replace(evaluations=_evaluations(report, limits))
+    except InvalidMessageError as error:
+        raise InvalidMessageError(error.reason, f"report {report.seq}: {error}") from None
+    return step
 
 
-def by_class_of(
-    report: pb.StepReport | pb.StepSum, histogram: tuple[int, ...], seq: int
-) -> tuple[ByClass, str] | InvalidMessageError:
-    """The histogram by class, for the estimator and as JSON text; or why it is refused."""
-    if len(report.class_histograms) > len(CLASSES):
-        sentence = (
-            f"report {seq}: class_histograms has {len(report.class_histograms)} entries for {len(CLASSES)} classes"
-        )
-        return InvalidMessageError("class_histograms", sentence)
-    split: ByClass = tuple(
+def _check(step: StepRecord, limits: Limits) -> None:
+    rows, (length, ngram), histogram = step.batch_size, step.arm, step.accepted_histogram
+    for name, value, least, most in (
+        ("seq", step.seq, 1, MAX_INTEGER),
+        ("batch_size", rows, 1, limits.max_batch_size),
+        ("speculation_length", length, 0, limits.max_speculation_length),
+        ("ngram", ngram, False, limits.ngram),
+        ("latency_s", step.latency_s, MIN_LATENCY_S, MAX_LATENCY_S),
+        ("mean_context_length", step.mean_context_length, 0, MAX_TOKENS),
+        ("decision_version", step.decision_version, 0, MAX_INTEGER),
+        ("probe_id", step.probe_id, 0, MAX_INTEGER),
+        ("num_drafted_sequences", step.num_drafted_sequences, 0, rows if length else 0),
+        ("num_verified_tokens", step.num_verified_tokens, rows, rows * (MAX_SPECULATION_LENGTH + 1)),
+        ("draft_prefill_s", step.draft_prefill_s, 0.0, MAX_LATENCY_S),
+        ("num_new_sequences", step.num_new_sequences, 0, limits.max_batch_size),
+    ):
+        if not least <= value <= most:
+            raise out_of_range(name, value, least, most)
+    most = step.arm.max_tokens + 1
+    if not (1 if ngram else most) <= len(histogram) <= most:
+        sentence = f"accepted_histogram has {len(histogram)} entries; it must have {most} for the arm `{step.arm}`"
+        raise InvalidMessageError("accepted_histogram", sentence)
+    if sum(histogram) != rows:
+        sentence = f"accepted_histogram sums to {sum(histogram)}; it must sum to batch_size, {rows}"
+        raise InvalidMessageError("accepted_histogram", sentence)
+
+
+def _flags(report: pb.StepReport) -> frozenset[StepFlag]:
+    return frozenset(_FLAGS.get(flag, StepFlag.UNKNOWN) for flag in report.flags[:MOST_FLAGS])
+
+
+def _class_histograms(report: pb.StepReport, step: StepRecord) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The histogram by class, checked to add up to that of all."""
+    check_range("the number of entries of class_histograms", len(report.class_histograms), 0, NUM_CLASSES)
+    split = tuple(
         (each.request_class - 1, tuple(each.accepted_histogram[:MOST_RUNS])) for each in report.class_histograms
     )
-    kinds = [kind for kind, _ in split]
-    if not set(kinds) <= set(range(len(CLASSES))) or len(set(kinds)) < len(kinds):
-        named = [kind + 1 for kind in kinds]
-        sentence = f"report {seq}: class_histograms has classes {named}; each of 1 to 3 may be there once"
-        return InvalidMessageError("class_histograms", sentence)
-    widths = {len(runs) for _, runs in split}
-    if widths != {len(histogram)} or tuple(map(sum, zip(*(runs for _, runs in split), strict=True))) != histogram:
-        sentence = f"report {seq}: class_histograms must add up to accepted_histogram, {list(histogram)}"
-        return InvalidMessageError("class_histograms", sentence)
-    return split, json.dumps({CLASSES[kind]: runs for kind, runs in split}, separators=(",", ":"))
+    classes = [kind for kind, _ in split]
+    if len(set(classes)) < len(classes) or not 0 <= min(classes) <= max(classes) < NUM_CLASSES:
+        raise InvalidMessageError("class_histograms", "class_histograms must have each known class once at most")
+    histogram = step.accepted_histogram
+    if any(len(runs) != len(histogram) for _, runs in split) or histogram != tuple(
+        map(sum, zip(*(runs for _, runs in split), strict=True))
+    ):
+        sentence = f"class_histograms must add up to accepted_histogram, {list(histogram)}"
+        raise InvalidMessageError("class_histograms", sentence)
+    return split
 
 
-def remember(histogram: tuple[int, ...]) -> HistogramFacts:
-    """Length, sum, accepted tokens and JSON text of a histogram."""
-    facts = (
-        len(histogram) - 1,
-        sum(histogram),
-        sum(map(mul, histogram, RUNS)),
-        str(list(histogram)),
-    )
-    if len(histogram) <= len(RUNS):  # a longer one is refused: not worth remembering
-        if len(_histograms) >= MAX_REMEMBERED:
-            _histograms.clear()
-        _histograms[histogram] = facts
-    return facts
+def _evaluations(report: pb.StepReport, limits: Limits) -> tuple[OutputEvaluation, ...]:
+    check_range("the number of evaluations", len(report.evaluations), 0, MAX_EVALUATIONS)
+    return tuple(_evaluation(each, _num_arms(limits)) for each in report.evaluations)
 
 
-def meaning_of(report: pb.StepReport | pb.StepSum) -> Flags:
-    """Flags, remembered as far as all of them are known ones: the values of others are without number."""
-    flags = frozenset(report.flags[:MOST_FLAGS])
-    meaning = _flags.get(flags)
-    if meaning is None:
-        meaning = read_flags(flags)
-        if "unknown" not in meaning.names:
-            _flags[flags] = meaning
-    return meaning
+@lru_cache
+def _num_arms(limits: Limits) -> int:
+    return len(limits.arms())
+
+
+def _evaluation(message: pb.OutputEvaluation, num_arms: int) -> OutputEvaluation:
+    """The steps of every arm, checked to be possible for so many tokens."""
+    tokens = message.num_tokens
+    check_range("evaluations.request_class", message.request_class, 1, NUM_CLASSES)
+    check_range("evaluations.num_output_tokens", message.num_output_tokens, 1, MAX_TOKENS)
+    check_range("evaluations.num_tokens", tokens, 1, message.num_output_tokens)
+    lists = message.num_steps, message.num_drafted_steps, message.num_verified_tokens
+    if any(len(each) != num_arms for each in lists):
+        sentence = (
+            f"evaluations has lists of {[*map(len, lists)]} entries; each must have one for every arm, {num_arms}"
+        )
+        raise InvalidMessageError("evaluations", sentence)
+    steps, drafted, verified = map(tuple, lists)
+    for taken, with_draft, checked in zip(steps, drafted, verified, strict=True):
+        check_range("evaluations.num_steps", taken, 1, tokens)
+        check_range("evaluations.num_drafted_steps", with_draft, 0, taken)
+        check_range("evaluations.num_verified_tokens", checked, taken, taken * (MAX_SPECULATION_LENGTH + 1))
+    return OutputEvaluation(message.request_class - 1, message.num_output_tokens, tokens, steps, drafted, verified)

@@ -1,76 +1,103 @@
-"""Reports and profiles as the store keeps them, read into the estimator's values."""
+"""Step records and profiles as rows of the database, and back: exactly, so that a replay makes the same calls."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
-from speclen.controller.estimator.core import Profile, ProfileCell, StepObservation
-from speclen.controller.wire.copies import stored_copies
-from speclen.controller.wire.flags import named_flags
-from speclen.controller.wire.ingest import CLASSES
-from speclen.controller.wire.sums import geometric_mean
+from speclen.records import Arm, OutputEvaluation, Profile, ProfileCell, RequestClass, StepFlag, StepRecord
 
+if TYPE_CHECKING:
+    from speclen.store.records import ProfileRow, ReportRow
 
-class StoredReport(Protocol):
-    """The part of speclen.store.records.ReportRow that is used here."""
-
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def speculation_length(self) -> int: ...
-    @property
-    def latency_s(self) -> float: ...
-    @property
-    def accepted_histogram(self) -> str: ...
-    @property
-    def mean_context_length(self) -> float: ...
-    @property
-    def flags(self) -> str: ...
-    @property
-    def class_histograms(self) -> str | None: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def latency_sd_s(self) -> float | None: ...
-    @property
-    def copying(self) -> str | None: ...
-    @property
-    def draft_prompt_s(self) -> float: ...
-    @property
-    def num_new_rows(self) -> int: ...
+_CLASSES = [each.name.lower() for each in RequestClass]
 
 
-def observation_of(report: StoredReport) -> StepObservation:
-    """A stored report as the estimator saw it."""
-    flags = named_flags(report.flags)
-    by_class = json.loads(report.class_histograms) if report.class_histograms else {}
-    told = stored_copies(report.copying, flags)
-    return StepObservation(
-        report.batch_size,
-        report.speculation_length,
-        geometric_mean(report.latency_s, report.latency_sd_s) if report.latency_sd_s else report.latency_s,
-        tuple(json.loads(report.accepted_histogram)),
-        report.mean_context_length,
-        flags.teaches_latency,
-        flags.teaches_acceptance,
-        tuple((CLASSES.index(name), tuple(runs)) for name, runs in by_class.items()),
-        report.num_steps,
-        told.copies,
-        told.read,
-        report.draft_prompt_s,
-        told.reviews,
-        report.num_new_rows,
+class StoredGroup(NamedTuple):
+    """Consecutive steps of one worker that were learned from in one call."""
+
+    group_id: int
+    context_id: int
+    worker_key: int
+    steps: tuple[StepRecord, ...]
+
+
+def row_of(
+    step: StepRecord, group_id: int, context_id: int, worker_key: int, epoch: int, received_at: float
+) -> tuple[object, ...]:
+    """The values of a speclen.store.records.ReportRow, in its order."""
+    (length, ngram), flags = step.arm, " ".join(sorted(flag.value for flag in step.flags)) if step.flags else ""
+    return (
+        group_id,
+        context_id,
+        worker_key,
+        epoch,
+        step.seq,
+        step.batch_size,
+        length,
+        ngram,
+        step.latency_s,
+        _list_text(step.accepted_histogram),
+        step.num_tokens - step.batch_size,
+        step.mean_context_length,
+        step.decision_version,
+        flags,
+        step.probe_id,
+        _class_text(step) if step.class_histograms else None,
+        step.num_drafted_sequences,
+        step.num_verified_tokens,
+        step.draft_prefill_s,
+        step.num_new_sequences,
+        _text(step.evaluations) if step.evaluations else None,
+        received_at,
     )
 
 
-def profile_of(row: Any) -> Profile:
-    """A stored profile. row: a speclen.store.records.ProfileRow."""
-    cells = tuple(
-        ProfileCell(
-            *(cell.batch_size, cell.speculation_length, cell.step_s),
-            *(cell.step_s_stderr, cell.num_steps, cell.mean_context_length),
-        )
-        for cell in row.cells
+def record_of(row: ReportRow) -> StepRecord:
+    """The step of a stored row. ValueError, KeyError or TypeError for text that `row_of` does not write."""
+    classes = json.loads(row.class_histograms) if row.class_histograms else {}
+    evaluations = json.loads(row.evaluations) if row.evaluations else ()
+    return StepRecord(
+        row.seq,
+        row.batch_size,
+        Arm(row.speculation_length, bool(row.ngram)),
+        row.latency_s,
+        tuple(json.loads(row.accepted_histogram)),
+        row.mean_context_length,
+        row.decision_version,
+        frozenset(map(StepFlag, row.flags.split())),
+        row.probe_id,
+        tuple((_CLASSES.index(name), tuple(runs)) for name, runs in classes.items()),
+        row.num_drafted_sequences,
+        row.num_verified_tokens,
+        row.draft_prefill_s,
+        row.num_new_sequences,
+        tuple(OutputEvaluation(*each[:3], *map(tuple, each[3:])) for each in evaluations),
     )
+
+
+def groups_of(rows: Iterable[ReportRow]) -> Iterator[StoredGroup]:
+    """Rows in ascending order of group_id as the calls in which they were learned from."""
+    for group_id, members in groupby(rows, key=attrgetter("group_id")):
+        group = list(members)
+        yield StoredGroup(group_id, group[0].context_id, group[0].worker_key, tuple(map(record_of, group)))
+
+
+def profile_of(row: ProfileRow) -> Profile:
+    cells = tuple(ProfileCell(*cell) for cell in row.cells)
     return Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source)
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+_list_text = lru_cache(maxsize=16_384)(_text)  # few histograms differ
+
+
+def _class_text(step: StepRecord) -> str:
+    return _text({_CLASSES[kind]: runs for kind, runs in step.class_histograms})

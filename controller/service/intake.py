@@ -1,0 +1,77 @@
+"""Reports in: repetitions sorted out, the rest checked, and kept with their worker until it is learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from speclen.controller.service.journal import Journal
+from speclen.controller.service.learner import Learner
+from speclen.controller.service.registry import Registration, Registry, Worker
+from speclen.controller.service.totals import Totals
+from speclen.controller.wire.ingest import read_step
+from speclen.controller.wire.validation import InvalidMessageError
+from speclen.v1 import control_pb2 as pb
+
+log = structlog.get_logger()
+
+# Seconds after which the database is told that a worker without reports is alive.
+QUIET_NOTE_S = 10.0
+
+
+class Intake:
+    """Everything that workers send. On one thread, and without waiting."""
+
+    def __init__(
+        self, registry: Registry, learner: Learner, journal: Journal, totals: Totals, clock: Callable[[], float]
+    ) -> None:
+        self.registry = registry
+        self.learner = learner
+        self.journal = journal
+        self.totals = totals
+        self.clock = clock
+
+    def register(self, registration: Registration) -> Worker:
+        """Introduce a worker; raises what Registry.register raises."""
+        known = self.registry.workers.get(registration.worker_id)
+        if known is not None:
+            self.learner.learn(known)  # of its last incarnation
+        rival = self.registry.rival_of(registration)
+        worker = self.registry.register(registration)
+        self.learner.prepare(worker.context)
+        if rival:
+            log.error("two workers have one name", worker=worker.worker_id, detail=rival)
+            self.learner.note_drift(worker.context, "worker", rival)
+        self.journal.note_worker(worker)
+        return worker
+
+    def take(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[InvalidMessageError]:
+        """Keep the new and plausible ones, and learn from them if it is time; returns why others were refused."""
+        now = worker.last_seen_at = self.clock()
+        if worker.seqs.close_gaps(now) or now - worker.noted_at > QUIET_NOTE_S:
+            self.journal.note_worker(worker)
+        if not reports:
+            return []
+        if not worker.waiting:
+            worker.waiting_since = now
+        refusals: list[InvalidMessageError] = []
+        for report in self._new(worker, reports):
+            try:
+                worker.waiting.append(read_step(report, worker.limits))
+            except InvalidMessageError as error:
+                refusals.append(error)
+        worker.num_refused += len(refusals)
+        self.totals.refused.update(error.reason for error in refusals)
+        if not self.learner.expect(worker):
+            self.journal.note_worker(worker)  # counts changed
+        return refusals
+
+    def _new(self, worker: Worker, reports: Sequence[pb.StepReport]) -> list[pb.StepReport]:
+        """Those that were not seen before."""
+        seqs = worker.seqs
+        missing, repeated = seqs.num_missing, seqs.num_repeated
+        new = [report for report in reports if seqs.admit(report.seq)]
+        self.totals.num_missing += seqs.num_missing - missing
+        self.totals.num_repeated += seqs.num_repeated - repeated
+        return new

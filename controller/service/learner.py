@@ -1,0 +1,200 @@
+"""Learning: each worker's waiting reports in one call of the estimator, then decisions, a probe, and rows for the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from speclen.controller.estimator import Estimator
+from speclen.controller.service.journal import Journal
+from speclen.controller.service.prediction import PredictionError
+from speclen.controller.service.registry import Context, Registry, Worker
+from speclen.controller.service.sampling import Sampling
+from speclen.controller.service.totals import Totals
+from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Limits, Profile, StepRecord, Table
+
+log = structlog.get_logger()
+
+# Seconds for which reports wait for others: one call of the estimator costs little more for many than for one.
+LEARN_INTERVAL_S = 0.2
+# So many reports do not wait: no group becomes larger.
+MANY_REPORTS = 512
+# The same while a context has taught fewer than MANY_REPORTS: a cold start must choose anew within some steps.
+FEW_REPORTS = 8
+# Workers with another policy do not use the table: a probe would be lost on them.
+FOLLOWS_TABLE = ("", "adaptive")
+
+
+class Learner:
+    """Gives reports to the estimator, and answers from it. On one thread. last_group_id: of the newest call."""
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        registry: Registry,
+        journal: Journal,
+        totals: Totals,
+        clock: Callable[[], float],
+        last_group_id: int = 0,
+    ) -> None:
+        self.estimator = estimator
+        self.registry = registry
+        self.journal = journal
+        self.totals = totals
+        self.clock = clock
+        self.last_group_id = last_group_id
+        self.sampling = Sampling()
+        self.prediction: dict[ContextKey, PredictionError] = {}
+        self._tables: dict[ContextKey, dict[str, Table]] = {}
+        self._waiting: dict[str, Worker] = {}
+
+    # Reports.
+
+    def expect(self, worker: Worker) -> bool:
+        """Note that reports of a worker wait, if any do, and learn from them at once where they are not to wait."""
+        num_waiting = len(worker.waiting)
+        if num_waiting:
+            self._waiting[worker.worker_id] = worker
+        if num_waiting >= (FEW_REPORTS if worker.context.num_learned < MANY_REPORTS else MANY_REPORTS):
+            self.learn(worker)
+        return num_waiting > 0
+
+    async def run(self) -> None:
+        """Learn a few times a second; cancel to stop."""
+        while True:
+            await asyncio.sleep(LEARN_INTERVAL_S)
+            await self.learn_all()
+
+    async def learn_all(self) -> None:
+        """Learn from everything that waits now, and pause between workers for as long as each took: messages go on."""
+        for worker in list(self._waiting.values()):
+            started = time.perf_counter()
+            with self.sampling.measured():
+                self.learn(worker)
+            await asyncio.sleep(time.perf_counter() - started)
+
+    def learn(self, worker: Worker) -> None:
+        """Learn from all reports of the worker that wait, in one call of the estimator."""
+        self._waiting.pop(worker.worker_id, None)
+        steps, worker.waiting = worker.waiting, []
+        if not steps:
+            return
+        context = worker.context
+        worker.last_batch_size, worker.last_step_s = steps[-1].batch_size, steps[-1].latency_s
+        try:
+            self._compare(worker, steps)
+            outcome = self.estimator.observe(context.key, steps, worker.worker_id)
+        except Exception:  # a mistake of ours must not become a crash that every resent report repeats
+            log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
+            self._give_up(worker, len(steps))
+            return
+        self.last_group_id += 1
+        context.num_learned += len(steps)
+        worker.num_reports += len(steps)
+        self.totals.add_group(len(steps), self.clock() - worker.waiting_since)
+        self.journal.note_reports(worker, steps, self.last_group_id)
+        self._note(context, outcome.decisions, outcome.drift_events)
+        self._take_probe(worker)
+
+    def _give_up(self, worker: Worker, num_reports: int) -> None:
+        """Count reports that taught nothing, and start anew what the mistake may have spoiled."""
+        self.totals.refused["estimator"] += num_reports
+        worker.num_refused += num_reports
+        self.journal.note_worker(worker)
+        self._start_anew(worker.context)
+
+    def _start_anew(self, context: Context) -> None:
+        try:
+            outcome = self.estimator.start_anew(context.key, "the estimator failed")
+        except Exception:
+            log.exception("a context cannot start anew", context=str(context.key))
+            return
+        self._note(context, outcome.decisions, outcome.drift_events)
+
+    def _compare(self, worker: Worker, steps: Sequence[StepRecord]) -> None:
+        """Compare steps with what the worker's table had promised."""
+        self.prediction.setdefault(worker.context.key, PredictionError()).add(self.table(worker)[0], steps)
+
+    def _note(self, context: Context, decisions: Sequence[Decision], drift_events: Sequence[DriftEvent]) -> None:
+        """Count, keep and apply what changed, which may concern other contexts of the pair."""
+        if not decisions and not drift_events:
+            return
+        self.totals.num_decisions += len(decisions)
+        self.totals.drift.update(event.factor for event in drift_events)
+        for event in drift_events:
+            if event.factor == "reset":
+                log.error("a context starts anew", context=str(event.context), reason=event.detail)
+        for key in {context.key, *(each.context for each in decisions)}:
+            self._tables.pop(key, None)
+        contexts = self.registry.contexts
+        self.journal.note_decisions([(contexts[each.context], each) for each in decisions], self.last_group_id)
+        self.journal.note_drift([(contexts[each.context], each) for each in drift_events], self.last_group_id)
+
+    def note_drift(self, context: Context, factor: str, detail: str) -> None:
+        """Keep an event that the estimator does not know of."""
+        self._note(context, (), [DriftEvent(context.key, factor, 1.0, detail)])
+
+    def _take_probe(self, worker: Worker) -> None:
+        """Ask for an exploratory arm for the worker's next steps; mostly there is none."""
+        if worker.policy not in FOLLOWS_TABLE or worker.probe is not None:
+            return
+        try:
+            worker.probe = self.estimator.take_probe(
+                worker.context.key,
+                worker.worker_id,
+                batch_size=worker.last_batch_size,
+                limits=worker.limits,
+                num_steps=worker.probe_steps,
+            )
+        except Exception:
+            log.exception("the estimator failed to give a probe", context=str(worker.context.key))
+            self._start_anew(worker.context)
+        self.totals.num_probes += worker.probe is not None
+
+    # Contexts.
+
+    def prepare(self, context: Context) -> None:
+        """Let the estimator know a context that was made or widened."""
+        key = context.key
+        before = self.estimator.limits(key) if self.estimator.knows(key) else None
+        decisions = self.estimator.add_context(key, context.limits)
+        if self.estimator.limits(key) != before:
+            self.journal.note_limits(context, self.last_group_id)
+            self._tables.pop(key, None)
+        self._note(context, decisions, ())
+
+    def import_profile(self, key: ContextKey, profile: Profile) -> int:
+        """Seed a context, known or new; returns the profile's id. Raises FullError."""
+        lengths = len(profile.survival), *(cell.speculation_length for cell in profile.cells)
+        context = self.registry.context(key, Limits(max(cell.batch_size for cell in profile.cells), max(lengths)))
+        self.prepare(context)
+        profile_id = self.journal.note_profile(context, profile, self.last_group_id)
+        self._note(context, self.estimator.seed_profile(key, profile), ())
+        self._tables.pop(key, None)
+        return profile_id
+
+    # Answers.
+
+    def table(self, worker: Worker) -> tuple[Table, str]:
+        """The table in use, and the worker's id if it is isolated, else "".
+
+        Arms are of this moment, expected times at most as old as `refresh` allows.
+        """
+        key = worker.context.key
+        own = worker.worker_id if self.estimator.is_isolated(key, worker.worker_id) else ""
+        tables = self._tables.setdefault(key, {})
+        table = tables.get(own)
+        if table is None:
+            table = tables[own] = self.estimator.table(key, own)
+        return table, own
+
+    def refresh(self) -> None:
+        """Have expected times computed anew. To be called about once a second."""
+        self._tables.clear()
+
+    def learned(self, key: ContextKey) -> tuple[int, list[ArmEstimate]]:
+        """Version of the table and every row learned. Raises KeyError for an unknown context."""
+        return self.estimator.table(key).version, self.estimator.rows(key)

@@ -1,0 +1,107 @@
+"""Rows of the database, made of the registry's and the estimator's values: fields and columns have the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from speclen.controller.estimator import Estimator
+from speclen.controller.service.registry import Context, Worker
+from speclen.controller.service.sequence import SeqWindow
+from speclen.records import Decision, DriftEvent, Limits, Profile
+from speclen.store.records import (
+    AcceptanceRow,
+    ArmEstimateRow,
+    ContextLimitsRow,
+    ContextRow,
+    DecisionRow,
+    DriftEventRow,
+    ProfileCellRow,
+    ProfileRow,
+    WorkerRow,
+)
+
+Row = TypeVar("Row", bound=NamedTuple)
+
+
+def filled(row_class: type[Row], *sources: object, **more: object) -> Row:
+    """A row with the attributes of its fields' names, each of the first source that has it. more: by name."""
+
+    def value(name: str) -> Any:
+        return more[name] if name in more else next(getattr(each, name) for each in sources if hasattr(each, name))
+
+    return row_class(*map(value, row_class._fields))
+
+
+def context_row(context: Context, version: int, now: float) -> ContextRow:
+    return filled(ContextRow, context, context.key, context.limits, decision_version=version, updated_at=now)
+
+
+def limits_row(context: Context, after_group_id: int, now: float) -> ContextLimitsRow:
+    return ContextLimitsRow(context.context_id, *context.limits, after_group_id, now)
+
+
+def worker_row(worker: Worker) -> WorkerRow:
+    return filled(WorkerRow, worker, worker.seqs, worker.limits, worker.context)
+
+
+def worker_of(row: WorkerRow, context: Context) -> Worker:
+    """A worker as of its last commit: what was settled then is durable. Raises ValueError for ranges that are none."""
+    seqs = SeqWindow(row.applied_seq, row.missing_ranges, row.num_missing, row.num_repeated)
+    return Worker(
+        worker_key=row.worker_key,
+        worker_id=row.worker_id,
+        epoch=row.epoch,
+        context=context,
+        limits=Limits(row.max_batch_size, row.max_speculation_length, row.ngram),
+        address=row.address,
+        policy=row.policy,
+        registered_at=row.registered_at,
+        last_seen_at=row.last_seen_at,
+        seqs=seqs,
+        durable_seq=seqs.settled_seq,
+        num_reports=row.num_reports,
+        num_refused=row.num_refused,
+    )
+
+
+def estimate_rows(estimator: Estimator, context: Context, now: float) -> list[ArmEstimateRow]:
+    """The learned table of a context."""
+    more = {"context_id": context.context_id, "updated_at": now}
+    return [filled(ArmEstimateRow, each, each.arm, **more) for each in estimator.rows(context.key)]
+
+
+def acceptance_rows(estimator: Estimator, pair: tuple[str, str], now: float) -> list[AcceptanceRow]:
+    survival = enumerate(estimator.survival(pair), start=1)
+    return [AcceptanceRow(*pair, position, chance, num_trials, now) for position, (chance, num_trials) in survival]
+
+
+def decision_rows(decisions: Iterable[tuple[Context, Decision]], after_group_id: int, now: float) -> list[DecisionRow]:
+    """Decisions of workers that are alike: the tables are kept for these. An isolated worker is an event."""
+    return [
+        filled(
+            DecisionRow,
+            each,
+            each.arm,
+            context_id=context.context_id,
+            decision_version=each.version,
+            previous_speculation_length=each.previous_arm and each.previous_arm.speculation_length,
+            previous_ngram=each.previous_arm and each.previous_arm.ngram,
+            after_group_id=after_group_id,
+            decided_at=now,
+        )
+        for context, each in decisions
+        if not each.isolated
+    ]
+
+
+def drift_rows(events: Iterable[tuple[Context, DriftEvent]], after_group_id: int, now: float) -> list[DriftEventRow]:
+    return [
+        filled(DriftEventRow, each, context, after_group_id=after_group_id, detected_at=now) for context, each in events
+    ]
+
+
+def profile_row(profile_id: int, context: Context, profile: Profile, after_group_id: int, now: float) -> ProfileRow:
+    cells = tuple(ProfileCellRow(*cell) for cell in profile.cells)
+    more = {"profile_id": profile_id, "after_group_id": after_group_id, "imported_at": now, "cells": cells}
+    return filled(ProfileRow, profile, context, **more)

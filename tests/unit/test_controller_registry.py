@@ -1,0 +1,117 @@
+"""Of every worker the newest life counts: older ones are refused, known ones go on where they were."""
+
+import pytest
+
+from speclen.controller.service.registry import (
+    Context,
+    ContextChangedError,
+    FullError,
+    OldEpochError,
+    Registration,
+    Registry,
+    UnknownWorkerError,
+)
+from speclen.records import ContextKey, Limits
+
+KEY = ContextKey("t", "d", "cpu:test", "float32")
+OTHER = ContextKey("t", "d", "cuda:test", "float32")
+LIMITS = Limits(32, 4)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def registry(max_workers: int = 10, max_contexts: int = 10) -> Registry:
+    return Registry(Clock(), max_workers, max_contexts)
+
+
+def registration(worker_id="w", epoch=7, key=KEY, limits=LIMITS) -> Registration:
+    return Registration(worker_id, epoch, key, limits)
+
+
+def test_the_same_life_goes_on_where_it_was():
+    known = registry()
+    worker = known.register(registration())
+    for seq in (1, 2, 3):
+        worker.seqs.admit(seq)
+    worker.durable_seq = 2
+    again = known.register(registration())
+    assert again is worker
+    assert (again.seqs.applied_seq, again.durable_seq) == (3, 2)
+
+
+def test_a_new_life_starts_over_but_keeps_its_key_and_its_counts():
+    known = registry()
+    worker = known.register(registration())
+    for seq in (1, 5, 5):
+        worker.seqs.admit(seq)
+    worker.durable_seq, worker.num_reports = 5, 2
+    key = worker.worker_key
+    again = known.register(registration(epoch=8, key=OTHER))
+    assert (again.worker_key, again.epoch, again.context.key) == (key, 8, OTHER)
+    assert (again.seqs.applied_seq, again.durable_seq, again.seqs.missing) == (0, 0, [])
+    assert (again.num_reports, again.seqs.num_missing, again.seqs.num_repeated) == (2, 3, 1)
+
+
+def test_an_old_life_is_refused_everywhere():
+    known = registry()
+    known.register(registration(epoch=8))
+    for attempt in (lambda: known.register(registration(epoch=7)), lambda: known.find("w", 7)):
+        with pytest.raises(OldEpochError, match="epoch 7 of worker 'w' is over: epoch 8"):
+            attempt()
+    assert known.workers["w"].epoch == 8
+
+
+def test_who_is_not_known_is_told_to_register():
+    known = registry()
+    known.register(registration())
+    for worker_id, epoch in (("stranger", 7), ("w", 9)):
+        with pytest.raises(UnknownWorkerError, match="RegisterWorker"):
+            known.find(worker_id, epoch)
+
+
+def test_one_life_has_one_context():
+    known = registry()
+    known.register(registration())
+    with pytest.raises(ContextChangedError, match="another context"):
+        known.register(registration(key=OTHER))
+    assert OTHER not in known.contexts
+
+
+def test_a_context_has_the_largest_limits_of_its_workers():
+    known = registry()
+    known.register(registration("a", limits=Limits(8, 6)))
+    known.register(registration("b", limits=Limits(32, 2)))
+    assert known.contexts[KEY].limits == Limits(32, 6)
+    assert known.workers["a"].limits == Limits(8, 6)
+
+
+def test_numbers_are_bounded_and_the_flag_is_named():
+    known = registry(max_workers=1)
+    known.register(registration("a"))
+    known.register(registration("a", epoch=8))
+    with pytest.raises(FullError, match="--max-workers"):
+        known.register(registration("b"))
+    known = registry(max_contexts=1)
+    known.register(registration("a"))
+    with pytest.raises(FullError, match="--max-contexts"):
+        known.register(registration("b", key=OTHER))
+
+
+def test_ids_go_on_from_the_stored_ones():
+    known = registry()
+    known.add_context(Context(41, OTHER, Limits(), 1.0))
+    assert known.register(registration()).context.context_id == 42
+
+
+def test_two_live_workers_of_one_name_are_told_apart_from_a_restart():
+    known = registry()
+    known.register(Registration("w", 7, KEY, LIMITS, "a:1"))
+    assert known.rival_of(Registration("w", 8, KEY, LIMITS, "a:1")) == ""
+    assert "two workers call themselves w" in known.rival_of(Registration("w", 8, KEY, LIMITS, "b:1"))
+    known.clock.now += 60.0
+    assert known.rival_of(Registration("w", 8, KEY, LIMITS, "b:1")) == "", "a worker that moved"

@@ -1,0 +1,129 @@
+"""A report is read whole or refused with a sentence that names the field."""
+
+import math
+
+import pytest
+from control_fakes import report
+
+from speclen.controller.wire.ingest import read_step
+from speclen.controller.wire.validation import MAX_INTEGER, InvalidMessageError
+from speclen.records import Arm, Limits, OutputEvaluation, StepFlag, StepRecord
+from speclen.v1 import control_pb2 as pb
+
+LIMITS = Limits(32, 4, ngram=True)
+
+
+def read(**changes) -> StepRecord:
+    return read_step(report(**{"seq": 1, **changes}), LIMITS)
+
+
+def classes(*histograms: tuple[int, list[int]]) -> list[pb.ClassHistogram]:
+    return [pb.ClassHistogram(request_class=kind, accepted_histogram=runs) for kind, runs in histograms]
+
+
+def evaluation(**changes) -> pb.OutputEvaluation:
+    fields = {"request_class": 1, "num_output_tokens": 20, "num_tokens": 12}
+    lists = {"num_steps": [12] + [6] * 9, "num_drafted_steps": [0] + [6] * 9, "num_verified_tokens": [12] + [24] * 9}
+    return pb.OutputEvaluation(**{**fields, **lists, **changes})
+
+
+def test_a_report_becomes_a_record():
+    step = read(seq=9, decision_version=13, probe_id=17, draft_prefill_s=0.5, num_new_sequences=2)
+    assert step == StepRecord(9, 4, Arm(2), 0.02, (1, 2, 1), 100.0, 13, frozenset(), 17, (), 4, 12, 0.5, 2)
+
+
+def test_what_is_absent_has_the_value_of_an_ordinary_step():
+    plain = read(speculation_length=0, accepted_histogram=[4])
+    assert (plain.num_drafted_sequences, plain.num_verified_tokens) == (0, 4)
+    told = read(num_drafted_sequences=0, num_verified_tokens=7, ngram=True)
+    assert (told.arm, told.num_drafted_sequences, told.num_verified_tokens) == (Arm(2, True), 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("seq", [0, MAX_INTEGER + 1]),
+        ("batch_size", [0, 33, 2**32 - 1]),
+        ("speculation_length", [5, 64, 2**32 - 1]),
+        ("latency_s", [math.nan, math.inf, -math.inf, 0.0, 9.9e-7, -1e-9, 3600.1]),
+        ("accepted_histogram", [[], [4], [1, 2], [1, 2, 2], [1, 2, 1, 0], [0] * 1000, [2**32 - 1, 5, 0]]),
+        ("mean_context_length", [math.nan, math.inf, -1.0, 1e9]),
+        ("draft_prefill_s", [math.nan, math.inf, -1e-9, 3600.1]),
+        ("num_new_sequences", [33, 2**32 - 1]),
+        ("decision_version", [MAX_INTEGER + 1]),
+        ("probe_id", [2**64 - 1]),
+        ("num_drafted_sequences", [5]),
+        ("num_verified_tokens", [3, 4 * 65 + 1]),
+        (
+            "class_histograms",
+            [
+                classes((1, [1, 2, 1]), (1, [0, 0, 0])),
+                classes((4, [1, 2, 1])),
+                classes((0, [1, 2, 1])),
+                classes((1, [1, 1, 1])),
+                classes((1, [1, 2])),
+                classes((1, [])),
+                classes(*[(1, [0])] * 1000),
+            ],
+        ),
+        (
+            "evaluations",
+            [
+                [evaluation()] * 17,
+                [evaluation(request_class=0)],
+                [evaluation(num_tokens=21)],
+                [evaluation(num_tokens=0)],
+                [evaluation(num_steps=[12])],
+                [evaluation(num_steps=[13] + [6] * 9)],
+                [evaluation(num_steps=[0] * 10)],
+                [evaluation(num_drafted_steps=[7] * 10)],
+                [evaluation(num_verified_tokens=[5] * 10)],
+                [evaluation(num_verified_tokens=[2**32 - 1] * 10)],
+            ],
+        ),
+    ],
+)
+def test_what_is_not_plausible_is_refused_by_name(field, values):
+    for value in values:
+        with pytest.raises(InvalidMessageError, match=rf"report 1?\d*: .*{field}.* must ") as refusal:
+            read(**{field: value})
+        assert len(str(refusal.value)) < 1000
+
+
+def test_n_grams_only_from_a_worker_that_registered_with_them():
+    with pytest.raises(InvalidMessageError, match="ngram"):
+        read_step(report(1, ngram=True), Limits(32, 4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"latency_s": 3600.0},
+        {"latency_s": 1e-6},
+        {"batch_size": 32, "accepted_histogram": [32, 0, 0]},
+        {"mean_context_length": 0.0},
+        {"seq": MAX_INTEGER, "decision_version": MAX_INTEGER, "probe_id": MAX_INTEGER},
+        {"speculation_length": 4, "accepted_histogram": [0, 0, 0, 0, 4]},
+        {"ngram": True, "accepted_histogram": [4]},
+        {"ngram": True, "accepted_histogram": [0] * 8 + [4]},
+        {"class_histograms": classes((1, [1, 1, 0]), (3, [0, 1, 1]))},
+        {"evaluations": [evaluation(num_tokens=20)]},
+    ],
+)
+def test_every_limit_itself_is_allowed(changes):
+    assert read(**changes)
+
+
+def test_classes_and_evaluations_are_read():
+    step = read(class_histograms=classes((1, [1, 1, 0]), (3, [0, 1, 1])), evaluations=[evaluation()])
+    assert step.class_histograms == ((0, (1, 1, 0)), (2, (0, 1, 1)))
+    assert step.evaluations == (OutputEvaluation(0, 20, 12, (12, *[6] * 9), (0, *[6] * 9), (12, *[24] * 9)),)
+
+
+def test_flags_are_read_and_unknown_ones_are_a_reason_too():
+    step = read(flags=[pb.STEP_FLAG_PREFILL, pb.STEP_FLAG_PREFILL, pb.STEP_FLAG_CHANGED_ARM, 99])
+    assert step.flags == {StepFlag.PREFILL, StepFlag.CHANGED_ARM, StepFlag.UNKNOWN}
+    assert read(flags=[pb.STEP_FLAG_UNSPECIFIED]).flags == {StepFlag.UNKNOWN}
+    assert {flag.name for flag in StepFlag} - {"UNKNOWN"} == {
+        name.removeprefix("STEP_FLAG_") for name in pb.StepFlag.DESCRIPTOR.values_by_name if name != "STEP_FLAG_UNSPECIFIED"
+    }

@@ -1,0 +1,246 @@
+"""A mark becomes durable only after the commit that holds every report up to it; nothing waits for the disk."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from control_fakes import report
+from service_parts import ELSEWHERE, KEY, Parts, seqs_of
+
+from speclen.store.records import ReportRow
+
+
+def story(test):
+    """Run a test's coroutine with the parts of a controller."""
+
+    def run() -> None:
+        async def inside() -> None:
+            await test(Parts())
+
+        asyncio.run(inside())
+
+    run.__name__ = test.__name__
+    return run
+
+
+@story
+async def test_durable_follows_the_commit(parts):
+    worker = parts.worker()
+    parts.send(worker, 1, 2, 3)
+    parts.journal.commit()
+    assert worker.durable_seq == 0
+    parts.send(worker, 4)  # after the commit was built: not in it
+    await parts.store.land()
+    assert worker.durable_seq == 3
+    commit = parts.store.last
+    assert seqs_of(commit) == [1, 2, 3]
+    assert [row.applied_seq for row in commit.workers] == [3]
+    assert [(row.target, row.draft) for row in commit.states] == [KEY.pair]
+
+
+@story
+async def test_a_mark_never_runs_ahead_of_reports_that_wait(parts):
+    worker = parts.worker()
+    parts.send(worker, 1, 2, learn=False)
+    parts.send(worker, 2, learn=False)  # a repetition, which changes a count of the worker
+    parts.journal.note_worker(worker)
+    parts.journal.commit()
+    assert all(row.applied_seq == 0 for row in parts.store.last.workers)
+    parts.learner.learn(worker)
+    parts.journal.commit()
+    assert (parts.store.last.workers[0].applied_seq, seqs_of(parts.store.last)) == (2, [1, 2])
+
+
+@story
+async def test_a_commit_that_is_given_up_is_followed_by_one_with_the_same_marks(parts):
+    worker = parts.worker()
+    parts.send(worker, 1, 2)
+    parts.journal.commit()
+    await parts.store.land(0, RuntimeError("no"))
+    assert worker.durable_seq == 0
+    assert parts.journal.num_failed_commits == 1
+    assert [str(error) for error in parts.journal.given_up.values()] == ["no"]
+    parts.journal.commit()
+    assert parts.store.last.workers[0].applied_seq == 2
+    await parts.store.land(1)
+    assert parts.journal.given_up == {}
+    assert worker.durable_seq == 2
+
+
+@story
+async def test_a_late_report_is_durable_only_with_its_own_commit(parts):
+    worker = parts.worker()
+    parts.send(worker, 1, 5)
+    parts.journal.commit()
+    parts.send(worker, 3)
+    await parts.store.land(0)
+    assert worker.durable_seq == 1, "2, 3 and 4 were not in the commit"
+    parts.journal.commit()
+    await parts.store.land(1)
+    assert worker.durable_seq == 1, "2 and 4 may still come"
+    assert parts.store.last.workers[0].missing_ranges == "[[2, 2], [4, 4]]"
+
+
+@story
+async def test_an_answer_for_an_old_incarnation_moves_nothing(parts):
+    worker = parts.worker()
+    parts.send(worker, 1, 2)
+    parts.journal.commit()
+    parts.worker(epoch=8)
+    await parts.store.land(0)
+    assert worker.durable_seq == 0
+
+
+@story
+async def test_registering_anew_does_not_lose_reports_that_wait(parts):
+    worker = parts.worker()
+    parts.send(worker, 1, 2, learn=False)
+    parts.worker(epoch=8)
+    parts.journal.commit()
+    commit = parts.store.last
+    assert [(row.epoch, row.seq) for row in map(ReportRow._make, commit.reports)] == [(7, 1), (7, 2)]
+    assert (commit.workers[0].epoch, commit.workers[0].applied_seq) == (8, 0)
+
+
+@story
+async def test_groups_ascend_in_the_order_of_rows(parts):
+    one, other = parts.worker("w"), parts.worker("v")
+    parts.send(one, 1, learn=False)
+    parts.send(other, 1)
+    await parts.learner.learn_all()
+    parts.send(one, 2, 3)
+    parts.journal.commit()
+    groups = [ReportRow(*row).group_id for row in parts.store.last.reports]
+    assert groups == [1, 2, 3, 3]
+    assert parts.learner.last_group_id == 3
+
+
+@pytest.mark.parametrize(("disk_works", "waits"), [(True, True), (False, False)])
+def test_streams_wait_for_a_slow_disk_but_not_for_a_broken_one(disk_works, waits):
+    @story
+    async def told(parts):
+        parts.journal.max_waiting_reports = 2
+        parts.store.ok = disk_works
+        parts.send(parts.worker(), 1, 2, 3)
+        parts.journal.commit()
+        waiting = asyncio.create_task(parts.journal.wait_for_room())
+        await asyncio.sleep(0.01)
+        assert waiting.done() != waits
+        await parts.store.land()
+        await asyncio.wait_for(waiting, 1.0)
+        assert parts.journal.num_waiting_reports == 0
+
+    told()
+
+
+@story
+async def test_lag_is_the_age_of_the_oldest_change_that_is_not_on_disk(parts):
+    worker = parts.worker()
+    parts.journal.commit()
+    await parts.store.land(0)
+    assert parts.journal.lag_s() == 0.0
+    parts.send(worker, 1)
+    parts.journal.commit()
+    parts.clock.now += 2.5
+    assert parts.journal.lag_s() == 2.5
+    await parts.store.land(1)
+    assert parts.journal.lag_s() == 0.0
+
+
+@story
+async def test_the_end_waits_for_the_disk_but_not_for_ever(parts):
+    parts.send(parts.worker(), 1)
+    assert not await parts.journal.finish(0.05)
+    finishing = asyncio.create_task(parts.journal.finish(5.0))
+    await asyncio.sleep(0.01)
+    await parts.store.land(0)
+    assert await finishing
+
+
+@story
+async def test_expensive_commits_stretch_the_interval_instead_of_the_loop(parts):
+    worker, rows = parts.worker(), parts.estimator.rows
+    parts.journal.interval_s = 0.001
+    parts.estimator.rows = lambda key: time.sleep(0.05) or rows(key)
+
+    async def settle() -> None:
+        parts.journal.note_worker(worker)
+
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(parts.journal.run(settle), 0.9)
+    assert 1 <= len(parts.store.commits) <= 3, "0.05 s of work at a tenth of the time: two a second"
+
+
+@story
+async def test_marks_move_once_a_full_disk_takes_the_commits_again(parts):
+    workers = [parts.worker(f"w{number}") for number in range(10)]
+    parts.store.ok = False
+    for seq in range(1, 101):
+        for each in workers if seq == 1 else workers[1:]:
+            parts.send(each, seq)
+        parts.journal.commit()
+    for number in range(100):  # they are one transaction for the store
+        await parts.store.land(number)
+    assert [each.durable_seq for each in workers] == [1] + [100] * 9
+    assert parts.journal.num_waiting_reports == 0
+
+
+@story
+async def test_a_commit_that_fails_after_another_took_its_marks_over_is_told_again(parts):
+    """Story: the next commit had the mark alone, and a restart would have known less of the worker."""
+    worker, other = parts.worker(), parts.worker("w2")
+    parts.store.ok = False
+    parts.send(worker, 1, 2)
+    parts.journal.commit()
+    parts.send(other, 1)
+    parts.journal.commit()
+    await parts.store.land(0, RuntimeError("no"))
+    await parts.store.land(1)
+    parts.journal.commit()
+    assert {row.worker_id: row.applied_seq for row in parts.store.last.workers}["w"] == 2
+
+
+@story
+async def test_a_pair_that_cannot_be_saved_keeps_no_other_from_it(parts):
+    worker, other = parts.worker(), parts.worker("v", key=KEY._replace(target="t2"))
+    save = parts.estimator.save
+    parts.estimator.save = lambda pair: 1 / 0 if pair == KEY.pair else save(pair)
+    parts.send(worker, 1)
+    parts.send(other, 1, 2)
+    parts.journal.commit()
+    assert [commit.scope for commit, _ in parts.store.commits] == ["t2 + d"]
+    assert list(parts.journal.given_up) == [KEY.pair]
+    parts.estimator.save = save
+    parts.journal.commit()
+    assert parts.store.last.workers[0].applied_seq == 1
+
+
+@story
+async def test_the_learned_table_of_a_commit_replaces_the_stored_one(parts):
+    worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
+    parts.send(worker, 1)
+    parts.send(elsewhere, 1)
+    parts.journal.commit()
+    parts.send(worker, 2)
+    parts.journal.commit()
+    first, second = (commit for commit, _ in parts.store.commits)
+    assert (first.replaced_contexts, second.replaced_contexts) == ((1, 2), (1,))
+    [row] = second.arm_estimates
+    assert (row.context_id, row.speculation_length, row.ngram, row.num_steps, row.is_best) == (1, 2, False, 2, True)
+
+
+@story
+async def test_decisions_and_events_are_kept_with_the_group_before_them(parts):
+    worker = parts.worker()
+    parts.send(worker, 1)
+    parts.estimator.fail = {"observe"}
+    parts.intake.take(worker, [report(2)])
+    parts.learner.learn(worker)
+    parts.journal.commit()
+    [decision] = parts.store.last.decisions
+    assert (decision.previous_speculation_length, decision.previous_ngram, decision.speculation_length) == (0, False, 2)
+    assert (decision.after_group_id, decision.decision_version, decision.ms_per_token) == (1, 2, 10.0)
+    [event] = parts.store.last.drift_events
+    assert (event.factor, event.after_group_id) == ("reset", 1)
+    assert (parts.store.last.workers[0].num_reports, parts.store.last.workers[0].num_refused) == (1, 1)

@@ -1,0 +1,144 @@
+"""Reports are learned from in one call per worker, soon; a mistake of the estimator costs its context alone."""
+
+import asyncio
+import math
+
+import pytest
+from control_fakes import report
+from service_parts import ELSEWHERE, KEY, Parts
+
+from speclen.controller.service.learner import FEW_REPORTS, MANY_REPORTS
+from speclen.controller.service.sampling import MAX_SAMPLE_EVERY, PERIOD_S, Sampling
+from speclen.records import Arm, Limits, Profile, ProfileCell
+
+
+@pytest.fixture
+def parts():
+    async def made() -> Parts:
+        return Parts()
+
+    return asyncio.run(made())
+
+
+def test_reports_wait_for_others_and_each_worker_has_one_call(parts):
+    one, other = parts.worker(), parts.worker("v")
+    for seq in (1, 2, 3):
+        parts.send(one, seq, learn=False)
+        parts.send(other, seq, learn=False)
+    assert parts.estimator.calls == []
+    asyncio.run(parts.learner.learn_all())
+    assert parts.estimator.calls == [(KEY, [1, 2, 3], "w"), (KEY, [1, 2, 3], "v")]
+    assert (parts.totals.num_reports, parts.totals.num_groups) == (6, 2)
+
+
+def test_few_reports_are_enough_while_a_context_has_taught_little_and_many_always(parts):
+    worker = parts.worker()
+    parts.send(worker, *range(1, FEW_REPORTS), learn=False)
+    assert worker.waiting
+    parts.send(worker, FEW_REPORTS, learn=False)
+    assert not worker.waiting
+    last = MANY_REPORTS
+    parts.send(worker, *range(FEW_REPORTS + 1, last + 1))
+    parts.send(worker, *range(last + 1, last + MANY_REPORTS), learn=False)
+    assert len(worker.waiting) == MANY_REPORTS - 1
+    parts.send(worker, last + MANY_REPORTS, learn=False)
+    assert not worker.waiting
+
+
+def test_a_bad_report_is_refused_alone_and_counted(parts):
+    worker = parts.worker()
+    refusals = parts.intake.take(worker, [report(1), report(2, latency_s=math.nan), report(3, batch_size=5), report(4)])
+    parts.learner.learn(worker)
+    assert [str(error)[:9] for error in refusals] == ["report 2:", "report 3:"]
+    assert parts.totals.refused == {"latency_s": 1, "accepted_histogram": 1}
+    assert (worker.num_reports, worker.num_refused, worker.seqs.applied_seq) == (2, 2, 4)
+    assert parts.estimator.calls == [(KEY, [1, 4], "w")]
+
+
+def test_a_repetition_counts_once(parts):
+    worker = parts.worker()
+    parts.send(worker, 1, 2)
+    parts.send(worker, 2, 3, 3, 6)
+    assert [seqs for _, seqs, _ in parts.estimator.calls] == [[1, 2], [3, 6]]
+    assert (parts.totals.num_repeated, parts.totals.num_missing) == (2, 2)
+
+
+def test_a_group_that_the_estimator_fails_on_costs_its_context_and_nobody_else(parts):
+    worker, elsewhere = parts.worker(), parts.worker("v", key=ELSEWHERE)
+    parts.send(elsewhere, 1)
+    parts.send(worker, 1)
+    parts.estimator.fail = {"observe"}
+    parts.send(worker, 2, 3)
+    assert parts.totals.refused["estimator"] == 2
+    assert parts.totals.drift["reset"] == 1
+    assert not parts.estimator.rows(KEY)
+    assert parts.estimator.rows(ELSEWHERE)
+    parts.estimator.fail = {"observe", "start_anew"}
+    parts.send(worker, 4)
+    parts.estimator.fail = set()
+    parts.send(worker, 5)
+    assert worker.num_reports == 2
+    assert worker.seqs.settled_seq == 5
+
+
+def test_a_probe_goes_to_a_worker_that_follows_the_table_one_at_a_time(parts):
+    parts.estimator.probes = True
+    worker, fixed = parts.worker(), parts.worker("v", policy="fixed:2")
+    for each in (worker, fixed):
+        parts.send(each, 1)
+        parts.send(each, 2)
+    assert fixed.probe is None
+    assert (worker.probe.batch_min, worker.probe.arm, worker.probe.num_steps) == (4, Arm(1), 3)
+    assert parts.totals.num_probes == 1
+    assert worker.take_probe_step(5) is None, "another batch size"
+    assert [worker.take_probe_step(4).probe_id for _ in range(3)] == [1, 1, 1]
+    assert worker.probe is None
+
+
+def test_a_probe_that_cannot_be_given_costs_the_context_and_not_the_call(parts):
+    parts.estimator.fail = {"take_probe"}
+    parts.send(parts.worker(), 1)
+    assert parts.totals.drift["reset"] == 1
+    assert parts.totals.num_probes == 0
+
+
+def test_an_isolated_worker_has_a_table_of_its_own(parts):
+    worker, other = parts.worker(), parts.worker("v")
+    assert parts.learner.table(worker)[0] is parts.learner.table(other)[0]
+    parts.estimator.isolated.add("v")
+    assert [parts.learner.table(each)[1] for each in (worker, other)] == ["", "v"]
+
+
+def test_a_table_is_that_of_the_newest_decision(parts):
+    worker = parts.worker()
+    before = parts.learner.table(worker)[0]
+    parts.send(worker, 1)
+    after = parts.learner.table(worker)[0]
+    assert (before.arm_for(4), after.arm_for(4)) == (Arm(0), Arm(2))
+    assert after.version > before.version
+
+
+def test_a_profile_makes_or_widens_its_context(parts):
+    worker = parts.worker()
+    profile = Profile((ProfileCell(64, 6, 0.01),), (0.5,) * 3, (10,) * 3)
+    assert parts.learner.import_profile(KEY, profile) == 1
+    assert parts.registry.contexts[KEY].limits == parts.estimator.limits(KEY) == Limits(64, 6)
+    assert parts.learner.table(worker)[0].arm_for(4) == Arm(6)
+    assert parts.learner.import_profile(ELSEWHERE, profile) == 2
+
+
+def test_a_loop_that_is_too_busy_has_fewer_steps_reported_and_an_idle_one_all():
+    now = [0.0]
+    sampling = Sampling(lambda: now[0])
+
+    def period(share: float) -> int:
+        with sampling.measured():
+            now[0] += share * PERIOD_S
+        now[0] += (1.0 - share) * PERIOD_S
+        sampling.judge()
+        return sampling.sample_every
+
+    assert [period(share) for share in (0.3, 0.6, 0.6, 0.3, 0.05, 0.05, 0.05)] == [1, 2, 4, 4, 2, 1, 1]
+    assert max(period(0.9) for _ in range(20)) == MAX_SAMPLE_EVERY
+    sampling.judge()
+    assert sampling.sample_every == MAX_SAMPLE_EVERY, "a look within a period changes nothing"

@@ -1,0 +1,103 @@
+"""A controller that reads the database goes on as if nothing had happened; what it cannot use is kept and learned anew."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from control_fakes import report
+from fake_estimator import FakeEstimator
+from service_parts import ELSEWHERE, KEY, Parts
+
+from speclen.controller.service.registry import Registry
+from speclen.controller.service.restoring import relearn, restore
+from speclen.records import Arm, Profile, ProfileCell
+from speclen.store.connection import connect_reader
+from speclen.store.database import Store
+from speclen.store.queries import view_rows
+from speclen.store.records import StoredState
+
+
+def saved(path, *more_reports) -> StoredState:
+    """What two contexts and two workers left, with a gap, a repetition and a refusal."""
+
+    async def story() -> None:
+        parts = Parts()
+        parts.clock.now = time.time()  # retention deletes what is old
+        store = parts.journal.store = Store.open(path)
+        for name, key in (("w", KEY), ("v", ELSEWHERE)):
+            worker = parts.worker(name, key=key)
+            parts.intake.take(worker, [*map(report, (1, 2, 3, 7, 7, 8)), report(9, batch_size=0)])
+            parts.learner.learn(worker)
+        parts.learner.import_profile(KEY, Profile((ProfileCell(4, 3, 0.01),), (0.8,), (100,), source="test"))
+        assert await parts.journal.finish(10.0)
+        assert parts.journal.given_up == {}
+        store.close()
+
+    asyncio.run(story())
+    store = Store.open(path)
+    stored = store.load()
+    store.close()
+    return stored
+
+
+def restored(stored: StoredState) -> tuple[FakeEstimator, Registry, list, list]:
+    estimator, registry = FakeEstimator(), Registry(lambda: 0.0, 10, 10)
+    return estimator, registry, *restore(estimator, registry, stored)
+
+
+def test_a_restored_fleet_is_the_one_that_was_saved(tmp_path):
+    stored = saved(tmp_path / "s.db")
+    estimator, registry, forgotten, aside = restored(stored)
+    assert (forgotten, aside, stored.last_group_id, stored.last_profile_id) == ([], [], 2, 1)
+    assert {key: context.context_id for key, context in registry.contexts.items()} == {KEY: 1, ELSEWHERE: 2}
+    assert [row.num_steps for row in estimator.rows(KEY)] == [5]
+    for name in ("w", "v"):
+        worker = registry.workers[name]
+        assert (worker.epoch, worker.address, worker.policy) == (7, "host:1", "adaptive")
+        assert (worker.seqs.applied_seq, worker.seqs.missing) == (9, [[4, 6]])
+        assert (worker.durable_seq, worker.num_reports, worker.num_refused, worker.seqs.num_repeated) == (3, 5, 1, 1)
+
+
+def test_the_readable_tables_say_what_the_estimator_believes(tmp_path):
+    saved(tmp_path / "s.db")
+    with connect_reader(tmp_path / "s.db") as database:
+        rows = [row for row in view_rows(database, "learned_table") if "cpu" in row["context"]]
+        survival = database.execute("SELECT position, survival, num_trials FROM acceptance").fetchall()
+        [decision] = database.execute("SELECT arm, previous_arm FROM decisions WHERE context_id = 2").fetchall()
+    assert [(row["arm"], row["batch_min"], row["num_steps"], row["ms_per_token"]) for row in rows] == [
+        ("draft 2", 1, 5, pytest.approx(10.0))
+    ]
+    assert list(map(tuple, survival)) == [(1, 0.5, 10.0)]
+    assert tuple(decision) == ("draft 2", "plain")
+
+
+@pytest.mark.parametrize("state", [b"", b"\x00\xff", b"[]]", b'[["a", 1]]'])
+def test_a_state_that_is_none_is_set_aside_and_its_contexts_learn_from_the_kept_reports(tmp_path, state):
+    stored = saved(tmp_path / "s.db")
+    stored.states[KEY.pair] = state
+    estimator, registry, forgotten, [event] = restored(stored)
+    assert (event.kind, event.content) == ("state_set_aside", state)
+    assert "t + d" in event.detail
+    assert relearn(estimator, forgotten, tmp_path / "s.db") == 10
+    assert estimator.calls == [(KEY, [1, 2, 3, 7, 8], "w"), (ELSEWHERE, [1, 2, 3, 7, 8], "v")]
+    assert estimator.table(KEY).arm_for(1) == Arm(2), "the profile came first"
+    assert registry.workers["w"].seqs.applied_seq == 9, "what was counted is not counted again"
+
+
+def test_numbers_of_a_worker_that_are_none_are_set_aside(tmp_path):
+    stored = saved(tmp_path / "s.db")
+    worker = stored.workers[0]._replace(missing_ranges=json.dumps({"1": 2}))
+    changed = StoredState(stored.contexts, (worker,), stored.states, stored.last_group_id, stored.last_profile_id)
+    _, registry, forgotten, [event] = restored(changed)
+    assert (forgotten, event.content) == ([], b'{"1": 2}')
+    assert registry.workers["w"].seqs.missing == []
+
+
+def test_a_stored_group_that_cannot_be_learned_from_costs_itself_alone(tmp_path):
+    stored = saved(tmp_path / "s.db")
+    stored.states.clear()
+    estimator, _, forgotten, _ = restored(stored)
+    observe = estimator.observe
+    estimator.observe = lambda key, steps, worker: 1 / 0 if key == KEY else observe(key, steps, worker)
+    assert relearn(estimator, forgotten, tmp_path / "s.db") == 5

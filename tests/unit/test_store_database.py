@@ -1,0 +1,370 @@
+"""The store's promise: a commit answered with None is on the disk, whole and once; every fault is one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from store_rows import (
+    NOW,
+    context,
+    decision,
+    estimate,
+    moment,
+    open_with_connection,
+    report,
+    rows,
+    store_now,
+    system_sqlite_rows,
+    worker,
+)
+
+from speclen.store.connection import (
+    OLDEST_SAFE_SQLITE,
+    Connection,
+    CorruptStoreError,
+    StoreError,
+    connect_reader,
+    sqlite3,
+)
+from speclen.store.database import Store, StoreConfig
+from speclen.store.queries import stored_reports
+from speclen.store.records import Commit, StateRow, StoredState
+
+
+def test_an_empty_store_has_nothing_to_go_on_with(tmp_path):
+    store = Store.open(tmp_path / "deep" / "er" / "s.db")
+    assert store.load() == StoredState()
+    store.close()
+
+
+def test_what_was_committed_is_there_after_reopening(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    late = worker(5, missing_ranges="[[2, 3]]", num_missing=2)
+    commit = Commit(
+        contexts=[context(), context(2, "gpu")],
+        workers=[late],
+        reports=[report(1, group_id=4), report(4, group_id=6, received_at=NOW + 0.25), report(5, group_id=5)],
+        states=[StateRow("t", "d", b"PK\0\xff", NOW), StateRow("t", "", b"2", NOW + 1)],
+    )
+    assert store_now(store, commit) is None
+    store.close()
+    store = Store.open(tmp_path / "s.db")
+    assert store.load() == StoredState(
+        contexts=(context(), context(2, "gpu")),
+        workers=(late,),
+        states={("t", "d"): b"PK\0\xff", ("t", ""): b"2"},
+        last_group_id=6,
+        last_profile_id=0,
+    )
+    store.close()
+    connection = connect_reader(tmp_path / "s.db")
+    assert list(stored_reports(connection)) == list(commit.reports)
+    connection.close()
+
+
+def test_floats_come_back_bit_by_bit(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    values = [0.1, 1 / 3, 5e-324, 2.0**-1074 * 3, 3599.9999999999995, 1e-7]
+    store_now(store, moment([6], reports=[report(n + 1, latency_s=value) for n, value in enumerate(values)]))
+    store.close()
+    assert [row[0] for row in rows(tmp_path / "s.db", "SELECT latency_s FROM step_reports")] == values
+
+
+def test_the_file_is_set_up_to_survive_a_loss_of_power_and_to_shrink(tmp_path):
+    store, connection = open_with_connection(tmp_path / "s.db")
+    pragma = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in PRAGMAS}
+    store.close()
+    assert pragma == PRAGMAS
+    assert sqlite3.sqlite_version_info >= OLDEST_SAFE_SQLITE
+
+
+PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "auto_vacuum": 2, "application_id": 0x73706C32}
+
+
+def test_commits_are_answered_in_order_and_by_another_thread(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    answers: list[tuple[int, str]] = []
+    for number in range(1, 201):
+        store.submit(
+            moment([number]), lambda error, number=number: answers.append((number, threading.current_thread().name))
+        )
+    store.close()
+    assert answers == [(number, "store-writer") for number in range(1, 201)]
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(number,) for number in range(1, 201)]
+
+
+def test_a_callback_that_fails_does_not_end_the_writer(tmp_path, caplog):
+    store = Store.open(tmp_path / "s.db")
+    store.submit(moment([1]), lambda error: 1 / 0)
+    assert store_now(store, moment([2])) is None
+    store.close()
+    assert "a callback of a commit failed" in caplog.text
+
+
+def test_a_malformed_commit_is_answered_with_its_error_and_the_next_is_stored(tmp_path, caplog):
+    store = Store.open(tmp_path / "s.db")
+    store.submit(Commit(arm_estimates=[estimate()], contexts=[context()]), lambda error: None)
+
+    assert "refuses a row of workers" in str(store_now(store, Commit(workers=[(1, 2, 3)])))
+    assert not store.health().ok
+    assert store_now(store, moment([1])) is None
+    assert store.health().ok
+    store.close()
+
+
+def test_nothing_can_be_submitted_after_close(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.submit(moment([1]), lambda error: None)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path):
+    first = Store.open(tmp_path / "s.db")
+    with pytest.raises(StoreError, match=rf"in use by another controller \(process {os.getpid()}\).*--db"):
+        Store.open(tmp_path / "s.db")
+    script = "import sys; from speclen.store.database import Store; Store.open(sys.argv[1])"
+    other = subprocess.run([sys.executable, "-c", script, str(tmp_path / "s.db")], capture_output=True, text=True)
+    assert other.returncode != 0
+    assert f"(process {os.getpid()})" in other.stderr
+    assert store_now(first, moment([1])) is None
+    first.close()
+    Store.open(tmp_path / "s.db").close()
+
+
+def test_readers_see_commits_while_the_writer_goes_on_and_cannot_write(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    store_now(store, moment([1, 2, 3], arm_estimates=[estimate(2, is_best=True)]))
+    reader = connect_reader(store.path)
+    assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 3
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.execute("DELETE FROM step_reports")
+    store_now(store, moment([4], reports=[report(4)]))
+    assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 4
+    assert system_sqlite_rows(store.path, "SELECT is_best FROM learned_table") == [(1,)]
+    reader.close()
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["no database", "first page", "table page"])
+def test_a_damaged_file_is_refused_and_moved_aside_only_when_told(tmp_path, damage):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    store_now(store, moment(range(1, 2000), decisions=[decision(n, 2) for n in range(200)]))
+    store.close()
+    content = bytearray(path.read_bytes())
+    if damage == "no database":
+        content = bytearray(b"a letter to the editor\n" * 500)
+    elif damage == "first page":
+        content[100:4096] = b"\xff" * 3996
+    else:
+        content[-3 * 4096 :] = b"\x5a" * (3 * 4096)
+    path.write_bytes(content)
+    with pytest.raises(CorruptStoreError, match=r"s\.db is damaged .*backup.*--move-corrupt-aside"):
+        Store.open(path)
+    assert path.read_bytes() == content, "a refused file stays as it was"
+    store = Store.open(path, move_corrupt_aside=True)
+    assert store.load() == StoredState()
+    store.close()
+    [aside] = [file for file in tmp_path.glob("s.db.damaged-*") if not file.name.endswith(("-wal", "-shm"))]
+    assert aside.read_bytes() == content
+
+
+def test_the_learned_tables_of_a_large_file_are_checked(tmp_path):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    reasons = [decision(n, 2, reason="a marked reason" if n == 50 else "a test") for n in range(200)]
+    store_now(store, moment([1], decisions=reasons))
+    store.close()
+    content = bytearray(path.read_bytes())
+    page = content.index(b"a marked reason") // 4096
+    content[page * 4096 : page * 4096 + 2000] = b"\x5a" * 2000
+    path.write_bytes(content)
+    with pytest.raises(CorruptStoreError, match="is damaged"):
+        Store.open(path, StoreConfig(checked_bytes=0))
+
+
+def test_opening_does_not_read_the_raw_reports(tmp_path):
+    """A second for 100,000 would be far beyond two seconds for the million that a restart has to bear."""
+    store = Store.open(tmp_path / "s.db")
+    store_now(store, moment(range(1, 100_001)))
+    store.close()
+    started = time.thread_time()
+    store = Store.open(tmp_path / "s.db", StoreConfig(checked_bytes=0))
+    assert store.load().last_group_id == 1
+    assert time.thread_time() - started < 0.1
+    store.close()
+
+
+def test_a_sound_file_is_not_moved_aside(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    store_now(store, moment([1]))
+    store.close()
+    store = Store.open(tmp_path / "s.db", move_corrupt_aside=True)
+    assert store.load().workers[0].applied_seq == 1
+    store.close()
+    assert not list(tmp_path.glob("*damaged*"))
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreError, match=r"file/s\.db cannot be created .*--db"):
+        Store.open(tmp_path / "file" / "s.db")
+    with pytest.raises(StoreError, match=r"There is no database at .*missing\.db"):
+        connect_reader(tmp_path / "missing.db")
+    (tmp_path / "folder.db").mkdir()
+    os.mkfifo(tmp_path / "pipe.db")
+    for name in ("folder.db", "pipe.db"):
+        with pytest.raises(StoreError, match=rf"{name} cannot be opened, it is a .*: name a file with --db"):
+            Store.open(tmp_path / name)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"file", "folder.db", "pipe.db"}, "a lock was left beside a folder that was given for a file"
+
+
+def small_config(**changes: int) -> StoreConfig:
+    return StoreConfig(**({"first_retry_s": 0.01, "longest_retry_s": 0.05} | changes))
+
+
+def fill_up(connection: Connection) -> None:
+    """No page more than the file has: SQLite then fails as on a full disk, with SQLITE_FULL."""
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+
+
+def make_room(connection: Connection) -> None:
+    connection.execute("PRAGMA max_page_count = 1000000")
+
+
+def wait_for(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
+    store, connection = open_with_connection(tmp_path / "s.db", small_config())
+    store_now(store, moment([1], arm_estimates=[estimate()]))
+    fill_up(connection)
+    answers: list[Exception | None] = []
+    for first in range(2, 5002, 500):
+        store.submit(moment(range(first, first + 500)), answers.append)
+        time.sleep(0.01)
+    wait_for(lambda: store.health().num_failures >= 3)
+    health = store.health()
+    assert not health.ok
+    assert "full" in health.detail
+    assert "5000 reports wait in memory" in health.detail
+    assert answers == [], "nothing is durable, so nothing is answered"
+    assert rows(store.path, "SELECT applied_seq FROM workers") == [(1,)], "a failed commit leaves no trace"
+    make_room(connection)
+    wait_for(lambda: len(answers) == 10)
+    assert answers == [None] * 10
+    assert store.health().ok
+    assert store.health().num_reports_dropped == 0
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(seq,) for seq in range(1, 5002)]
+    assert store.load().workers[0].applied_seq == 5001
+    assert rows(store.path, "SELECT count(*) FROM store_events") == [(0,)]
+    store.close()
+
+
+def test_beyond_the_bound_the_oldest_raw_rows_go_and_the_estimates_stay(tmp_path):
+    store, connection = open_with_connection(tmp_path / "s.db", small_config(max_pending_reports=1000))
+    store_now(store, moment([1]))
+    fill_up(connection)
+    for first in range(2, 10_002, 100):
+        store.submit(moment(range(first, first + 100)), lambda error: None)
+        if first % 2000 < 100:
+            time.sleep(0.05)
+    wait_for(lambda: store.health().num_failures >= 10 and store.health().num_pending_reports <= 1000)
+    make_room(connection)
+    wait_for(lambda: store.health().ok)
+    store.close()
+    assert store.health().num_reports_dropped == 9000
+    assert rows(store.path, "SELECT kind, sum(num_rows) FROM store_events") == [("reports_dropped", 9000)]
+    assert rows(store.path, "SELECT count(*), min(seq), max(seq) FROM step_reports WHERE seq > 1") == [
+        (1000, 9002, 10_001)
+    ]
+    assert rows(store.path, "SELECT state FROM learned_states") == [(b"10001",)]
+
+
+def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
+    store, connection = open_with_connection(tmp_path / "s.db", small_config())
+    store_now(store, moment([1]))
+    fill_up(connection)
+    answers: list[Exception | None] = []
+    store.submit(moment(range(2, 2000)), answers.append)
+    wait_for(lambda: not store.health().ok)
+    started = time.monotonic()
+    store.close(timeout_s=0.3)
+    assert time.monotonic() - started < 10.0
+    assert isinstance(answers[0], StoreError)
+    assert "full" in str(answers[0])
+    store = Store.open(store.path)
+    assert store.load().workers[0].applied_seq == 1
+    store.close()
+
+
+def test_another_programs_write_lock_delays_a_commit_but_loses_nothing(tmp_path):
+    store, connection = open_with_connection(tmp_path / "s.db", small_config())
+    connection.execute("PRAGMA busy_timeout = 20")
+    other = sqlite3.connect(store.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    answers: list[Exception | None] = []
+    store.submit(moment([1, 2]), answers.append)
+    wait_for(lambda: not store.health().ok)
+    assert "locked" in store.health().detail
+    other.execute("ROLLBACK")
+    other.close()
+    wait_for(lambda: answers == [None])
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 3 MiB that can be filled up."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a file system: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk has no room for another byte."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    with path.open("ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        file.write(b"x")
+
+
+def test_a_disk_that_is_really_full_is_survived(small_disk: Path):
+    store = Store.open(small_disk / "s.db", small_config())
+    store_now(store, moment([1]))
+    ballast = small_disk / "ballast"
+    fill(ballast)
+    answers: list[Exception | None] = []
+    for first in range(2, 5002, 500):
+        store.submit(moment(range(first, first + 500)), answers.append)
+    wait_for(lambda: store.health().num_failures >= 3)
+    assert not store.health().ok
+    assert answers.count(None) < 10
+    with pytest.raises(StoreError, match=r"new\.db cannot be opened .*free space"):
+        Store.open(small_disk / "new.db")
+    ballast.unlink()
+    wait_for(lambda: len(answers) == 10)
+    assert answers == [None] * 10
+    store.close()
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(seq,) for seq in range(1, 5002)]
+    assert rows(store.path, "PRAGMA integrity_check") == [("ok",)]

@@ -1,0 +1,408 @@
+"""Faults of the file and the writer: nothing is acknowledged that is not durable, and somebody is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from store_rows import context, moment, open_with_connection, report, rows, store_now, worker
+
+from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
+from speclen.store.database import Store, StoreConfig
+from speclen.store.failpoints import Failpoints
+from speclen.store.files import StoreGoneError, is_locked, lock_path
+from speclen.store.records import Commit, StateRow
+from speclen.store.retention import Retention
+
+
+def wait_until(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def two_names(tmp_path: Path, kind: str) -> tuple[Path, Path]:
+    first, second = tmp_path / "a.db", tmp_path / "elsewhere" / "b.db"
+    second.parent.mkdir()
+    Store.open(first).close()
+    os.symlink(first, second) if kind == "symlink" else os.link(first, second)
+    return first, second
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+def test_another_name_of_the_file_does_not_let_a_second_writer_in(tmp_path, kind):
+    first = tmp_path / "a.db"
+    store = Store.open(first)
+    second = tmp_path / "elsewhere" / "b.db"
+    second.parent.mkdir()
+    os.symlink(first, second) if kind == "symlink" else os.link(first, second)
+    try:
+        with pytest.raises(StoreError, match=r"is in use by another controller .*--db"):
+            Store.open(second)
+        assert is_locked(second)
+        assert store_now(store, moment([1])) is None
+    finally:
+        store.close()
+
+
+def test_a_file_with_two_names_is_refused_since_its_wal_lies_beside_one(tmp_path):
+    _, second = two_names(tmp_path, "hard link")
+    with pytest.raises(StoreError, match="2 names"):
+        Store.open(second)
+
+
+def test_a_symbolic_link_leads_to_the_file_and_its_wal(tmp_path):
+    first, second = two_names(tmp_path, "symlink")
+    store = Store.open(second)
+    assert store_now(store, moment([1])) is None
+    assert (first.parent / "a.db-wal").exists()
+    store.close()
+    assert rows(first, "SELECT count(*) FROM step_reports") == [(1,)]
+
+
+@pytest.mark.parametrize("program", ["import sqlite3", "from speclen.store.connection import sqlite3"])
+def test_another_program_that_comes_and_goes_leaves_the_wal(tmp_path, program):
+    """SQLite deletes a WAL when the last connection is closed, which it tells by locks: ours have to stay."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    lines = [
+        program,
+        f"db = sqlite3.connect({str(path)!r})",
+        "print(*db.execute('SELECT seq FROM step_reports'))",
+        "db.close()",
+    ]
+    look = "\n".join(lines)
+    for seq in (2, 3):
+        seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+        assert seen.stdout.split() == [f"({number},)" for number in range(1, seq)]
+        assert path.with_name("s.db-wal").exists()
+        assert store_now(store, moment([seq])) is None
+    store.close()
+    assert rows(path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_goes_is_noticed_and_nothing_more_is_acknowledged(tmp_path, suffix, replaced):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    victim = path.with_name(path.name + suffix)
+    victim.unlink()
+    if replaced:
+        victim.write_bytes(b"")
+    error = None
+    try:
+        error = store_now(store, moment([2]))
+    except StoreGoneError as told_at_once:
+        error = told_at_once
+    assert isinstance(error, StoreGoneError)
+    assert ("replaced" if replaced else "deleted") in str(error)
+    health = store.health()
+    assert not health.ok
+    assert not health.alive
+    with pytest.raises(StoreGoneError):
+        store.submit(moment([3]), lambda error: None)
+    store.close()
+
+
+def test_a_deleted_file_is_noticed_without_a_commit(tmp_path):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store.health().alive
+    path.unlink()
+    wait_until(lambda: not store.health().alive)
+    store.close()
+
+
+def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path, monkeypatch):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    monkeypatch.setattr(Failpoints, "reach", lambda _, name: path.unlink() if name == "after_commit" else None)
+    assert isinstance(store_now(store, moment([1])), StoreGoneError)
+    store.close()
+
+
+def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_again(tmp_path):
+    """It was taken for a full disk: tried again every two seconds for ever, and nothing was acknowledged any more."""
+    path = tmp_path / "s.db"
+    store, connection = open_with_connection(path)
+    assert store_now(store, moment([1])) is None
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
+    with path.open("r+b") as file:
+        file.seek((page - 1) * 4096)
+        file.write(b"\x5a" * 4096)
+    connection.execute("PRAGMA shrink_memory")  # what it had read of the file is read again
+    error = store_now(store, moment([2]))
+    assert isinstance(error, CorruptStoreError)
+    assert re.search(r"s\.db is damaged \(.*\): restore a backup over it, or move it .* away", str(error))
+    assert not store.health().alive
+    assert store.health().detail == str(error)
+    with pytest.raises(CorruptStoreError):
+        store.submit(moment([3]), lambda error: None)
+    store.close()
+
+
+def test_closing_with_a_full_disk_tries_again_with_pauses(tmp_path, monkeypatch):
+    tries = []
+
+    def full(*arguments):
+        tries.append(time.monotonic())
+        raise sqlite3.OperationalError("database or disk is full")
+
+    store = Store.open(tmp_path / "s.db")
+    monkeypatch.setattr("speclen.store.database.write", full)
+    store.submit(moment([1]), lambda error: None)
+    store.close(1.0)
+    assert 2 <= len(tries) <= 15
+
+
+def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
+    store = Store.open(tmp_path / "s.db")
+
+    def fail(*arguments):
+        raise MemoryError("no memory for a commit")
+
+    monkeypatch.setattr("speclen.store.database.write", fail)
+    assert "no memory" in str(store_now(store, moment([1])))
+    wait_until(lambda: not store.health().alive)
+    with pytest.raises(StoreError, match="no memory"):
+        store.submit(moment([2]), lambda error: None)
+    store.close()
+
+
+def copied_with_half_a_wal(path: Path, folder: Path) -> Path:
+    """The files as a crash would leave them, the WAL cut short."""
+    folder.mkdir()
+    for name in (path, path.with_name(path.name + "-wal"), lock_path(path)):
+        shutil.copy(name, folder / name.name)
+    wal = folder / (path.name + "-wal")
+    with wal.open("r+b") as file:
+        file.truncate(wal.stat().st_size // 2)
+    return folder / path.name
+
+
+def test_a_wal_cut_short_is_noticed_at_start(tmp_path):
+    path = tmp_path / "s.db"
+    num_commits = 60  # so that half of the WAL is more than the schema
+    store = Store.open(path)
+    for seq in range(1, num_commits + 1):
+        assert store_now(store, moment([seq])) is None
+    cut = copied_with_half_a_wal(path, tmp_path / "copy")
+    store.close()
+    assert Store.open(path).num_commits_missing == 0
+    after = Store.open(cut)
+    left = rows(cut, "SELECT count(*) FROM step_reports")[0][0]
+    assert 0 < left < num_commits
+    assert after.num_commits_missing == num_commits - left
+    assert rows(cut, "SELECT kind, num_rows FROM store_events") == [("commits_missing", num_commits - left)]
+    after.close()
+    again = Store.open(cut)
+    assert again.num_commits_missing == 0, "told once"
+    again.close()
+
+
+def test_a_database_without_its_note_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    store.close()
+    lock_path(path).write_text("12345\n")  # as an older version wrote it
+    store = Store.open(path)
+    assert store.num_commits_missing == 0
+    store.close()
+
+
+REFUSED = [
+    {"workers": [worker(2, num_missing=2**64)]},
+    {"workers": [worker(-1)]},
+    {"states": [StateRow("t", "d", b"", 1.0)]},
+    {"contexts": [context(max_batch_size=0)]},
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED)
+def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, changes):
+    """Otherwise reports would be told durable that a restart takes for new ones, or does not know."""
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1])) is None
+    error = store_now(store, moment([1, 2], **changes))
+    assert "refuses" in str(error)
+    assert not store.health().ok
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,)]
+    assert rows(tmp_path / "s.db", "SELECT applied_seq FROM workers") == [(1,)]
+    assert store_now(store, moment([1, 2])) is None, "the same reports, with a mark that can be kept"
+    assert store.health().ok
+    store.close()
+
+
+def test_a_refusal_in_one_scope_does_not_hold_up_another(tmp_path):
+    """Both wait for another program's lock, so they are of one transaction."""
+    store, connection = open_with_connection(tmp_path / "s.db", StoreConfig(first_retry_s=0.01, longest_retry_s=0.02))
+    assert store_now(store, Commit(contexts=[context(), context(2, device="other")])) is None
+    connection.execute("PRAGMA busy_timeout = 20")
+    outcomes: dict[str, Exception | None] = {}
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        bad = Commit(workers=[worker(2**64)], reports=[report(1)], scope="bad")
+        store.submit(bad, lambda error: outcomes.update(bad=error))
+        wait_until(lambda: not store.health().ok)
+        others = {"worker_key": 2, "context_id": 2}
+        good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)], scope="good")
+        store.submit(good, lambda error: outcomes.update(good=error))
+        wait_until(lambda: store.health().num_pending_commits == 2)
+        other.execute("ROLLBACK")
+    wait_until(lambda: len(outcomes) == 2)
+    assert outcomes["good"] is None
+    assert "refuses" in str(outcomes["bad"])
+    assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
+    assert rows(store.path, "SELECT worker_key, seq FROM step_reports") == [(2, 5)]
+    store.close()
+
+
+def cut_in_half(path: Path, backup: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def emptied(path: Path, backup: Path) -> None:
+    os.truncate(path, 0)
+
+
+def copied_over(path: Path, backup: Path) -> None:
+    """What `cp backup path` does: the same inode with another content."""
+    with path.open("r+b") as target:
+        target.truncate(0)
+        target.write(backup.read_bytes())
+
+
+def copied_into(path: Path, backup: Path) -> None:
+    """The same without a moment in which the file is empty, and with a size that does not shrink."""
+    content = backup.read_bytes()
+    with path.open("r+b") as target:
+        target.write(content)
+        target.write(bytes(max(0, path.stat().st_size - len(content))))
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize("harm", [cut_in_half, emptied, copied_over, copied_into])
+def test_a_file_that_is_written_over_in_place_is_noticed(tmp_path, suffix, harm):
+    """The inode stays, so looking for it was not enough: acknowledgements went on for reports that were never to be read."""
+    if suffix and harm in (copied_over, copied_into):
+        pytest.skip("a database is no WAL: SQLite reads that as an empty one")
+    path, backup = tmp_path / "s.db", tmp_path / "backup.db"
+    store, connection = open_with_connection(path)
+    connection.execute("PRAGMA wal_autocheckpoint = 20")
+    for first in (1, 1001, 2001):
+        assert store_now(store, moment(range(first, first + 1000))) is None
+        if first == 1:
+            rows(path, f"VACUUM INTO '{backup}'")
+    assert path.stat().st_size > 100_000, "there were checkpoints since"
+    assert store_now(store, moment([3001])) is None  # and there is something in the WAL
+    assert store.health().alive
+    harm(path.with_name(path.name + suffix), backup)
+    wait_until(lambda: not store.health().alive)
+    assert "cut short" in store.health().detail or "written over" in store.health().detail
+    with pytest.raises(StoreGoneError):
+        store.submit(moment([99_999]), lambda error: None)
+    store.close()
+
+
+def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_another(tmp_path):
+    """A false alarm would end a controller whose file is sound."""
+    path = tmp_path / "s.db"
+    store, connection = open_with_connection(path, StoreConfig(retention=Retention(max_report_rows=3000)))
+    connection.execute("PRAGMA wal_autocheckpoint = 20")
+    for number in range(24):
+        assert store_now(store, moment(range(1 + 1000 * number, 1001 + 1000 * number))) is None
+        if number % 4 == 1:  # a reader holds checkpoints up for a while, and another program adds an index
+            reader = connect_reader(path)
+            reader.execute("BEGIN")
+            reader.execute("SELECT count(*) FROM step_reports").fetchone()
+        elif number % 4 == 3:
+            reader.close()
+        if number == 12:
+            other = sqlite3.connect(path)
+            other.execute("CREATE INDEX other ON step_reports (seq)")
+            other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            other.close()
+    assert store.health().ok
+    store.close()
+    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch):
+    """What is committed afterwards lies behind the cut, so the file is no shorter than before."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment(range(1, 2000))) is None
+    wal = path.with_name("s.db-wal")
+    monkeypatch.setattr(
+        Failpoints,
+        "reach",
+        lambda _, name: os.truncate(wal, wal.stat().st_size // 2) if name == "after_begin" else None,
+    )
+    error = store_now(store, moment(range(2000, 2100)))
+    assert "cut short" in str(error)
+    store.close()
+
+
+def test_a_clock_that_jumps_ahead_makes_no_report_too_old(tmp_path, monkeypatch):
+    """Every raw report of a fleet went, a few thousand with each commit, when the clock was wrong for a moment."""
+    store = Store.open(tmp_path / "s.db")
+    assert store_now(store, moment([1, 2, 3])) is None
+    monkeypatch.setattr(time, "time", lambda: 5e9)
+    assert store_now(store, moment([4])) is None
+    assert store_now(store, moment([5])) is None
+    store.close()
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,), (4,), (5,)]
+
+
+def test_a_clock_that_was_ahead_at_the_start_makes_no_report_too_old_once_it_is_right(tmp_path, monkeypatch):
+    """Every commit threw away all reports but the newest, until the controller was started again."""
+    right = time.time()
+    monkeypatch.setattr(time, "time", lambda: right + 400 * 86400)
+    store = Store.open(tmp_path / "s.db")
+    monkeypatch.setattr(time, "time", lambda: right)
+    for seq in (1, 2, 3):
+        commit = moment([seq])
+        commit.reports = [report._replace(received_at=right) for report in commit.reports]
+        assert store_now(store, commit) is None
+    store.close()
+    assert rows(tmp_path / "s.db", "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize("what", ["schema", "column", "line end"])
+def test_damage_that_is_no_text_is_told_as_damage_and_can_be_moved_aside(tmp_path, what):
+    """SQLite quotes what is damaged. Where that was no UTF-8, the sentence was Python's, and nothing started any more;
+    where it was the rest of a script, the sentence had many lines."""
+    path = tmp_path / "s.db"
+    store = Store.open(path)
+    assert store_now(store, moment([1])) is None
+    store.close()
+    content = path.read_bytes()
+    old = b"cpu:test" if what == "column" else b"CREATE TABLE workers ("
+    assert old in content
+    new = {
+        "schema": b"CREATE TAB\xed\xff workers (",
+        "column": b"cpu:\xed\xff\xed\xff",
+        "line end": b"CREATE '\n\x02E workers (",
+    }[what]
+    path.write_bytes(content.replace(old, new.ljust(len(old))))
+    with pytest.raises(CorruptStoreError, match=r"is damaged .*--move-corrupt-aside") as refused:
+        Store.open(path)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < len(str(path)) + 400
+    store = Store.open(path, move_corrupt_aside=True)
+    assert store_now(store, moment([1])) is None
+    store.close()

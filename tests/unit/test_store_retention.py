@@ -1,0 +1,124 @@
+"""The file stays bounded: rows beyond a number or an age go, the newest stays, and space goes back to the disk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
+
+from speclen.store import retention
+from speclen.store.database import Store, StoreConfig
+from speclen.store.records import Commit
+from speclen.store.retention import EXTRA_ROWS_PER_COMMIT, VACUUM_ABOVE_PAGES, Retention
+
+DAY = 86400.0
+
+
+def open_with(path, **changes) -> Store:
+    return Store.open(path, StoreConfig(retention=Retention(**changes)))
+
+
+def test_the_number_of_reports_is_bounded_and_the_newest_are_kept(tmp_path):
+    store = open_with(tmp_path / "s.db", max_report_rows=100)
+    for first in range(1, 1001, 50):
+        store_now(store, moment(range(first, first + 50)))
+        assert rows(store.path, "SELECT count(*) <= 100, max(seq) FROM step_reports") == [(1, first + 49)]
+    assert rows(store.path, "SELECT count(*), min(seq) FROM step_reports") == [(100, 901)]
+    store.close()
+
+
+def test_reports_that_hold_too_much_do_not_fill_the_disk(tmp_path, monkeypatch):
+    """Evaluations make a row of 80 bytes one of 32 kB: five million of them were 160 GB."""
+    monkeypatch.setattr(retention, "BYTES_BESIDE_REPORTS", 2_000_000)
+    monkeypatch.setattr(retention, "CHUNK_ROWS", 50)
+    monkeypatch.setattr(retention, "FEWEST_ROWS", 100)
+    store = open_with(tmp_path / "s.db", max_report_rows=10_000)
+    store_now(store, moment(range(1, 201)))
+    for first in range(201, 3001, 100):
+        seqs = range(first, first + 100)
+        store_now(store, moment(seqs, reports=[report(seq, evaluations=json.dumps("f" * 32_000)) for seq in seqs]))
+    assert store.path.stat().st_size < 2 * Retention(max_report_rows=10_000).max_bytes
+    assert rows(store.path, "SELECT max(seq), count(*) > 100 FROM step_reports") == [(3000, 1)], (
+        "no more go than have to"
+    )
+    store.close()
+
+
+def test_old_reports_go_but_the_newest_stays_so_that_numbers_go_on(tmp_path):
+    store = open_with(tmp_path / "s.db", max_days=2)
+    old = [report(seq, group_id=seq, received_at=NOW - 3 * DAY) for seq in range(1, 11)]
+    store_now(store, moment([10], reports=old))
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(10,)]
+    assert store.load().last_group_id == 10
+    store_now(store, moment([11], reports=[report(11, group_id=11)]))
+    assert rows(store.path, "SELECT seq, report_id FROM step_reports") == [(11, 11)]
+    store.close()
+
+
+def test_a_lowered_limit_is_reached_in_steps(tmp_path):
+    many = 3 * EXTRA_ROWS_PER_COMMIT
+    store = Store.open(tmp_path / "s.db")
+    store_now(store, moment(range(1, many + 1)))
+    store.close()
+    store = open_with(tmp_path / "s.db", max_report_rows=10)
+    counts = []
+    for seq in range(many + 1, many + 5):
+        store_now(store, moment([seq], reports=[report(seq)]))
+        counts += rows(store.path, "SELECT count(*) FROM step_reports")[0]
+    store.close()
+    assert counts[0] > many - EXTRA_ROWS_PER_COMMIT - 10, "no single commit deletes them all"
+    assert counts[-1] == 10
+
+
+def test_minutes_of_prediction_error_go_with_age(tmp_path):
+    store = open_with(tmp_path / "s.db", max_prediction_days=2)
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate()]))
+    ages = [report(1, received_at=NOW - 3 * DAY), report(2, received_at=NOW - DAY), report(3)]
+    store_now(store, moment([3], reports=ages))
+    minutes = [row[0] for row in rows(store.path, "SELECT window_start FROM prediction_windows ORDER BY 1")]
+    assert minutes == [(NOW - DAY) // 60 * 60, NOW // 60 * 60]
+    store.close()
+
+
+def test_events_are_bounded_too(tmp_path):
+    store = open_with(tmp_path / "s.db", max_event_rows=5)
+    decisions = [decision(version, 2) for version in range(1, 21)]
+    store_now(store, Commit(contexts=[context()], decisions=decisions))
+    assert [row[0] for row in rows(store.path, "SELECT decision_version FROM decisions")] == [16, 17, 18, 19, 20]
+    store.close()
+
+
+def test_space_goes_back_to_the_disk_when_much_of_the_file_is_free(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    count = 140_000
+    store_now(store, moment(range(1, count + 1)))
+    store.close()
+    before = store.path.stat().st_size
+    assert before > 3 * VACUUM_ABOVE_PAGES * 4096
+    store = open_with(tmp_path / "s.db", max_report_rows=10)
+    for seq in range(count + 1, count + 101):
+        store_now(store, moment([seq], reports=[report(seq)]))
+    store.close()
+    free = rows(store.path, "PRAGMA freelist_count")[0][0]
+    assert free < VACUUM_ABOVE_PAGES
+    assert store.path.stat().st_size < before / 2
+    assert rows(store.path, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_the_file_stops_growing_once_the_limit_is_reached(tmp_path):
+    store = open_with(tmp_path / "s.db", max_report_rows=5_000)
+    pages = []
+    for first in range(1, 40_001, 2_500):
+        store_now(store, moment(range(first, first + 2_500)))
+        pages += rows(store.path, "PRAGMA page_count")[0]
+    store.close()
+    assert max(pages[4:]) <= 1.05 * pages[4], pages
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_report_rows": 0}, {"max_days": 0.0}, {"max_days": float("nan")}, {"max_prediction_days": -1.0}]
+)
+def test_a_retention_that_keeps_nothing_is_refused(changes):
+    with pytest.raises(ValueError, match="positive number"):
+        Retention(**changes)

@@ -1,0 +1,166 @@
+"""Rules of the tables: nonsense stays out, and one bad row takes no other with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from store_rows import context, decision, estimate, moment, report, rows, store_now, worker
+
+from speclen.records import Limits
+from speclen.store.database import Store
+from speclen.store.records import AcceptanceRow, Commit, ProfileCellRow, ProfileRow, StateRow
+from speclen.store.statements import BLOCKS
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("latency_s", math.nan),
+        ("latency_s", math.inf),
+        ("latency_s", 0.0),
+        ("latency_s", 3600.1),
+        ("latency_s", "fast"),
+        ("batch_size", 0),
+        ("batch_size", 4097),
+        ("batch_size", 1.5),
+        ("speculation_length", -1),
+        ("speculation_length", 65),
+        ("ngram", 2),
+        ("num_drafted_sequences", 5),  # of 4
+        ("num_verified_tokens", -1),
+        ("draft_prefill_s", math.nan),
+        ("evaluations", "[["),
+        ("class_histograms", "{"),
+        ("accepted_histogram", "[1,2"),
+        ("accepted_histogram", None),
+        ("num_accepted_tokens", 9),  # 4 rows of length 2 accept at most 8
+        ("num_accepted_tokens", -1),
+        ("mean_context_length", math.nan),
+        ("seq", 0),
+        ("epoch", 2**63),
+        ("worker_key", 99),
+        ("context_id", 99),
+    ],
+)
+def test_a_nonsensical_report_is_left_out_and_the_others_stay(store, field, value):
+    bad = report(2)._replace(**{field: value})
+    error = store_now(store, moment([1, 3], reports=[report(1), bad, report(3)]))
+    assert error is None
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (3,)]
+    assert store.health().num_rows_refused == 1
+    [(kind, count, detail)] = rows(store.path, "SELECT kind, num_rows, detail FROM store_events")
+    assert (kind, count) == ("rows_refused", 1)
+    assert detail.startswith("step_reports: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step_s", math.nan),
+        ("step_s", 0.0),
+        ("step_s", math.inf),
+        ("expected_tokens", 0.99),
+        ("expected_tokens", math.nan),
+        ("ms_per_token_low", math.nan),
+        ("ms_per_token_high", 8.9),  # below low
+        ("ms_per_token_high", math.inf),
+        ("source", "hearsay"),
+    ],
+)
+def test_a_nonsensical_estimate_is_left_out(store, field, value):
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(1), estimate(2, **{field: value})]))
+    assert rows(store.path, "SELECT speculation_length FROM arm_estimates") == [(1,)]
+    assert store.health().num_rows_refused == 1
+
+
+def test_an_empty_state_does_not_replace_the_one_before(store):
+    store_now(store, Commit(states=[StateRow("t", "d", b"PK", 1.0)]))
+    store_now(store, Commit(states=[StateRow("t", "d", b"", 2.0)]))
+    assert rows(store.path, "SELECT state, updated_at FROM learned_states") == [(b"PK", 1.0)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 63, 255, 256, 257, 1000, sum(BLOCKS)])
+def test_any_number_of_rows_is_inserted_once_and_in_order(store, count):
+    store_now(store, moment(range(1, count + 1)))
+    assert rows(store.path, "SELECT seq FROM step_reports ORDER BY report_id") == [(n,) for n in range(1, count + 1)]
+
+
+def test_bad_rows_anywhere_in_a_large_group_cost_only_themselves(store):
+    reports = [report(seq, latency_s=math.nan if seq % 97 == 0 else 0.01) for seq in range(1, 1001)]
+    store_now(store, moment([1000], reports=reports))
+    assert rows(store.path, "SELECT count(*) FROM step_reports") == [(990,)]
+    assert store.health().num_rows_refused == 10
+
+
+def test_an_arm_with_n_grams_has_a_row_of_its_own(store):
+    both = [estimate(2), estimate(2, ngram=True, step_s=0.5)]
+    assert store_now(store, Commit(contexts=[context()], arm_estimates=both)) is None
+    found = rows(store.path, "SELECT arm, step_s FROM arm_estimates ORDER BY ngram")
+    assert found == [("draft 2", 0.016), ("n-gram else draft 2", 0.5)]
+
+
+@pytest.mark.parametrize("arm", Limits(4, 10, True).arms())
+def test_words_of_an_arm_are_those_of_the_protocol(store, arm):
+    row = estimate(arm.speculation_length, ngram=arm.ngram)
+    changes = [decision(1, arm.speculation_length, ngram=arm.ngram)]
+    changes.append(changes[0]._replace(previous_speculation_length=arm.speculation_length, previous_ngram=arm.ngram))
+    reports = [report(1, speculation_length=arm.speculation_length, ngram=arm.ngram, num_accepted_tokens=0)]
+    assert store_now(store, moment([1], arm_estimates=[row], reports=reports, decisions=changes)) is None
+    assert rows(store.path, "SELECT arm FROM arm_estimates UNION ALL SELECT arm FROM step_reports") == [(str(arm),)] * 2
+    assert rows(store.path, "SELECT previous_arm, arm FROM decisions") == [(None, str(arm)), (str(arm), str(arm))]
+
+
+def test_rows_are_updated_by_their_key(store):
+    first = AcceptanceRow("t", "d", 1, 0.7, 99.0, 1.0)
+    second = AcceptanceRow("t", "d", 2, 0.5, 10.0, 1.0)
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(2)], acceptance=[first, second]))
+    newer = AcceptanceRow("t", "d", 2, 0.25, 20.0, 2.0)
+    store_now(
+        store,
+        Commit(contexts=[context(decision_version=5)], arm_estimates=[estimate(2, step_s=0.5)], acceptance=[newer]),
+    )
+    assert rows(store.path, "SELECT decision_version FROM contexts") == [(5,)]
+    assert rows(store.path, "SELECT step_s FROM arm_estimates") == [(0.5,)]
+    assert rows(store.path, "SELECT survival FROM acceptance ORDER BY position") == [(0.7,), (0.25,)]
+
+
+def test_a_row_of_an_older_incarnation_does_not_replace_one_of_the_present(store):
+    """Pairs of models commit apart, and a worker that comes back with another draft is in two of them."""
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(5, epoch=8)], scope="b")) is None
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(90, epoch=7)], scope="a")) is None
+    assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 5)]
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(6, epoch=8)], scope="b")) is None
+    assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 6)]
+
+
+def test_estimates_of_other_ranges_vanish_when_the_ranges_changed(store):
+    store_now(
+        store, Commit(contexts=[context(), context(2, "gpu")], arm_estimates=[estimate(2), estimate(2, context_id=2)])
+    )
+    store_now(store, Commit(replaced_contexts=[1], arm_estimates=[estimate(2, batch_min=2, batch_max=4)]))
+    assert rows(store.path, "SELECT context_id, batch_min FROM arm_estimates") == [(1, 2), (2, 3)]
+
+
+def test_a_profile_is_stored_with_its_cells(store):
+    cells = (ProfileCellRow(1, 0, 0.01, 0.001, 5, 64.0), ProfileCellRow(1, 4, 0.02, 0.001, 5, 64.0))
+    profile = ProfileRow(1, 1, "file", True, (0.75, 0.5), (100, 75), 0, 1.0, cells)
+    store_now(store, Commit(contexts=[context()], profiles=[profile]))
+    assert rows(store.path, "SELECT survival, num_survival_rows, as_prior FROM profiles") == [
+        ("[0.75, 0.5]", "[100, 75]", 1)
+    ]
+    assert rows(store.path, "SELECT speculation_length, step_s FROM profile_cells") == [(0, 0.01), (4, 0.02)]
+
+
+def test_two_workers_cannot_share_a_name(store):
+    store_now(store, Commit(contexts=[context()], workers=[worker(3)]))
+    store_now(store, Commit(workers=[worker(9, worker_key=2, worker_id="worker-1")]))
+    assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(1, 3)]
+    assert store.health().num_rows_refused == 1
