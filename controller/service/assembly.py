@@ -17,7 +17,7 @@ from speclen.controller.service.intake import Intake
 from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import Registry
-from speclen.controller.service.restoring import relearn, restore
+from speclen.controller.service.restoring import restore
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.streams import StreamSettings
 from speclen.controller.service.totals import Totals
@@ -83,13 +83,11 @@ def create_service(config: ControllerConfig, store: Store | None, stored: Stored
         Registry(time.time, config.max_workers, config.max_contexts),
         Totals(),
     )
-    forgotten, set_aside = restore(estimator, registry, stored)
+    forgotten, set_aside = restore(estimator, registry, stored, store.path if store is not None else None)
     journal = Journal(store, estimator, time.time, config.commit_interval_s, stored.last_profile_id)
     journal.note_events(set_aside)
-    if store is not None and forgotten:
-        relearn(estimator, forgotten, store.path)
-        for context in forgotten:
-            journal.note_context(context)
+    for context in forgotten:
+        journal.note_context(context)
     learner = Learner(estimator, registry, journal, totals, time.time, stored.last_group_id)
     return Intake(registry, learner, journal, totals, time.time), learner
 
