@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from speclen.worker.models.naming import ModelError, Shape, find_place
 from speclen.worker.models.widen import count_parameters
