@@ -74,10 +74,11 @@ class HostRule:
         if self._rows.any_samples:
             num_proposed = np.full(len(proposed), proposed.shape[1])
             return self.verify(logits.reshape(-1, logits.shape[-1]), *places_of(num_proposed), proposed, num_proposed)
+        num_columns = proposed.shape[1] + 1
         _, likeliest, broken = _usable(logits.reshape(-1, logits.shape[-1]))
-        chosen = likeliest.reshape(logits.shape[0], logits.shape[1])
+        chosen = likeliest.reshape(-1, num_columns)
         accepted = num_matching(proposed, chosen) if proposed.shape[1] else np.zeros(len(proposed), np.int64)
-        return _cut(accepted, *np.divmod(broken, chosen.shape[1])), chosen
+        return _cut(accepted, broken // num_columns, broken % num_columns), chosen
 
     def verify(
         self, logits: np.ndarray, rows: np.ndarray, columns: np.ndarray, proposed: np.ndarray, num_proposed: np.ndarray
