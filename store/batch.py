@@ -1,8 +1,7 @@
 """Commits that wait for the disk, joined into one.
 
-Reports, decisions and events add up; of everything else only the newest row per key counts, so that waiting takes
-memory for reports alone. When those exceed a bound, the oldest raw rows are given up and counted: the estimates that
-contain them stay.
+Reports, decisions and events add up; of other rows the newest per key counts. Beyond a bound the oldest raw reports are
+dropped and counted; the estimates that contain them stay.
 """
 
 from __future__ import annotations

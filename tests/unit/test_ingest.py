@@ -125,5 +125,7 @@ def test_flags_are_read_and_unknown_ones_are_a_reason_too():
     assert step.flags == {StepFlag.PREFILL, StepFlag.CHANGED_ARM, StepFlag.UNKNOWN}
     assert read(flags=[pb.STEP_FLAG_UNSPECIFIED]).flags == {StepFlag.UNKNOWN}
     assert {flag.name for flag in StepFlag} - {"UNKNOWN"} == {
-        name.removeprefix("STEP_FLAG_") for name in pb.StepFlag.DESCRIPTOR.values_by_name if name != "STEP_FLAG_UNSPECIFIED"
+        name.removeprefix("STEP_FLAG_")
+        for name in pb.StepFlag.DESCRIPTOR.values_by_name
+        if name != "STEP_FLAG_UNSPECIFIED"
     }
