@@ -146,5 +146,6 @@ class FakeEstimator:
 
     def restore(self, pair: tuple[str, str], state: bytes) -> None:
         for key, limits, arm, version, steps in json.loads(state):
+            assert ContextKey(*key) in self._known
             counts = Counter({Arm(*each): number for each, number in steps})
             self._known[ContextKey(*key)] = Known(Limits(*limits), Arm(*arm), version, counts)

@@ -87,7 +87,8 @@ def _check(step: StepRecord, limits: Limits) -> None:
             raise out_of_range(name, value, least, most)
     most = step.arm.max_tokens + 1
     if not (1 if ngram else most) <= len(histogram) <= most:
-        sentence = f"accepted_histogram has {len(histogram)} entries; it must have {most} for the arm `{step.arm}`"
+        number = len(histogram) if len(histogram) < MOST_RUNS else "too many"
+        sentence = f"accepted_histogram has {number} entries; it must have {most} for the arm `{step.arm}`"
         raise InvalidMessageError("accepted_histogram", sentence)
     if sum(histogram) != rows:
         sentence = f"accepted_histogram sums to {sum(histogram)}; it must sum to batch_size, {rows}"

@@ -155,15 +155,13 @@ def test_a_database_that_cannot_be_written_is_refused(tmp_path):
     assert len(list(tmp_path.glob("noise.db.damaged-*"))) >= 1
 
 
-def test_a_newer_schema_is_refused(tmp_path):
-    path = tmp_path / "newer.db"
+def test_a_database_of_another_form_is_refused(tmp_path):
+    path = tmp_path / "other.db"
     Store.open(path).close()
     connection = connect_writer(path)
-    connection.execute(
-        "INSERT INTO _sqlite_migrations (migration_set, name, applied_at) VALUES ('speclen', 'later', '')"
-    )
+    connection.execute("PRAGMA application_id = 7")
     connection.close()
-    assert "newer" in refused("--db", str(path))
+    assert "other.db" in refused("--db", str(path))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def test_a_stopped_worker_is_noticed(tmp_path):
         "for answer in stub.StreamReports(beats()): print(answer.applied_seq, flush=True)\n"
     )
     worker = subprocess.Popen(
-        [sys.executable, "-c", code, address, str(Path(__file__).parent)],
+        [sys.executable, "-c", code, address, str(Path(__file__).parent.parent)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

@@ -3,21 +3,18 @@
 import asyncio
 import math
 
-import numpy as np
 import pytest
 from control_fakes import CONTEXT, LIMITS, group, identity, registration, report, run, served, status_of, until_durable
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from speclen.controller.estimator.core import Bucket, Choice, Probe, Table
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports, workers
 from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
-SHORT = {"max_batch_size": 32, "max_speculation_length": 2}
 PROFILE = pb.ImportProfileRequest(
     context=CONTEXT,
     cells=[
@@ -49,14 +46,16 @@ def test_the_life_of_a_report(tmp_path):
             await call.write(group(1, 64))
             answer = await call.read()
             assert answer.applied_seq == 64
-            assert answer.num_refused == 0
+            assert (answer.num_refused, answer.sample_every) == (0, 1)
             assert answer.HasField("table")
             answer = await until_durable(call, 64)
             assert [row.seq for row in stored_reports(connect_reader(tmp_path / "test.db"))] == list(range(1, 65))
             learned = (await at.stub.GetLearnedTable(pb.GetLearnedTableRequest())).tables[0]
-            steps = {(row.batch_min, row.speculation_length): row.num_steps for row in learned.rows}
-            assert steps[4, 2] == 64
-            assert sum(steps.values()) == 64
+            steps = {
+                (row.batch_min <= 4 <= row.batch_max, row.speculation_length): row.num_steps for row in learned.rows
+            }
+            assert steps[True, 2] == 64
+            assert sum(row.num_steps for row in learned.rows) == 64
             return learned
 
     async def second_life(learned):
@@ -103,7 +102,7 @@ def test_a_table_that_changed_is_pushed_to_the_other_workers():
             listener = at.stub.StreamReports()
             await listener.write(pb.StreamReportsRequest(worker=identity("listener")))
             first = (await listener.read()).table.decision_version
-            # Length 0 takes as long as length 2 with nearly everything accepted: the cautious first table must change.
+            # Length 2 with everything accepted, at the price of length 0: plain decoding cannot stay in use.
             call = at.stub.StreamReports()
             await call.write(group(1, 64, accepted_histogram=[0, 0, 4]))
             await call.write(group(65, 128, speculation_length=0, accepted_histogram=[4]))
@@ -125,7 +124,6 @@ def test_unary_and_stream_share_one_numbering():
                 answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
                 assert answer.applied_seq == seq
                 assert 0 <= answer.speculation_length <= 4
-            assert at.service.totals.num_groups == 5, "learned from before the answer"
             call = at.stub.StreamReports()
             await call.write(group(1, 8))
             assert (await call.read()).applied_seq == 8
@@ -171,7 +169,7 @@ def test_a_bad_report_is_refused_alone_and_counted():
         ({"limits": pb.WorkerLimits(max_batch_size=0)}, "max_batch_size"),
         ({"limits": pb.WorkerLimits(max_batch_size=4097)}, "max_batch_size"),
         ({"limits": pb.WorkerLimits(max_batch_size=1, max_speculation_length=65)}, "max_speculation_length"),
-        ({"limits": pb.WorkerLimits(max_batch_size=1, probe_steps=5)}, "probe_steps"),
+        ({"limits": pb.WorkerLimits(max_batch_size=1, probe_steps=17)}, "probe_steps"),
         ({"address": "x" * 257}, "address"),
         ({"policy": "x" * 65}, "policy"),
     ],
@@ -239,12 +237,12 @@ def test_a_profile_seeds_a_context_and_is_checked():
             assert {row.source for row in rows if row.batch_min == 1} == {"profile"}
             for change, named in (
                 (lambda p: p.ClearField("cells"), "cells"),
-                (lambda p: p.cells.add(batch_size=1, speculation_length=0, step_s=0.1, num_steps=1), "two cells"),
+                (lambda p: p.cells.add(batch_size=1, step_s=0.1, num_steps=1), "two cells"),
                 (lambda p: setattr(p.cells[0], "step_s", math.inf), "step_s"),
                 (lambda p: setattr(p.cells[0], "step_s_stderr", -1.0), "step_s_stderr"),
                 (lambda p: setattr(p.cells[0], "num_steps", 0), "num_steps"),
                 (lambda p: setattr(p.cells[0], "mean_context_length", math.nan), "mean_context_length"),
-                (lambda p: p.survival.append(0.9), "num_survival_rows"),
+                (lambda p: p.survival.append(0.9), "survival has 4"),
                 (lambda p: p.survival.__setitem__(1, 0.95), "survival"),
                 (lambda p: p.survival.__setitem__(0, math.nan), "survival"),
                 (lambda p: p.context.ClearField("target"), "context.target"),
@@ -281,26 +279,11 @@ def test_a_worker_gets_no_length_beyond_its_own_limit():
     run(story)
 
 
-def test_a_worker_that_asks_for_every_length_gets_the_best_one_within_its_limit(monkeypatch):
-    """Cut to the limit, a length may be worse than plain decoding."""
-
-    async def story():
-        async with served(None) as at:
-            await at.stub.RegisterWorker(registration("short", limits=pb.WorkerLimits(**SHORT)))
-            choice = Choice(Bucket(0, 1, 32), 4, best_within=(0, 1, 1, 3, 4))
-            monkeypatch.setattr(at.service, "table", lambda worker: Table(1, (choice,)))
-            monkeypatch.setattr(at.service, "take_probes", lambda *_, **__: [])
-            request = pb.ReportStepRequest(worker=identity("short"), report=report(1))
-            assert (await at.stub.ReportStep(request)).speculation_length == 1
-
-    run(story)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"accepted_histogram": [0] * 500_000}, "accepted_histogram has 500000 entries"),
-        ({"class_histograms": [pb.ClassHistogram()] * 400_000}, "class_histograms has 400000 entries for 3 classes"),
+        ({"accepted_histogram": [0] * 500_000}, "accepted_histogram has too many entries"),
+        ({"class_histograms": [pb.ClassHistogram()] * 400_000}, "the number of entries of class_histograms is 400000"),
         ({"flags": [1] * 1_000_000, "accepted_histogram": [5]}, "accepted_histogram has 1 entries"),
     ],
 )
@@ -316,113 +299,6 @@ def test_what_is_far_too_long_is_refused_in_a_short_sentence(changes, words):
             assert answer.num_refused == 1
             assert words in answer.last_refusal
             assert len(answer.last_refusal) < 1000
-
-    run(story)
-
-
-def test_a_probe_goes_to_one_worker_once_and_only_to_one_that_follows_the_table():
-    async def story():
-        async with served(None) as at:
-            probes = []
-            for worker_id, policy in (("a", "adaptive"), ("b", "adaptive"), ("c", "fixed:2")):
-                await at.stub.RegisterWorker(registration(worker_id, policy=policy))
-            calls = {worker_id: at.stub.StreamReports() for worker_id in "abc"}
-            for number in range(150):
-                for worker_id, call in calls.items():
-                    request = group(number + 1, number + 1, batch_size=4)
-                    request.worker.CopyFrom(identity(worker_id))
-                    await call.write(request)
-                    answer = await call.read()
-                    assert not (worker_id == "c" and answer.probes)
-                    assert len(answer.probes) <= 1
-                    probes += answer.probes
-                await at.service.learn_all()
-            assert probes, "a length that was never tried must be tried"
-            assert len({probe.probe_id for probe in probes}) == len(probes) == at.service.totals.num_probes
-            assert all(probe.valid_for_s > 0 and probe.batch_min <= 4 <= probe.batch_max for probe in probes)
-
-    run(story)
-
-
-def test_both_steps_of_a_probe_at_length_0_go_to_one_worker():
-    """The draft catches up in the first, so the second one alone tells its time. Once, whoever reported next got that."""
-    rng, rows = np.random.default_rng(5), 4
-
-    def seconds(length):
-        return (0.010 + 0.0008 * length) * float(np.exp(0.03 * rng.standard_normal()))
-
-    async def story():
-        async with served(None) as at:
-            slow = pb.ImportProfileRequest(context=CONTEXT, survival=[0.8**i for i in range(1, 5)], source="test")
-            slow.num_survival_rows.extend([4000] * 4)
-            for batch in (1, rows, 32):
-                for length in range(5):
-                    step_s = 0.010 + 0.025 * length
-                    slow.cells.add(batch_size=batch, speculation_length=length, step_s=step_s, num_steps=50)
-            await at.stub.ImportProfile(slow)
-            lengths, before = dict.fromkeys("ab", 0), dict.fromkeys("ab", 0)
-            for worker_id in lengths:
-                await at.stub.RegisterWorker(registration(worker_id))
-            played = []
-            for seq in range(1, 301):
-                for worker_id, length in lengths.items():
-                    runs = np.minimum(rng.geometric(0.2, size=rows) - 1, length)
-                    step = report(
-                        seq,
-                        speculation_length=length,
-                        latency_s=seconds(length),
-                        accepted_histogram=np.bincount(runs, minlength=length + 1).tolist(),
-                        flags=[pb.STEP_FLAG_CATCH_UP] if length and not before[worker_id] else [],
-                    )
-                    answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(worker_id), report=step))
-                    before[worker_id], lengths[worker_id] = length, answer.speculation_length
-                    played.append(length)
-            assert played[:2] == [0, 0]
-            assert min(played[-100:]) > 0, "0 was left"
-            assert at.service.apart(next(iter(at.service.contexts))) == 0, "who found that out is like the other"
-
-    run(story)
-
-
-def test_what_follows_a_probe_at_length_0_is_dropped_where_drafts_are_played():
-    async def story():
-        async with served(None) as at:
-            for worker_id in "wv":
-                await at.stub.RegisterWorker(registration(worker_id))
-            worker = at.service.find("w", 7)
-            second = Probe(9, Bucket(0, 4, 4), 4)
-
-            async def next_length(seq, length):
-                worker.follow_on = second
-                at.service.table = lambda _worker: Table(1, (Choice(Bucket(0, 1, 32), length),))
-                answer = await at.stub.ReportStep(pb.ReportStepRequest(worker=identity(), report=report(seq)))
-                assert worker.follow_on is None
-                return answer.speculation_length, answer.probe_id
-
-            assert await next_length(1, 0) == (4, 9)
-            assert await next_length(2, 3) == (3, 0)
-            worker.follow_on = second
-            await at.stub.RegisterWorker(registration(epoch=8))
-            assert worker.follow_on is None
-
-    run(story)
-
-
-def test_a_worker_with_a_short_limit_does_not_take_probes_from_others():
-    """Asked first, it can do nothing with the bucket's next probe; until more was learned, nobody else was given one."""
-
-    async def story():
-        async with served(None) as at:
-            await at.stub.RegisterWorker(registration("short", limits=pb.WorkerLimits(max_batch_size=32)))
-            await at.stub.RegisterWorker(registration("w"))
-            short, worker = (at.service.find(name, 7) for name in ("short", "w"))
-            for seq in range(1, 5000):
-                at.service.take(worker, [report(seq)])
-                at.service.learn(worker)
-                assert at.service.take_probe(short, 4) is None
-                if at.service.take_probe(worker, 4) is not None:
-                    return
-            raise AssertionError("a length that was never tried must be tried")
 
     run(story)
 
@@ -469,7 +345,7 @@ def test_a_token_is_needed_on_every_method(tmp_path):
 def test_a_mistake_of_ours_is_logged_and_not_told(monkeypatch):
     async def story():
         async with served(None) as at:
-            monkeypatch.setattr(at.service.estimator, "learned_rows", lambda key: 1 / 0)
+            monkeypatch.setattr(at.service.estimator, "rows", lambda key: 1 / 0)
             await at.stub.RegisterWorker(registration())
             code, details = await status_of(at.stub.GetLearnedTable(pb.GetLearnedTableRequest()))
             assert (code, "division" in details) == ("INTERNAL", False)

@@ -7,8 +7,8 @@ import pytest
 from control_fakes import group, identity, registration, report, run, served, status_of, until_durable
 from grpc import aio
 
-from speclen.controller.service.news import News
 from speclen.controller.service.streams import StreamSettings
+from speclen.records import Arm, Probe
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 
@@ -36,20 +36,7 @@ def test_the_first_message_names_the_worker():
     run(story)
 
 
-def test_the_first_answer_says_how_long_to_add_up_whatever_registering_said():
-    """Else a worker that registered in a crowd, and streams when that is gone, would go on adding up."""
-
-    async def story():
-        async with served(None) as at:
-            await at.stub.RegisterWorker(registration())
-            _, answer = await opened(at)
-            assert answer.HasField("thinning")
-            assert answer.thinning.window_s == 0.0
-
-    run(story)
-
-
-def test_who_waits_for_a_turn_and_goes_is_not_counted_for_ever():
+def test_who_waits_for_a_turn_and_goes_does_not_keep_others_from_theirs():
     async def story():
         async with served(None) as at:
             streams = at.controller.servicer.streams
@@ -63,7 +50,6 @@ def test_who_waits_for_a_turn_and_goes_is_not_counted_for_ever():
                 await asyncio.sleep(0)
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
-            assert streams._num_waiting == 0
             await asyncio.wait_for(wait(), 5)
 
     run(story)
@@ -78,7 +64,7 @@ def test_a_message_has_a_largest_number_of_reports():
             assert (await call.read()).applied_seq == 1024
             await call.write(group(1025, 2049))
             code, details = await status_of(to_the_end(call))
-            assert (code, "1025 reports" in details) == ("INVALID_ARGUMENT", True)
+            assert (code, "is 1025; it must be 0 to 1024" in details) == ("INVALID_ARGUMENT", True)
 
     run(story)
 
@@ -99,19 +85,36 @@ def test_a_second_stream_of_a_worker_takes_the_place_of_the_first():
     run(story)
 
 
-@pytest.mark.parametrize("per_message", [1, 8])
-def test_a_simulated_worker_that_does_not_sleep_plays_by_fresh_decisions(per_message):
-    """Within 200 ms of the clock it takes hundreds of steps. Once, it played 512 of them by what was known before."""
-
+def test_a_cold_start_is_answered_by_what_its_own_reports_taught():
     async def story():
         async with served(None) as at:
             await at.stub.RegisterWorker(registration())
-            call, stale = at.stub.StreamReports(), []
-            for first in range(1, 1 + 200 * per_message, per_message):
-                await call.write(group(first, first + per_message - 1))
-                answer = await call.read()
-                stale.append(answer.applied_seq - at.service.totals.num_reports)
-            assert sum(stale) / len(stale) < 40
+            call = at.stub.StreamReports()
+            for first in range(1, 65, 8):
+                await call.write(group(first, first + 7))
+                assert (await call.read()).applied_seq == at.service.totals.num_reports
+
+    run(story)
+
+
+def test_probes_and_sampling_reach_the_worker():
+    async def story():
+        async with served(None) as at:
+            await at.stub.RegisterWorker(registration())
+            call, answer = await opened(at)
+            assert answer.sample_every == 1
+            at.service.sampling.sample_every = 4
+            at.service.registry.workers["w"].probe = Probe(9, 3, 5, Arm(1), 3)
+            await call.write(pb.StreamReportsRequest())
+            answer = await call.read()
+            assert answer.sample_every == 4
+            [probe] = answer.probes
+            assert (probe.probe_id, probe.batch_min, probe.batch_max, probe.speculation_length) == (9, 3, 5, 1)
+            assert probe.num_steps == 3
+            assert probe.valid_for_s > 0
+            await call.write(pb.StreamReportsRequest())
+            assert not (await call.read()).probes, "handed out once"
+            assert (await at.stub.RegisterWorker(registration("v"))).sample_every == 4
 
     run(story)
 
@@ -238,29 +241,6 @@ def test_durable_reaches_a_busy_worker_and_a_quiet_one(tmp_path, pause_s):
                 await call.write(group(last, last))
                 await asyncio.sleep(0.005)
             assert last > 11
-
-    run(story)
-
-
-def test_nobody_looks_for_news_while_there_is_none(tmp_path, monkeypatch):
-    """Each look takes a core from the worker that computes on it."""
-    looks = []
-    take = News.take
-    monkeypatch.setattr(News, "take", lambda self: looks.append(time.monotonic()) or take(self))
-
-    async def story():
-        async with served(tmp_path, commit_interval_s=0.05) as at:
-            await at.stub.RegisterWorker(registration())
-            call, _ = await opened(at)
-            await call.write(group(1, 10))
-            await until_durable(call, 10)
-            await asyncio.sleep(0.2)
-            looks.clear()
-            await asyncio.sleep(0.5)
-            assert looks == []
-            await call.write(group(11, 20))
-            await until_durable(call, 20)
-            assert looks
 
     run(story)
 

@@ -39,8 +39,8 @@ part = sys.argv[1]
 set_up_logs()
 config = ControllerConfig(listen="127.0.0.1:0", db=Path(sys.argv[2]), metrics_listen="127.0.0.1:0", commit_interval_s=0.05)
 if part == "learning":
-    from speclen.controller.service.learning_service import LearningService
-    LearningService.learn_for_ever = soon_broken
+    from speclen.controller.service.learner import Learner
+    Learner.run = soon_broken
 elif part == "journal":
     from speclen.controller.service.journal import Journal
     Journal.run = soon_broken

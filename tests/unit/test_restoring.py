@@ -10,7 +10,7 @@ from fake_estimator import FakeEstimator
 from service_parts import ELSEWHERE, KEY, Parts
 
 from speclen.controller.service.registry import Registry
-from speclen.controller.service.restoring import relearn, restore
+from speclen.controller.service.restoring import restore
 from speclen.records import Arm, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store
@@ -41,9 +41,11 @@ def saved(path, *more_reports) -> StoredState:
     return stored
 
 
-def restored(stored: StoredState) -> tuple[FakeEstimator, Registry, list, list]:
+def restored(stored: StoredState, path=None, failing=()) -> tuple[FakeEstimator, Registry, list, list]:
     estimator, registry = FakeEstimator(), Registry(lambda: 0.0, 10, 10)
-    return estimator, registry, *restore(estimator, registry, stored)
+    observe = estimator.observe
+    estimator.observe = lambda key, steps, worker: 1 / 0 if key in failing else observe(key, steps, worker)
+    return estimator, registry, *restore(estimator, registry, stored, path)
 
 
 def test_a_restored_fleet_is_the_one_that_was_saved(tmp_path):
@@ -76,10 +78,10 @@ def test_the_readable_tables_say_what_the_estimator_believes(tmp_path):
 def test_a_state_that_is_none_is_set_aside_and_its_contexts_learn_from_the_kept_reports(tmp_path, state):
     stored = saved(tmp_path / "s.db")
     stored.states[KEY.pair] = state
-    estimator, registry, forgotten, [event] = restored(stored)
+    estimator, registry, forgotten, [event] = restored(stored, tmp_path / "s.db")
     assert (event.kind, event.content) == ("state_set_aside", state)
     assert "t + d" in event.detail
-    assert relearn(estimator, forgotten, tmp_path / "s.db") == 10
+    assert [context.key for context in forgotten] == [KEY, ELSEWHERE]
     assert estimator.calls == [(KEY, [1, 2, 3, 7, 8], "w"), (ELSEWHERE, [1, 2, 3, 7, 8], "v")]
     assert estimator.table(KEY).arm_for(1) == Arm(2), "the profile came first"
     assert registry.workers["w"].seqs.applied_seq == 9, "what was counted is not counted again"
@@ -97,7 +99,14 @@ def test_numbers_of_a_worker_that_are_none_are_set_aside(tmp_path):
 def test_a_stored_group_that_cannot_be_learned_from_costs_itself_alone(tmp_path):
     stored = saved(tmp_path / "s.db")
     stored.states.clear()
-    estimator, _, forgotten, _ = restored(stored)
-    observe = estimator.observe
-    estimator.observe = lambda key, steps, worker: 1 / 0 if key == KEY else observe(key, steps, worker)
-    assert relearn(estimator, forgotten, tmp_path / "s.db") == 5
+    estimator, _, forgotten, _ = restored(stored, tmp_path / "s.db", failing=[KEY])
+    assert len(forgotten) == 2
+    assert [key for key, _, _ in estimator.calls] == [ELSEWHERE]
+
+
+def test_a_profile_seeds_again_where_the_state_does_not_hold_it(tmp_path):
+    stored = saved(tmp_path / "s.db")
+    stored.states.clear()
+    stored = StoredState(stored.contexts, (), {}, stored.last_group_id, stored.last_profile_id)
+    estimator, *_ = restored(stored, tmp_path / "s.db", failing=[KEY])
+    assert estimator.table(KEY).arm_for(1) == Arm(3)

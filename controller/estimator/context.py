@@ -1,0 +1,403 @@
+"""What is learned in one context: hardware, engine and models. One thread calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from speclen.controller.estimator.cells import Cells
+from speclen.controller.estimator.choice import Selection
+from speclen.controller.estimator.features import Prior, features_of, num_slopes, prior_of
+from speclen.controller.estimator.load import Traffic
+from speclen.controller.estimator.model import Estimates, Grid, Saved, estimate
+from speclen.controller.estimator.sizes import cell_ranges, choice_ranges
+from speclen.controller.estimator.step_time import KEPT, Evidence, Samples
+from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
+from speclen.controller.estimator.workers import MOST_TRACKED, Worker, fair_weights, is_apart
+from speclen.records import NGRAM_MAX_TOKENS, Arm, ContextKey, DriftEvent, Limits, RequestClass, StepRecord
+
+Array = np.ndarray
+
+FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 256.0, 0.05  # reports between two solutions: at first, at most, per report
+EXPIRED = 20_000  # reports of others after which a worker without any has left
+POOL = ""  # name of the group that agrees, and of the evidence of workers that are not told apart
+NEAR_PROBE = 1.25  # a probe may run at batch sizes up to so many times larger or smaller
+
+
+class Group:
+    """Workers that share a table, all but those that differ. num_learned: reports so far; pending: since the solution."""
+
+    STATE = ("pending", "num_learned")
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.estimates: Estimates | None = None
+        self.saved: Saved | None = None  # while it is saved or restored
+        self.pending = self.num_learned = 0.0
+
+
+class Context:
+    """Cells, workers and groups of one context. siblings: all contexts of the pair, which share accepted tokens."""
+
+    STATE = ("prior_mean", "prior_precision", "level", "offset", "profiled")
+
+    def __init__(self, key: ContextKey, limits: Limits, token_prior: TokenPrior, siblings: Sequence[Context]) -> None:
+        self.key, self.limits, self.token_prior, self.siblings = key, limits, token_prior, siblings
+        lengths = limits.max_speculation_length + 1
+        widest = max(lengths, NGRAM_MAX_TOKENS + 1 if limits.ngram else 1)
+        choices, residuals = choice_ranges(limits.max_batch_size), cell_ranges(limits.max_batch_size)
+        self.grid = Grid(choices, residuals, lengths, num_slopes(limits.max_batch_size * widest))
+        self.prior_mean, self.prior_precision = prior_of(self.grid.slopes)
+        self.level = 0.0  # log seconds, before any report
+        self.offset = np.zeros(len(residuals.low) * 2 * lengths)  # residuals of a profile
+        self.profiled = np.zeros(len(choices.low), dtype=bool)
+        self.cells = Cells(len(self.prior.mean))
+        self.traffic = Traffic(len(choices.low))
+        self.workers: dict[str, Worker] = {}
+        self.untracked: dict[str, Worker] = {}  # beyond those that are told apart
+        self.has_decided = False
+        self.pool, self.pool_tokens = Evidence(), TokenEvidence(len(token_prior.accepted))
+        self.num_reports = 0
+        self.num_probes = 0
+        self.groups = {POOL: self._new_group()}
+
+    @property
+    def prior(self) -> Prior:
+        """Of the weights of the surface."""
+        return Prior(self.prior_mean, self.prior_precision)
+
+    @property
+    def sizes(self) -> Array:
+        """A batch size of each range."""
+        return (self.grid.choices.low + self.grid.choices.high) // 2
+
+    def arm(self, place: int) -> Arm:
+        """The arm at a place of [2 x lengths]."""
+        ngram, length = divmod(place, self.grid.num_lengths)
+        return Arm(length, bool(ngram))
+
+    def arms_in_use(self) -> dict[str, Array]:
+        """Places of the arms in use, by group, [ranges]."""
+        return {name: group.selection.arms.copy() for name, group in self.groups.items()}
+
+    def select(self, lengths: Array) -> None:
+        """Use these lengths, of a policy that does not learn."""
+        selection = self.groups[POOL].selection
+        selection.version += bool((selection.arms != lengths).any())
+        selection.arms, selection.frozen = lengths.astype(int), True
+
+    def extend_tokens(self, max_length: int) -> None:
+        """Make room for longer lengths of the pair."""
+        for tokens in (self.pool_tokens, *(worker.tokens for worker in self.workers.values())):
+            tokens.extend(max_length)
+        for group in self.groups.values():
+            group.estimates = None
+
+    def go_on_from(self, narrower: Context) -> None:
+        """Take over from the context before it was widened: evidence of tokens, arms in use and counts."""
+        self.has_decided, self.num_probes = narrower.has_decided, narrower.num_probes
+        self.pool_tokens = narrower.pool_tokens
+        for name, worker in narrower.workers.items():
+            new = self.workers[name] = self._new_worker()
+            new.tokens, new.tail.level = worker.tokens, worker.tail.level
+        old, new_choice = narrower.groups[POOL].selection, self.groups[POOL].selection
+        at = narrower.grid.choices.of[np.minimum(self.sizes, narrower.limits.max_batch_size)]
+        ngram, length = np.divmod(old.arms[at], old.num_lengths)
+        new_choice.arms, new_choice.version = ngram * self.grid.num_lengths + length, old.version + 1
+        self.traffic.seen = np.where(self.sizes <= narrower.limits.max_batch_size, narrower.traffic.seen[at], 0.0)
+
+    def _new_group(self) -> Group:
+        lengths = self.grid.num_lengths
+        allowed = np.array([[True] * lengths, [self.limits.ngram] * lengths])
+        return Group(Selection(len(self.grid.choices.low), lengths, allowed))
+
+    def group_name(self, worker_id: str) -> str:
+        """Name of the group that a worker belongs to: its own where it differs from the others."""
+        return worker_id if worker_id in self.groups else POOL
+
+    def group_of(self, worker_id: str) -> Group:
+        """The group that a worker belongs to."""
+        return self.groups[self.group_name(worker_id)]
+
+    # Learning
+
+    def observe(self, records: Sequence[StepRecord], worker_id: str) -> tuple[list[int], list[DriftEvent]]:
+        """Learn from consecutive steps of one worker; returns ranges of sizes whose arm changed, and detected changes."""
+        worker, group = self._worker(worker_id), self.group_of(worker_id)
+        self.num_reports += len(records)
+        worker.num_reports += len(records)
+        worker.last_seen = self.num_reports
+        tracked = worker_id in self.workers
+        if group.estimates is None:
+            self.solve(self.group_name(worker_id))
+        events = self._learn_tokens(worker.tokens if tracked else self.pool_tokens, group, records)
+        self.traffic.count(records, self.grid.choices.of)
+        if usable := [record for record in records if not record.flags]:
+            events += self._learn_times(worker, worker.times if tracked else self.pool, group, usable)
+        self._earn(group, records)
+        if tracked and worker.is_due:
+            events += self._compare(worker_id, worker)
+            group = self.group_of(worker_id)
+        group.pending += len(records)
+        group.num_learned += len(records)
+        if events or group.pending >= min(FIRST_SOLVE + SOLVE_GROWTH * group.num_learned, LAST_SOLVE):
+            return self.solve(self.group_name(worker_id)), events
+        return [], events
+
+    def _worker(self, worker_id: str) -> Worker:
+        """The worker of this name; one that is not told apart has samples to compare with alone."""
+        known = self.workers.get(worker_id) or self.untracked.get(worker_id)
+        if known is not None:
+            return known
+        self._expire()
+        among = self.workers if len(self.workers) < MOST_TRACKED else self.untracked
+        return among.setdefault(worker_id, self._new_worker())
+
+    def _new_worker(self) -> Worker:
+        return Worker(len(self.prior.mean), len(self.token_prior.accepted))
+
+    def _expire(self) -> None:
+        """Put the evidence of workers that have left together."""
+        for workers in (self.workers, self.untracked):
+            self._expire_of(workers)
+
+    def _expire_of(self, workers: dict[str, Worker]) -> None:
+        for name in [name for name, worker in workers.items() if self.num_reports - worker.last_seen > EXPIRED]:
+            worker = workers.pop(name)
+            if self.groups.pop(name, None) is None:
+                self.pool.absorb(worker.times)
+                self.pool_tokens.absorb(worker.tokens)
+
+    def _learn_tokens(self, tokens: TokenEvidence, group: Group, records: Sequence[StepRecord]) -> list[DriftEvent]:
+        assert group.estimates is not None
+        changes = tokens.add(records, group.estimates.ratios)
+        words = "accepted tokens of {} requests changed"
+        return [
+            DriftEvent(
+                self.key, "acceptance", statistic, words.format(RequestClass(kind).name.lower().replace("_", "-"))
+            )
+            for kind, statistic in changes
+        ]
+
+    def _learn_times(
+        self, worker: Worker, evidence: Evidence, group: Group, records: list[StepRecord]
+    ) -> list[DriftEvent]:
+        assert group.estimates is not None
+        samples = self._samples(records)
+        numbers = self.grid.cells_at(
+            *np.array([(r.batch_size, r.arm.ngram, r.arm.speculation_length) for r in records]).T
+        )
+        places = self.cells.places(numbers, samples.features)
+        evidence.grow(len(self.cells.numbers))
+        weights = np.exp(group.estimates.solution.phi)
+        theta, variance = group.estimates.believed(self.cells, self.offset)
+        # What a step took is put down to the features of its cell's first step: they differ in context and n-gram tokens.
+        own, reference = np.log(samples.features @ weights), np.log(self.cells.features @ weights)[places]
+        adjusted = samples._replace(cells=places, log_s=samples.log_s - own + reference)
+        if not evidence.add(worker.tail, adjusted, theta, variance):
+            return []
+        evidence.fade(KEPT)
+        group.selection.look_again()
+        return [DriftEvent(self.key, "latency", 1.0, "step times of some arms changed relative to others")]
+
+    def _samples(self, records: list[StepRecord]) -> Samples:
+        values = np.array([
+            (r.batch_size, r.arm.speculation_length if r.num_drafted_sequences else 0, r.num_drafted_sequences,
+             r.num_verified_tokens, r.mean_context_length, r.latency_s)
+            for r in records
+        ], dtype=float)  # fmt: skip
+        *columns, seconds = values.T
+        return Samples(np.zeros(len(records), int), features_of(columns, self.grid.slopes), np.log(seconds))
+
+    def _earn(self, group: Group, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            if not record.probe_id:
+                group.selection.earn(self.grid.choices.of[record.batch_size], record.latency_s)
+
+    def _compare(self, worker_id: str, worker: Worker) -> list[DriftEvent]:
+        """Hold a worker against the others; isolate it, or let it join them again."""
+        if len(self.workers) < 2:
+            return []
+        worker.note(self.cells.features, self.prior, self.token_prior)
+        events = []
+        for name, other in self.workers.items():
+            before, other.apart = (
+                other.apart,
+                is_apart(other, self.workers.values()) if other.compared_at else other.apart,
+            )
+            if any(before) != any(other.apart):
+                events.append(self._regroup(name, other))
+        return events
+
+    def _regroup(self, name: str, worker: Worker) -> DriftEvent:
+        if any(worker.apart):
+            group = self.groups[name] = self._new_group()
+            group.selection.go_on_from(self.groups[POOL].selection)
+            what = " and ".join(
+                w for w, apart in zip(("step times", "accepted tokens"), worker.apart, strict=True) if apart
+            )
+            sentence = f"{name} differs from the other workers in {what}: it has a table of its own"
+        else:
+            version = self.groups.pop(name).selection.version
+            pool = self.groups[POOL].selection
+            pool.version = max(pool.version, version) + 1
+            sentence = f"{name} agrees with the other workers again"
+        self.solve(POOL)
+        return DriftEvent(self.key, "worker", 1.0, sentence)
+
+    # Estimates
+
+    def solve(self, name: str) -> list[int]:
+        """Estimate anew for a group and select; returns the ranges of sizes whose arm changed."""
+        group = self.groups[name]
+        group.pending = 0.0
+        self._drop_cells()
+        times = self._times_of(name)
+        weights = fair_weights([float(each.count.sum()) for each in times])
+        last = None if group.estimates is None else group.estimates.solution
+        load = self.traffic.load()
+        group.estimates = estimate(
+            self.grid, self.cells, times, weights, self._ratios_of(name), self.prior, load, last, self.offset,
+            self._level_of(name),
+        )  # fmt: skip
+        return group.selection.choose(group.estimates, self.traffic.seen, self.profiled, self.sizes)
+
+    def _times_of(self, name: str) -> list[Evidence]:
+        if name != POOL and self.workers[name].apart[0]:
+            return [self.workers[name].times]
+        return [self.pool, *(worker.times for worker in self.workers.values() if not worker.apart[0])]
+
+    def _level_of(self, name: str) -> float:
+        if name != POOL and self.workers[name].tail.num_samples:
+            return self.workers[name].tail.level
+        workers = [*self.workers.values(), *self.untracked.values()]
+        tails = [worker.tail for worker in workers if not worker.apart[0] and worker.tail.num_samples]
+        return float(np.mean([tail.level for tail in tails])) if tails else self.level
+
+    def _ratios_of(self, name: str) -> Ratios:
+        if name != POOL and self.workers[name].apart[1]:
+            return ratios_of([self.workers[name].tokens], [1.0], self.token_prior)
+        evidence = [each for sibling in self.siblings for each in sibling.shared_tokens()]
+        return ratios_of(evidence, fair_weights([each.amount for each in evidence]), self.token_prior)
+
+    def shared_amount(self) -> float:
+        """Tokens of all contexts of the pair that there is evidence of."""
+        return sum(each.amount for sibling in self.siblings for each in sibling.shared_tokens())
+
+    def survival(self) -> list[tuple[float, float]]:
+        """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
+        ratios = self._ratios_of(POOL)
+        share = self.traffic.load().mix.mean(axis=0)
+        survival = np.cumprod(share @ ratios.accepted)
+        return list(zip(survival.tolist(), ratios.trials.tolist(), strict=True))
+
+    def samples(self) -> tuple[Array, Array]:
+        """Samples of every cell number, fading, and the sum of their log times."""
+        count, log_sum = np.zeros((2, len(self.offset)))
+        for each in self._times_of(POOL):
+            numbers = self.cells.numbers[: len(each.count)]
+            count[numbers] += each.count
+            log_sum[numbers] += each.log_sum
+        return count, log_sum
+
+    def level_variance(self) -> float:
+        """Variance of the level: how far step times wander, over the samples that it is averaged over."""
+        noise = float(np.mean([worker.times.noise for worker in self.workers.values()] or [self.pool.noise]))
+        return noise**2 / max(min(self.num_reports, 300.0) / 10.0, 1.0)
+
+    def shared_tokens(self) -> list[TokenEvidence]:
+        """Evidence of tokens of the workers that agree."""
+        shared = [worker.tokens for worker in self.workers.values() if not worker.apart[1]]
+        return [self.pool_tokens, *shared] if self.pool_tokens.amount else shared
+
+    def _drop_cells(self) -> None:
+        """Forget the cells with the least evidence where there are too many."""
+        evidence = [self.pool, *(worker.times for worker in self.workers.values())]
+        for each in evidence:
+            each.grow(len(self.cells.numbers))
+        kept = self.cells.to_keep(np.sum([each.count for each in evidence], axis=0))
+        if kept is None:
+            return
+        place = self.cells.keep(kept)
+        for each in evidence:
+            each.keep(kept)
+        for worker in [*self.workers.values(), *self.untracked.values()]:
+            worker.tail.keep(place)
+            worker.theta, worker.precision = np.zeros(0), np.zeros(0)
+
+    # Exploration
+
+    def take_probe(
+        self, batch_size: int, limits: Limits, num_steps: int, worker_id: str
+    ) -> tuple[int, int, int, Arm] | None:
+        """Id, range of batch sizes and arm of a probe, charged; mostly None."""
+        group = self.group_of(worker_id)
+        index = self.grid.choices.of[min(batch_size, self.limits.max_batch_size)]
+        allowed = np.zeros((2, self.grid.num_lengths), dtype=bool)
+        allowed[: 1 + limits.ngram, : limits.max_speculation_length + 1] = True
+        place = group.selection.probe(index, allowed, num_steps)
+        if place is None:
+            return None
+        self.num_probes += 1
+        ngram, length = divmod(place, self.grid.num_lengths)
+        low, high = int(np.ceil(batch_size / NEAR_PROBE)), int(batch_size * NEAR_PROBE)
+        return self.num_probes, low, min(high, self.limits.max_batch_size), Arm(length, bool(ngram))
+
+    # Saving
+
+    def header(self) -> dict[str, Any]:
+        """What `parts` hangs on, as JSON."""
+        return {
+            "key": list(self.key),
+            "limits": list(self.limits),
+            "workers": list(self.workers),
+            "untracked": list(self.untracked),
+            "groups": list(self.groups),
+            "counts": [self.num_reports, self.num_probes, self.has_decided],
+            "solved": [name for name, group in self.groups.items() if group.estimates is not None],
+        }
+
+    def restore_header(self, header: dict[str, Any]) -> None:
+        """Make the workers and groups of a saved state."""
+        if list(self.limits) != header["limits"]:
+            raise ValueError(f"it was saved with limits {header['limits']}, the context has {list(self.limits)}")
+        self.workers = {name: self._new_worker() for name in header["workers"]}
+        self.untracked = {name: self._new_worker() for name in header["untracked"]}
+        self.groups = {name: self._new_group() for name in header["groups"]}
+        self.num_reports, self.num_probes, self.has_decided = header["counts"]
+        for name in header["solved"]:
+            self.groups[name].saved = Saved()
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Everything with a STATE, by name."""
+        yield from (("context", self), ("cells", self.cells), ("traffic", self.traffic))
+        yield from (("pool", self.pool), ("pool-tokens", self.pool_tokens))
+        for kind, workers in (("worker", self.workers), ("untracked", self.untracked)):
+            for at, worker in enumerate(workers.values()):
+                yield f"{kind}/{at}", worker
+                yield f"{kind}/{at}/tail", worker.tail
+                if workers is self.workers:
+                    yield from ((f"{kind}/{at}/times", worker.times), (f"{kind}/{at}/tokens", worker.tokens))
+        for at, group in enumerate(self.groups.values()):
+            yield from ((f"group/{at}", group), (f"group/{at}/selection", group.selection))
+            if group.estimates is not None:
+                group.saved = Saved(group.estimates)
+            if group.saved is not None:
+                yield f"group/{at}/estimates", group.saved
+
+    def check_restored(self) -> None:
+        """Raise ValueError where what was restored does not fit together."""
+        cells, features = self.cells.features.shape
+        num_cells = len(self.grid.residuals.low) * 2 * self.grid.num_lengths
+        if features != len(prior_of(self.grid.slopes).mean) or len(self.offset) != num_cells:
+            raise ValueError("its features are others")
+        for group in self.groups.values():
+            if group.selection.arms.shape != self.sizes.shape:
+                raise ValueError("its ranges of batch sizes are others")
+            if group.saved is not None:
+                group.estimates = group.saved.spread(self.grid, self.cells, self.offset)
+                group.selection.note(group.estimates)
+        if any(len(worker.times.moment) > cells for worker in self.workers.values()):
+            raise ValueError("it has evidence of cells that it lacks")

@@ -1,0 +1,63 @@
+"""The traffic of a context, as far as choices depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from speclen.records import NUM_CLASSES, StepRecord
+
+Array = np.ndarray
+
+LOAD_MEMORY = 1000.0  # steps over which class mix, prefill and waiting are averaged
+CONTEXT_MEMORY = 64.0  # steps at one range of sizes over which its context length is averaged
+MIX_TOKENS = 500.0  # generated tokens of all sizes that the class mix of one size is shrunk by
+
+
+class Load(NamedTuple):
+    """mix: share of each class in the generated tokens, [ranges, classes]; context: tokens held per sequence, [ranges];
+    prefill_s: draft-model prefill per generated token; waiting: new sequences per generated token."""
+
+    mix: Array
+    context: Array
+    prefill_s: float
+    waiting: float
+
+
+class Traffic:
+    """Averages over the steps of all workers. seen: usable samples by range of batch sizes."""
+
+    STATE = ("class_tokens", "context", "seen", "rates")
+
+    def __init__(self, num_ranges: int) -> None:
+        self.class_tokens = np.zeros((num_ranges, NUM_CLASSES))
+        self.context, self.seen = np.zeros(num_ranges), np.zeros(num_ranges)
+        self.rates = np.zeros(3)  # draft-model prefill seconds, new sequences, generated tokens
+
+    def count(self, records: Sequence[StepRecord], range_of: Array) -> None:
+        """Take note of steps. range_of: range of every batch size."""
+        fade = float(np.exp(-len(records) / LOAD_MEMORY))
+        self.rates *= fade
+        self.class_tokens *= fade
+        for record in records:
+            at, tokens = range_of[record.batch_size], record.num_tokens
+            self.rates += (record.draft_prefill_s, record.num_new_sequences, tokens)
+            for kind, histogram in record.class_histograms:
+                self.class_tokens[at, kind] += sum((run + 1) * rows for run, rows in enumerate(histogram))
+            if not record.class_histograms:
+                self.class_tokens[at, 0] += tokens
+            self.seen[at] += not record.flags
+            weight = max(1.0 / CONTEXT_MEMORY, 1.0 / max(self.seen[at], 1.0))
+            self.context[at] += weight * (record.mean_context_length - self.context[at])
+
+    def load(self) -> Load:
+        """The averages; those of all sizes where few steps were seen."""
+        tokens = max(self.rates[2], 1.0)
+        usual = self.context[self.seen > 0].mean() if (self.seen > 0).any() else 0.0
+        total = self.class_tokens.sum(axis=0) + np.array([1.0, 0.0, 0.0])
+        mixed = self.class_tokens + MIX_TOKENS * total / total.sum()
+        context = np.where(self.context > 0, self.context, usual)
+        mix = mixed / mixed.sum(axis=1, keepdims=True)
+        return Load(mix, context, float(self.rates[0] / tokens), float(self.rates[1] / tokens))

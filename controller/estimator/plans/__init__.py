@@ -1,1 +1,0 @@
-"""Plans that copy: how often rows match and what is accepted of copies, what such steps take, and which plan to play."""

@@ -1,0 +1,224 @@
+"""Step times, learned from contrasts between steps that are neighbours in time.
+
+    log T_t = level_t + theta(cell_t) + noise        theta(cell) = log(sum_i exp(phi_i) f_i(cell)) + rho(cell)
+
+level_t is whatever slows all arms alike: clocks, the host, neighbours, warm-up. It may wander quickly, so each step is
+compared with an exponential mean of the steps before it, which removes the level. A contrast is a row c (1 at its own cell,
+minus the weights of the cells before), and what contrasts say of theta is summed up exactly by
+
+    M = sum c c' / sigma^2        z = sum c d / sigma^2        d: the difference of log times
+
+with exponential forgetting. Cells are (range of batch sizes, arm). At times theta is solved for: phi, the log weights of a
+monotone surface, by Gauss-Newton with rho ~ N(0, v) integrated out, then rho. The joint covariance gives the uncertainty of
+one arm relative to another.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from speclen.controller.estimator.features import Prior, shares
+
+Array = np.ndarray
+
+NEIGHBOURS = 12  # steps before a step that it is compared with
+GAIN = 0.4  # weight of the newest of them: slow seconds last for 25 steps and more, noise is averaged over five
+MEMORY = 3000.0  # usable samples of a worker after which evidence has faded to 1/e
+CLIP = 1.5  # standard deviations beyond which a contrast counts as much less as it is longer (Huber)
+CLIPPED_LOSS = 1.3  # the variance of normal noise over that of the same, clipped there
+NEIGHBOUR_NOISE = 1.3  # variance of a contrast over that of a step: the mean that it is compared with has noise, too
+NOISE, LEAST_NOISE, MOST_NOISE = 0.08, 0.02, 0.5  # standard deviation of a log time: at first, and its bounds
+NOISE_MEMORY = 200.0  # samples
+RESIDUAL, LEAST_RESIDUAL, MOST_RESIDUAL = 0.04, 0.02, 0.15  # standard deviation of rho: at first, and its bounds
+LEVEL_MEMORY = 300.0  # samples over which the level is averaged for display
+TELLING = 0.5  # own weight from which on a contrast is with other cells than the usual
+# CUSUM of the squares of telling contrasts: the largest that counts, allowance, threshold; what evidence then keeps.
+MOST_SURPRISE, SURPRISE_SLACK, SURPRISE_THRESHOLD, KEPT = 12.0, 3.0, 24.0, 0.2
+MOST_CELLS = 192  # of one context; those with the least evidence are forgotten beyond it
+
+
+class Samples(NamedTuple):
+    """Usable steps of one worker in order. cells: [n]; features: [n, p]; log_s: log step times, [n]."""
+
+    cells: Array
+    features: Array
+    log_s: Array
+
+    def followed_by(self, other: Samples) -> Samples:
+        """Both, one after the other."""
+        return Samples(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
+
+    def last(self, count: int) -> Samples:
+        """The newest of them."""
+        return Samples(*(values[-count:] for values in self))
+
+
+class Tail:
+    """Newest samples of one worker, which its next ones are compared with, and its level.
+
+    level: mean of log times without theta, for display. cusum: of surprising contrasts.
+    """
+
+    STATE = ("cells", "features", "log_s", "level", "num_samples", "cusum")
+
+    def __init__(self, num_features: int) -> None:
+        self.cells, self.features, self.log_s = np.zeros(0, int), np.zeros((0, num_features)), np.zeros(0)
+        self.level = self.num_samples = self.cusum = 0.0
+
+    @property
+    def samples(self) -> Samples:
+        """As samples."""
+        return Samples(self.cells, self.features, self.log_s)
+
+    def move(self, window: Samples, num_new: int, theta: Array) -> None:
+        """Keep the newest of a window, and follow the level."""
+        self.num_samples += num_new
+        level = float((window.log_s[-num_new:] - theta[window.cells[-num_new:]]).mean())
+        self.level += min(num_new / min(self.num_samples, LEVEL_MEMORY), 1.0) * (level - self.level)
+        self.cells, self.features, self.log_s = window.last(NEIGHBOURS)
+
+    def keep(self, place: Array) -> None:
+        """Follow cells to other places, -1 for those that are forgotten."""
+        cells = place[self.cells]
+        known = cells >= 0
+        self.cells, self.features, self.log_s = cells[known], self.features[known], self.log_s[known]
+
+    def detects(self, squares: Array) -> bool:
+        """True where contrasts stay surprising. squares: of standardised contrasts with cells other than the usual."""
+        for square in np.minimum(squares, MOST_SURPRISE):
+            self.cusum = max(0.0, self.cusum + float(square) - SURPRISE_SLACK)
+        if self.cusum <= SURPRISE_THRESHOLD:
+            return False
+        self.cusum = 0.0
+        return True
+
+
+class Evidence:
+    """Contrasts of one worker, or of several. information: M, [cells, cells]; moment: z, [cells].
+
+    count, log_sum: samples by cell and the sum of their log times, fading; noise: standard deviation of a log time.
+    """
+
+    STATE = ("information", "moment", "count", "log_sum", "noise")
+
+    def __init__(self) -> None:
+        self.information, self.moment, self.count = np.zeros((0, 0)), np.zeros(0), np.zeros(0)
+        self.log_sum = np.zeros(0)
+        self.noise = NOISE
+
+    def grow(self, num_cells: int) -> None:
+        """Make room for new cells."""
+        more = num_cells - len(self.moment)
+        if more > 0:
+            self.information = np.pad(self.information, (0, more))
+            self.moment, self.count, self.log_sum = (
+                np.pad(values, (0, more)) for values in (self.moment, self.count, self.log_sum)
+            )
+
+    def keep(self, kept: Array) -> None:
+        """Forget all cells but these."""
+        self.information = self.information[np.ix_(kept, kept)]
+        self.moment, self.count, self.log_sum = self.moment[kept], self.count[kept], self.log_sum[kept]
+
+    def absorb(self, other: Evidence) -> None:
+        """Take the evidence of a worker that has left."""
+        self.grow(len(other.moment))
+        other.grow(len(self.moment))
+        for name in ("information", "moment", "count", "log_sum"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def fade(self, factor: float) -> None:
+        """Let everything count for less."""
+        for values in (self.information, self.moment, self.count, self.log_sum):
+            values *= factor
+
+    def add(self, tail: Tail, samples: Samples, theta: Array, variance: Array) -> bool:
+        """Learn from the next samples of a worker; True where a change of step times was detected.
+
+        theta, variance: what is believed of every cell, and the variance of that, for the clipping.
+        """
+        num_new = len(samples.log_s)
+        self.fade(float(np.exp(-num_new / MEMORY)))
+        np.add.at(self.count, samples.cells, 1.0)
+        np.add.at(self.log_sum, samples.cells, samples.log_s)
+        window = tail.samples.followed_by(samples)
+        rows = _rows(num_new, len(window.log_s))
+        if not len(tail.log_s):
+            rows = rows[1:]  # nothing to compare the first sample with
+        known, place = np.unique(window.cells, return_inverse=True)
+        one_hot = np.zeros((len(place), len(known)))
+        one_hot[np.arange(len(place)), place] = 1.0
+        contrasts, differences = rows @ one_hot, rows @ window.log_s
+        squares = self._add_contrasts(known, contrasts, differences, theta[known], variance[known])
+        own = contrasts[np.arange(len(rows)), place[len(place) - len(rows) :]]
+        tail.move(window, num_new, theta)
+        return tail.detects(squares[own > TELLING])
+
+    def _add_contrasts(
+        self, known: Array, contrasts: Array, differences: Array, theta: Array, variance: Array
+    ) -> Array:
+        """Sum contrasts up; returns the squares of standardised surprises."""
+        surprise, believed = differences - contrasts @ theta, contrasts**2 @ variance
+        noise = NEIGHBOUR_NOISE * self.noise**2
+        spread = np.sqrt(noise + believed)
+        z = np.abs(surprise) / spread
+        weighted = contrasts * (np.minimum(1.0, CLIP / np.maximum(z, CLIP)) / noise)[:, None]
+        self.information[np.ix_(known, known)] += weighted.T @ contrasts
+        self.moment[known] += weighted.T @ differences
+        if len(z):
+            clipped = (np.minimum(z, CLIP) * spread) ** 2
+            own = np.maximum(clipped - believed, 0.25 * clipped).mean() * CLIPPED_LOSS / NEIGHBOUR_NOISE
+            share = min(len(z) / NOISE_MEMORY, 0.5)
+            noise = np.sqrt((1.0 - share) * self.noise**2 + share * own)
+            self.noise = float(np.clip(noise, LEAST_NOISE, MOST_NOISE))
+        return z**2
+
+
+def _rows(num_new: int, num_all: int) -> Array:
+    """Contrast of each new step with those before it, [num_new, num_all]: 1 for itself, minus the weights of the mean."""
+    at, all_at = np.arange(num_all - num_new, num_all)[:, None], np.arange(num_all)
+    lag = at - all_at
+    weights = np.where((lag > 0) & (lag <= NEIGHBOURS), (1.0 - GAIN) ** np.maximum(lag - 1, 0), 0.0)
+    total = weights.sum(axis=1, keepdims=True)
+    rows: Array = (lag == 0) - weights / np.where(total > 0, total, 1.0)
+    return rows
+
+
+class Solution(NamedTuple):
+    """What is believed of step times, apart from the level.
+
+    phi, covariance: of the surface. theta, rho, shrinkage G and reach G J: of active cells; residual: variance of rho.
+    """
+
+    phi: Array
+    covariance: Array
+    rho: Array
+    shrinkage: Array
+    reach: Array
+    residual: float
+
+
+def solve(information: Array, moment: Array, features: Array, prior: Prior, phi: Array, residual: float) -> Solution:
+    """The most probable surface and residuals. features: [cells, p] of the cells; phi: to begin with."""
+    shrinkage = np.linalg.inv(np.eye(len(moment)) + residual * information)
+    effective = shrinkage @ information
+    effective = (effective + effective.T) / 2
+    for _ in range(3):
+        log_mean, gradient = shares(features, phi)
+        pull = gradient.T @ (shrinkage @ (moment - information @ log_mean)) - prior.precision @ (phi - prior.mean)
+        precision = gradient.T @ effective @ gradient + prior.precision
+        step = np.linalg.solve(precision, pull)
+        phi = phi + np.clip(step, -1.0, 1.0)
+        if np.abs(step).max() < 0.01:
+            break
+    log_mean, gradient = shares(features, phi)
+    precision = gradient.T @ effective @ gradient + prior.precision
+    rho = residual * (shrinkage @ (moment - information @ log_mean))
+    spread = rho**2 + residual * np.diag(shrinkage)
+    weight = np.diag(information) * residual
+    known = weight / (1.0 + weight)
+    new = float((known * spread).sum() + 8 * RESIDUAL**2) / float(known.sum() + 8)
+    new = float(np.clip(new, LEAST_RESIDUAL**2, MOST_RESIDUAL**2))
+    return Solution(phi, np.linalg.inv(precision), rho, shrinkage, shrinkage @ gradient, new)

@@ -1,1 +1,0 @@
-"""How long steps take, and how fast the machine is at the moment."""
