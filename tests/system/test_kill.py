@@ -9,7 +9,6 @@ was reported must be on the disk once, and the learned tables must equal a repla
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -24,8 +23,9 @@ import pytest
 from kill_harness import EPOCH, Lane, step_report
 from store_rows import moment, report, rows, store_now
 
-from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator import Estimator
+from speclen.controller.wire.stored import groups_of
+from speclen.records import ContextKey, Limits
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
 from speclen.store.failpoints import FAILPOINTS, Failpoints
@@ -113,39 +113,16 @@ def check_replay(
     keys = {}
     for row in known:
         keys[row.context_id] = ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
-        estimator.add_context(keys[row.context_id], Limits(row.max_batch_size, row.max_speculation_length))
-    ordered = sorted(stored, key=lambda row: row.group_id)  # stable: rows of a group stay in order
-    for _, group in itertools.groupby(ordered, key=lambda row: (row.group_id, row.context_id)):
-        reports = list(group)
-        senders = [names[row.worker_key] for row in reports]
-        estimator.observe(keys[reports[0].context_id], [observation(row) for row in reports], senders)
+        estimator.add_context(keys[row.context_id], Limits(row.max_batch_size, row.max_speculation_length, row.ngram))
+    for group in groups_of(sorted(stored, key=lambda row: row.group_id)):  # stable: rows of a group stay in order
+        estimator.observe(keys[group.context_id], group.steps, names[group.worker_key])
     expected = [
-        (key.device, key.draft, row.bucket.batch_min, row.estimate.speculation_length)
-        + (row.estimate.expected_tokens, 1000 * row.estimate.step_s, row.num_steps, row.is_best)
-        for key in keys.values()
-        for row in estimator.learned_rows(key)
+        (context_id, row.batch_min, str(row.arm), row.num_steps, row.expected_tokens, 1000 * row.step_s, row.is_best)
+        for context_id, key in keys.items()
+        for row in sorted(estimator.rows(key), key=lambda row: (row.batch_min, row.arm.ngram, row.arm))
     ]
-    found = [
-        (row["context"].split(" on ")[1].split(",")[0], row["context"].split(" + ")[1].split(" on ")[0])
-        + (row["batch_min"], row["speculation_length"])
-        + (row["expected_tokens"], row["step_ms"], row["num_steps"], bool(row["is_best"]))
-        for row in table
-    ]
-    assert found == expected
-
-
-def observation(row: ReportRow) -> StepObservation:
-    """What the estimator saw of a report; the only flag here is a prefill in the same interval."""
-    assert row.flags in ("", "prefill")
-    return StepObservation(
-        row.batch_size,
-        row.speculation_length,
-        row.latency_s,
-        tuple(json.loads(row.accepted_histogram)),
-        row.mean_context_length,
-        teaches_latency=row.flags == "",
-        teaches_acceptance=True,
-    )
+    columns = ("context_id", "batch_min", "arm", "num_steps", "expected_tokens", "step_ms", "is_best")
+    assert [tuple(row[name] for name in columns) for row in table] == expected
 
 
 def summary(lanes: list[Lane]) -> str:
@@ -167,7 +144,7 @@ def summary(lanes: list[Lane]) -> str:
 def write_until_killed(path: Path, failpoint: str) -> int:
     """Let a process of its own delete most of a file's reports and give the space back; returns its exit code."""
     script = "import sys, test_kill; test_kill.shrink(sys.argv[1])"
-    environment = {**os.environ, "SPECLEN_FAILPOINT": failpoint, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "SPECLEN_FAILPOINT": failpoint, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, "-c", script, str(path)], env=environment, check=False).returncode
 
 
