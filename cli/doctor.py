@@ -18,19 +18,17 @@ from rich.text import Text
 from speclen.console.database import DB_OPTION, examining
 from speclen.console.errors import UserError
 from speclen.store.backup import is_empty
-from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, StoreError, in_one_line, sqlite3
+from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, in_one_line, sqlite3
 from speclen.store.files import is_locked
 from speclen.store.queries import view_rows
-from speclen.store.schema.migrations import applied_steps, refuse_newer
-from speclen.store.schema.steps import STEPS
 
 # Free bytes below which the disk may fill up before anybody looks again: about a day of reports at 100 a second.
 LOW_SPACE_BYTES = 1 << 30
-# Workers that turned out to be unlike others are told of for so long.
-UNLIKE_WITHIN_S = 7 * 86_400.0
-# So many workers are named for one reason: where each life has a name of its own, thousands are stale.
+# Isolated workers are reported for so long.
+ISOLATED_WITHIN_S = 7 * 86_400.0
+# So many workers are named for one reason: where each incarnation has a name of its own, thousands are stale.
 MOST_NAMED = 20
-UNLIKE_ADVICE = "look at its machine: throttled, shared, or not the device it says? The others' lengths are not touched"
+ISOLATED_ADVICE = "look at its machine: throttled, shared, or not the device it says? The others' arms are not affected"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def doctor(
     quick: bool = typer.Option(False, "--quick", help="Skip the full read of the file (a second per GB or so)."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
-    """Check a database: integrity, version, space, stale workers, things that were given up. Exit code 1 if one failed.
+    """Check a database: integrity, space, stale workers, losses. Exit code 1 if one failed.
 
     Example: speclen doctor --db .speclen/speclen.db
     """
@@ -68,9 +66,9 @@ def examine(db: Path, quick: bool = False) -> list[Finding]:
     """Every finding about the database. Raises UserError if there is no file; what is wrong with one is a finding."""
     if not db.is_file() or is_empty(db):
         raise UserError(f"there is no database at {db}: name one with --db, or start a controller first")
-    checks: list[Check] = [version, space, workers, unlike, given_up]
+    checks: list[Check] = [space, workers, isolated, given_up]
     if not quick:
-        checks.insert(1, integrity)
+        checks.insert(0, integrity)
     # Before SQLite has the file open: looking at the writer's lock closes the file, which lets go of SQLite's own.
     first, findings = [*library(), *writer(db)], list[Finding]()
     try:
@@ -105,20 +103,6 @@ def writer(db: Path) -> Iterator[Finding]:
         yield Finding(
             "writer", "warning", f"cannot be told ({error.strerror})", "look as the user that runs the controller"
         )
-
-
-def version(db: Path, connection: Connection) -> Iterator[Finding]:
-    applied = applied_steps(connection)
-    try:
-        refuse_newer(db, applied)
-    except StoreError as error:
-        yield failed("schema", error)
-        return
-    missing = [name for name in STEPS if name not in applied]
-    if missing:
-        yield Finding("schema", "warning", applied[-1], "the next start of a controller brings it up to date")
-    else:
-        yield Finding("schema", "ok", applied[-1])
 
 
 def integrity(db: Path, connection: Connection) -> Iterator[Finding]:
@@ -172,16 +156,16 @@ def workers(db: Path, connection: Connection) -> Iterator[Finding]:
         yield Finding(f"worker {row['worker_id']}", "warning", found, "see the controller's log for the reason")
 
 
-def unlike(db: Path, connection: Connection) -> Iterator[Finding]:
-    """Workers that are not what they say: found by what they report, or by two of them having one name."""
+def isolated(db: Path, connection: Connection) -> Iterator[Finding]:
+    """Outlier workers: isolated for what they report, or two under one name."""
     query = """SELECT detail, count(*) AS times, strftime('%Y-%m-%d %H:%M', max(detected_at), 'unixepoch') AS last
       FROM drift_events WHERE factor = 'worker' AND detected_at > (SELECT max(last_seen_at) FROM workers) - ?
       GROUP BY detail ORDER BY max(detected_at) DESC LIMIT ?"""
-    for row in connection.execute(query, (UNLIKE_WITHIN_S, MOST_NAMED)).fetchall():
+    for row in connection.execute(query, (ISOLATED_WITHIN_S, MOST_NAMED)).fetchall():
         often = f", {row['times']} times" if row["times"] > 1 else ""
         shared = "call themselves" in row["detail"]
-        advice = "give each a --worker-id of its own" if shared else UNLIKE_ADVICE
-        yield Finding("unlike workers", "warning", f"{row['detail']} ({row['last']} UTC{often})", advice)
+        advice = "give each a --worker-id of its own" if shared else ISOLATED_ADVICE
+        yield Finding("isolated workers", "warning", f"{row['detail']} ({row['last']} UTC{often})", advice)
 
 
 def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
@@ -190,7 +174,7 @@ def given_up(db: Path, connection: Connection) -> Iterator[Finding]:
     advice = {
         "reports_dropped": "the disk was full for long: make room; what was learned from them is kept",
         "rows_refused": "the controller made rows that break the schema's rules: please report this",
-        "state_set_aside": "it is learned anew; the line is kept in store_events",
+        "state_set_aside": "it is learned anew; its content is kept in store_events",
         "commits_missing": "as after a restore: their reports are lost, what workers still hold is sent again",
     }
     rows: list[Any] = connection.execute(query).fetchall()

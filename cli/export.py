@@ -22,14 +22,14 @@ FORMATS = ("json", *WRITERS)
 def export_state(
     file: Path | None = typer.Argument(None, help="File to write; standard output if left out."),
     db: Path = DB_OPTION,
-    context: str = typer.Option("", help="Only contexts of which target, draft, device or dtype contains this."),
+    context: str = typer.Option("", help="Only pairs of models with a context whose name contains this."),
     table_format: Annotated[
         str, typer.Option("--format", help=f"{', '.join(FORMATS)}: all that was learned, or an engine's table.")
     ] = "json",
 ) -> None:
-    """Write what was learned as JSON: contexts with their step times, pairs with their acceptance; no raw reports.
+    """Write what was learned as JSON: pairs of models with their acceptance and contexts; no raw reports.
 
-    With the format of another engine: the best lengths in one context, without copies, as a static table for it.
+    With the format of another engine: the best lengths in one context, without n-grams, as a static table for it.
 
     Example: speclen export learned.json --db .speclen/speclen.db
     """
@@ -45,7 +45,8 @@ def export_state(
         print(text)
         return
     write_whole(file, text)
-    print(f"{file}: {len(document['contexts'])} contexts, {len(document['pairs'])} pairs", file=sys.stderr)
+    num_contexts = sum(len(pair["contexts"]) for pair in document["pairs"])
+    print(f"{file}: {num_contexts} contexts, {len(document['pairs'])} pairs", file=sys.stderr)
 
 
 def export_table(file: Path | None, db: Path, context: str, table_format: str) -> None:
@@ -64,11 +65,10 @@ def export_table(file: Path | None, db: Path, context: str, table_format: str) -
 
 
 def notes_of(chosen: ChosenTable) -> list[str]:
-    """Whose lengths these are, and which are not in use, since rows copy there and other engines do not."""
-    if not chosen.copying:
+    """The context, and the batch sizes whose arm in use the table cannot hold."""
+    if not chosen.ngram:
         return [f"the lengths in use in {chosen.context}"]
-    sizes = ", ".join(str(each.low) if each.low == each.high else f"{each.low}-{each.high}" for each in chosen.copying)
     return [
         f"the best lengths in {chosen.context}",
-        f"plans that copy are in use at batch sizes {sizes} and are left out: the lengths there are the best without copies",
+        f"arms with n-grams are in use at batch sizes {', '.join(chosen.ngram)}: the lengths there are the best without",
     ]

@@ -7,29 +7,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
-from speclen.console.history import MAX_REPORTS, events, key_of, name_of, policy_of, stored_state
-from speclen.controller.analysis.accuracy import Spread, spread
-from speclen.controller.analysis.replay import Event, GroupObserved, PolicyCost, Replay, cost_of
+from speclen.console.history import MAX_REPORTS, events, key_of, name_of
+from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, PolicyCost, Replay, cost_of
 from speclen.controller.analysis.replay import replay as replay_events
-from speclen.controller.estimator.policies import is_policy
-from speclen.store.queries import load_state, view_rows
-from speclen.store.records import StoredState
+from speclen.controller.estimator import Estimator
+from speclen.records import Arm
+from speclen.store.queries import contexts, decisions, num_reports
+from speclen.store.records import ContextRow, DecisionRow
 
 COMPARED = "adaptive,profile,fixed:1,fixed:2,fixed:4,none"
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far replayed and stored decisions agree. first_difference: in words, "" if there is none."""
+    """Stored against replayed decisions. first_difference: in words, "" if there is none."""
 
     num_stored: int
     num_replayed: int
@@ -44,8 +42,8 @@ class Agreement:
 
 def replay(
     db: Path = DB_OPTION,
+    policy: str = typer.Option(ADAPTIVE, help="Policy of the controller that wrote the database."),
     policies: str = typer.Option(COMPARED, help="Policies to estimate the cost of, separated by commas; '' for none."),
-    seed: int = typer.Option(0, help="Seed of the controller, and of policies that draw."),
     newest: int = typer.Option(
         MAX_REPORTS, min=1, metavar="N", help="Reports to replay at most, the newest; each takes about 2 kB of memory."
     ),
@@ -56,65 +54,65 @@ def replay(
     Example: speclen replay --db .speclen/speclen.db --policies profile,fixed:3,none
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    for name in names:
-        if not is_policy(name):
-            raise UserError(f"policy {name!r} is unknown: see `speclen controller --help`")
+    check_policies(policy, *names)
     with reading(db) as connection:
         connection.execute("BEGIN")  # all of one moment, though the controller goes on
-        stored = load_state(connection)
+        known = contexts(connection)
         history = list(events(connection, newest))
-        num_kept = connection.execute("SELECT count(*) FROM step_reports").fetchone()[0]
-        decisions = view_rows(connection, "decisions")
+        num_left_out = max(0, num_reports(connection) - newest)
+        stored = decisions(connection)
     if not any(isinstance(event, GroupObserved) for event in history):
         raise UserError(f"{db} holds no reports: let a worker decode a few steps first")
-    state = stored_state(stored, next(row for row in stored.contexts))
-    result = replay_events(history, policy_of(state), seed)
-    agreement = compare(result, decisions, stored)
-    num_left_out = max(0, num_kept - newest)
-    again = track(history, "Estimating costs", console=Console(stderr=True))
-    costs = cost_of(again, names, seed) if names else []
+    result = replay_events(history, policy)
+    agreement = compare(result, stored, known)
+    costs = cost_of(history, result, names)
     if as_json:
         document = asdict(agreement) | {"exact": agreement.exact, "num_reports": result.num_reports}
-        document["num_left_out"] = num_left_out
-        document["accuracy"] = {name: each and asdict(each) for name, each in told_beforehand(result).items()}
-        document["changes"] = changes_found(result)
-        document["costs"] = [asdict(cost) | {"policy_s": cost.policy_s, "ratio": cost.ratio} for cost in costs]
+        document |= {"num_left_out": num_left_out, "changes": changes_of(result)}
+        document["costs"] = [asdict(cost) | {"ratio": cost.ratio} for cost in costs]
         print(json.dumps(document))
     else:
         show(result, agreement, costs, missing_groups(history), num_left_out)
 
 
-def compare(result: Replay, stored_decisions: Sequence[dict[str, Any]], stored: StoredState) -> Agreement:
-    """Stored against replayed decisions, in order; none are stored of workers that were set apart."""
-    ids = {key_of(row): row.context_id for row in stored.contexts}
+def check_policies(*names: str) -> None:
+    """Raises UserError for a policy that a controller does not know."""
+    for name in names:
+        try:
+            Estimator(name)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+
+def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> Agreement:
+    """Stored against replayed decisions, in order; those for isolated workers are not stored."""
+    ids = {key_of(row): row.context_id for row in known}
     again = [
         (
-            *(each.after_group_id, ids[each.decision.context], each.decision.bucket.batch_min),
-            *(each.decision.version, each.decision.speculation_length, each.decision.ms_per_token),
-            None if each.decision.plan is None else str(each.decision.plan),
+            *(each.after_group_id, ids[each.decision.context], each.decision.batch_min, each.decision.version),
+            *(str(each.decision.arm), each.decision.ms_per_token),
         )
         for each in result.decisions
-        if each.decision.of_all
+        if not each.decision.isolated
     ]
-    columns = (
-        "after_group_id",
-        "context_id",
-        "batch_min",
-        "decision_version",
-        "speculation_length",
-        "ms_per_token",
-        "plan",
-    )
-    before = [tuple(row.get(column) for column in columns) for row in stored_decisions]
+    before = [
+        (
+            *(row.after_group_id, row.context_id, row.batch_min, row.decision_version),
+            *(str(Arm(row.speculation_length, row.ngram)), row.ms_per_token),
+        )
+        for row in stored
+    ]
     again.sort(key=lambda values: values[:4])
     before.sort(key=lambda values: values[:4])
     equal = len(set(again) & set(before))
     different = next((pair for pair in zip(before, again, strict=False) if pair[0] != pair[1]), None)
-    words = ""
-    if different is not None:
-        old, new = (dict(zip(columns, values, strict=True)) for values in different)
-        words = f"stored {old}, replayed {new}"
+    words = "" if different is None else f"stored {in_words(different[0])}, replayed {in_words(different[1])}"
     return Agreement(len(before), len(again), equal, words)
+
+
+def in_words(values: tuple[object, ...]) -> str:
+    names = ("after_group_id", "context_id", "batch_min", "decision_version", "arm", "ms_per_token")
+    return ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
 
 
 def missing_groups(history: Sequence[Event]) -> int:
@@ -122,35 +120,9 @@ def missing_groups(history: Sequence[Event]) -> int:
     return next((event.group_id - 1 for event in history if isinstance(event, GroupObserved)), 0)
 
 
-def told_beforehand(result: Replay) -> dict[str, Spread | None]:
-    """Errors of step times relative to each other: of cells (batch sizes x length) seen before, and of new ones."""
-    return {"seen before": spread(result.accuracy.later), "new": spread(result.accuracy.first)}
-
-
-def changes_found(result: Replay) -> dict[str, int]:
-    """How often a change was said, by factor."""
+def changes_of(result: Replay) -> dict[str, int]:
+    """Number of drift events by factor."""
     return dict(sorted(Counter(event.factor for event in result.drift_events).items()))
-
-
-def foresight(result: Replay) -> str:
-    """How well step times were told beforehand, and how often a change was said."""
-    told = [
-        f"of cells {name} half within {each.median_percent:.1f}%, nine tenths within {each.p90_percent:.1f}%"
-        for name, each in told_beforehand(result).items()
-        if each is not None
-    ]
-    changes = ", ".join(f"{number} of {factor}" for factor, number in changes_found(result).items()) or "none"
-    return (
-        f"Step times relative to each other, as told beforehand: {'; '.join(told) or 'none'}. Changes found: {changes}."
-    )
-
-
-def compared(costs: Sequence[PolicyCost]) -> str:
-    """Which part of what was reported the costs are of."""
-    steps = sum(each.num_steps for each in costs) / max(sum(each.num_reported_steps for each in costs), 1)
-    seconds = sum(each.actual_s for each in costs) / (sum(each.reported_s for each in costs) or 1.0)
-    others = "; the others copied, did more than decode, or came before anything was known" if steps < 1.0 else ""
-    return f"{100 * steps:.3g}% of the reported steps ({100 * seconds:.3g}% of their time{others})"
 
 
 def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_missing: int, num_left_out: int) -> None:
@@ -171,15 +143,22 @@ def show(result: Replay, agreement: Agreement, costs: list[PolicyCost], num_miss
         )
     if agreement.first_difference:
         console.print(f"First difference: {agreement.first_difference}.")
-    console.print(foresight(result))
-    if not costs:
-        return
-    console.print(f"Time for the tokens that were generated in {compared(costs)}, by the estimates:")
+    changes = ", ".join(f"{number} of {factor}" for factor, number in changes_of(result).items()) or "none"
+    console.print(f"Changes detected: {changes}.")
+    if costs:
+        show_costs(console, result, costs)
+
+
+def show_costs(console: Console, result: Replay, costs: list[PolicyCost]) -> None:
+    """Estimated time of each policy for the steps that could be compared."""
+    console.print(
+        f"Time for the tokens of {costs[0].num_steps} usable samples, by the estimates at the end "
+        f"(they took {costs[0].actual_s:.1f} s):"
+    )
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("policy", "seconds", "of the actual"):
         table.add_column(heading, justify="right")
     for cost in costs:
-        table.add_row(cost.policy, f"{cost.policy_s:.1f}", f"{100 * cost.ratio:.1f}%")
+        table.add_row(cost.policy, f"{cost.ratio * cost.actual_s:.1f}", f"{100 * cost.ratio:.1f}%")
     console.print(table)
-    contexts = ", ".join(name_of(key) for key in result.estimator.contexts)
-    console.print(f"Contexts: {contexts}.")
+    console.print(f"Contexts: {', '.join(map(name_of, result.estimator.contexts))}.")

@@ -1,4 +1,4 @@
-"""`speclen tables`: what was learned, as a matrix of buckets and lengths."""
+"""`speclen tables`: the learned table, one line per range of batch sizes with the arm in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.live import Live
 
 from speclen.console.database import DB_OPTION
 from speclen.console.errors import UserError
-from speclen.console.learned.table import Row, learned_parts, learned_rows, print_learned
+from speclen.console.learned.table import Row, learned_parts, rows_of
 
 
 def tables(
@@ -26,7 +26,9 @@ def tables(
     as_json: bool = typer.Option(False, "--json", help="Print the rows of the view learned_table as JSON."),
     as_csv: bool = typer.Option(False, "--csv", help="Print the rows of the view learned_table as CSV."),
 ) -> None:
-    """Show the learned table: milliseconds per token by batch size and speculation length, the best one marked.
+    """Show the arm in use by batch size: ms per token with its interval, times faster than plain decoding, steps seen.
+
+    --json and --csv hold every arm at every batch size; `speclen explain` shows those of one batch size.
 
     Example: speclen tables --db .speclen/speclen.db --watch
     """
@@ -36,11 +38,11 @@ def tables(
         keep_showing(lambda: Group(*learned_parts(db, context)), interval_s)
         return
     if as_json:
-        print(json.dumps(learned_rows(db, context), indent=2))
+        print(json.dumps(rows_of(db, "learned_table", context), indent=2))
     elif as_csv:
-        print_csv(learned_rows(db, context))
+        print_csv(rows_of(db, "learned_table", context))
     else:
-        print_learned(Console(), db, context)
+        Console().print(*learned_parts(db, context), sep="\n")
 
 
 def keep_showing(draw: Callable[[], RenderableType], interval_s: float) -> None:

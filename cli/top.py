@@ -20,7 +20,7 @@ from rich.text import Text
 from speclen.console.client import SECURITY, Client, ClientConfig, client_from
 from speclen.console.errors import UserError, wrapped
 from speclen.console.flags import flags_from
-from speclen.controller.estimator.plans.plan import Plan
+from speclen.records import Arm
 from speclen.transport.settings import settings_of
 from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
@@ -38,7 +38,7 @@ def top(
     as_json: bool = typer.Option(False, "--json", help="Look once and print what the workers say as JSON."),
     **reaching: Any,
 ) -> None:
-    """Watch workers: requests, throughput, acceptance and the length in use by batch size.
+    """Watch workers: requests, throughput, acceptance and the arm in use by batch size.
 
     Example: speclen top --worker 127.0.0.1:7080 --worker 127.0.0.1:7081
     """
@@ -112,7 +112,7 @@ def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> Rendera
     for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("table", no_wrap=True)
-    table.add_column("lengths by batch", overflow="fold")
+    table.add_column("arms by batch", overflow="fold")
     for address, (asked_at, info) in current.items():
         if isinstance(info, str):
             table.add_row(address, *[""] * 7, "no answer")
@@ -147,21 +147,12 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
 
 
 def table_cells(info: pb.GetServerInfoResponse) -> list[str]:
-    lengths = [
-        f"{low if low == high else f'{low}-{high}'}:{played}" for low, high, played in together(info.table.choices)
-    ]
-    return [info.table_source, " ".join(lengths)]
+    arms = [f"{low if low == high else f'{low}-{high}'}: {arm}" for low, high, arm in together(info.table.choices)]
+    return [info.table_source, "; ".join(arms)]
 
 
-def together(choices: Iterable[control_pb2.BucketChoice]) -> Iterator[tuple[int, int, str]]:
-    """Batch sizes, those next to each other that play alike as one range; lengths are numbers, plans that copy words."""
-    for played, members in groupby(choices, key=in_words):
+def together(choices: Iterable[control_pb2.BucketChoice]) -> Iterator[tuple[int, int, Arm]]:
+    """Neighbouring batch sizes with one arm as one range."""
+    for arm, members in groupby(choices, key=lambda choice: Arm(choice.speculation_length, choice.ngram)):
         ranges = list(members)
-        yield ranges[0].batch_min, ranges[-1].batch_max, played
-
-
-def in_words(choice: control_pb2.BucketChoice) -> str:
-    if not choice.plan.copy_min_match:
-        return str(choice.speculation_length)
-    plan = choice.plan
-    return f"({Plan(plan.draft_length, plan.copy_min_match, plan.copy_max_tokens, plan.draft_after_copy)})"
+        yield ranges[0].batch_min, ranges[-1].batch_max, arm

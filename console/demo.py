@@ -69,9 +69,9 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
         for channel in channels:
             channel.close()
     time.sleep(2.0)  # the last reports are sent within 0.5 s, learned from within 0.2 and committed within 1
-    from speclen.console.learned.table import print_learned
+    from speclen.console.learned.table import learned_parts
 
-    print_learned(Console(), database, context="")
+    Console().print(*learned_parts(database, context=""), sep="\n")
     explain_choices(database)
 
 
@@ -132,7 +132,7 @@ def closed_loop(stubs: list[rpc.GenerationServiceStub], concurrency: int, mode: 
 
 def show_throughput(results: list[PhaseResult]) -> None:
     table = Table(title="Throughput measured in this run, tokens per second", title_justify="left")
-    for heading in ("requests at a time", "without speculation", "learned length", "ratio"):
+    for heading in ("requests at a time", "without speculation", "learned arms", "ratio"):
         table.add_column(heading, justify="right")
     for result in sorted(results, key=lambda one: one.concurrency):
         off, auto = result.tokens_per_s["off"], result.tokens_per_s["auto"]
@@ -142,14 +142,14 @@ def show_throughput(results: list[PhaseResult]) -> None:
 
 
 def explain_choices(database: Path) -> None:
-    """Says so when every bucket settled on the same length, since the reader expects them to differ."""
+    """Says so when every batch size has the same arm, since the reader expects them to differ."""
     from speclen.console.database import reading
     from speclen.store.queries import view_rows
 
     with reading(database) as connection:
-        played = {row["plan"] for row in view_rows(connection, "current_choice")}
-    if len(played) == 1:
+        used = {row["arm"] for row in view_rows(connection, "current_choice")}
+    if len(used) == 1:
         print(
-            f"\nEvery batch size settled on '{played.pop()}': on this machine the time of a step grows so little, "
-            "or so much, with batch size and length that one plan is best throughout. `speclen explain` has the numbers."
+            f"\nEvery batch size settled on '{used.pop()}': on this machine the time of a step grows so little, "
+            "or so much, with batch size and length that one arm is best throughout. `speclen explain` has the numbers."
         )

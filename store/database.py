@@ -1,7 +1,7 @@
 """The database of one controller: commits go to one writer thread, in order, and nobody waits for the disk.
 
-The promise: once a commit's callback came with None, its reports are never lost and never counted twice, whatever
-dies, because rows, estimates and high-water marks are of one transaction and that transaction is on the disk.
+Once a commit's callback came with None, its reports are never lost and never counted twice, whatever dies: rows,
+estimates and high-water marks are of one transaction, and that is on the disk.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from speclen.store.connection import (
 )
 from speclen.store.failpoints import Failpoints
 from speclen.store.files import Presence, WriterLock, damage_path, move_aside, note_damage, size_of
+from speclen.store.opening import give_way, note_missing, open_checked
 from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
-from speclen.store.opening import give_way, note_missing, open_checked
 from speclen.store.transaction import Outcome, write
 
 # Seconds after which it is looked whether the file is still there when nothing is written.
@@ -83,7 +83,6 @@ class Store:
         self._closing_at: float | None = None
         self._failure = ""
         self._num_commits = self._num_failures = self._num_dropped = self._num_refused = 0
-        self._num_in_flight_commits = self._num_in_flight_reports = 0
         self._last_commit_at = self._last_commit_s = 0.0
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
@@ -145,7 +144,7 @@ class Store:
     def health(self) -> StoreHealth:
         """How the writer is doing at this moment."""
         with self._changed:
-            num_reports = self._waiting.num_reports + self._num_in_flight_reports
+            num_reports = self._waiting.num_reports + self._in_flight.num_reports
             detail = "every commit is on the disk"
             if self._failure:
                 detail = f"commits fail ({self._failure}); {num_reports} reports wait in memory and are tried again"
@@ -154,7 +153,7 @@ class Store:
             return StoreHealth(
                 ok=not self._failure and self._ended is None,
                 detail=detail,
-                num_pending_commits=self._waiting.num_commits + self._num_in_flight_commits,
+                num_pending_commits=self._waiting.num_commits + self._in_flight.num_commits,
                 num_pending_reports=num_reports,
                 num_commits=self._num_commits,
                 num_failures=self._num_failures,
@@ -175,7 +174,7 @@ class Store:
         self._thread.join()
 
     def _run(self) -> None:
-        """The writer's life; however it ends, whoever waits is told, and `health` says so."""
+        """Write until the end; however that comes, `health` tells it, and everybody who waits is told."""
         try:
             self._write_for_ever()
             self._connection.close()
@@ -189,9 +188,7 @@ class Store:
         """Take all that waits, store it in one transaction, tell those who wait for it."""
         give_way()
         while (batches := self._take()) is not None:
-            self._in_flight = batches
             outcome = self._store(batches)
-            self._in_flight = Batches(0)
             for scope, batch in batches.by_scope.items():
                 _tell(batch.callbacks, outcome.failed.get(scope))
             self._failpoints.reach("after_done")
@@ -219,15 +216,8 @@ class Store:
                 self._presence.check(self._commit_number)
             if not self._waiting.by_scope:
                 return None
-            return self._swap()
-
-    def _swap(self) -> Batches:
-        batches, self._waiting = self._waiting, Batches(self.config.max_pending_reports)
-        self._note_in_flight(batches)
-        return batches
-
-    def _note_in_flight(self, batches: Batches) -> None:
-        self._num_in_flight_commits, self._num_in_flight_reports = batches.num_commits, batches.num_reports
+            self._in_flight, self._waiting = self._waiting, Batches(self.config.max_pending_reports)
+            return self._in_flight
 
     def _store(self, batches: Batches) -> Outcome:
         """Try until it is stored; what is submitted in between joins. All scopes have failed if closed before.
@@ -280,8 +270,8 @@ class Store:
             # Not woken by submissions: they come with every commit interval and would defeat the delay.
             closing_at = self._closing_at
             self._changed.wait_for(lambda: self._closing_at != closing_at, delay)
-            batches.absorb_all(self._swap())
-            self._note_in_flight(batches)
+            batches.absorb_all(self._waiting)
+            self._waiting = Batches(self.config.max_pending_reports)
         return True
 
     def _succeeded(self, batches: Batches, outcome: Outcome, took_s: float) -> None:
@@ -291,7 +281,7 @@ class Store:
             self._num_commits += 1
             self._num_dropped += batches.num_reports_dropped
             self._num_refused += outcome.num_refused
-            self._num_in_flight_commits = self._num_in_flight_reports = 0
+            self._in_flight = Batches(0)
             self._last_commit_at, self._last_commit_s = time.time(), took_s
 
     def _give_back_space(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -21,18 +20,14 @@ _KEY = ("context_id", "batch_size", "speculation_length", "ngram")
 _VALUES = ("received_at", "latency_s", "num_accepted_tokens", "flags")
 _OF_REPORT = itemgetter(*map(ReportRow._fields.index, (*_KEY, *_VALUES)))
 
-# Rows of sums that one statement takes, largest first.
-BLOCKS = (64, 16, 4, 1)
-
 ADD_PREDICTIONS = """
-WITH n(context_id, batch_size, speculation_length, ngram, window_start, num_steps, sum_step_s, sum_tokens)
-  AS (VALUES {rows})
 INSERT INTO prediction_windows
-SELECT a.context_id, n.window_start, a.batch_min, max(a.batch_max), a.speculation_length, a.ngram, sum(n.num_steps),
-  sum(n.sum_step_s), sum(n.sum_tokens), sum(n.num_steps * a.step_s), sum(n.num_steps * a.expected_tokens)
-FROM n JOIN arm_estimates AS a ON a.context_id = n.context_id AND n.batch_size BETWEEN a.batch_min AND a.batch_max
-  AND a.speculation_length = n.speculation_length AND a.ngram = n.ngram
-GROUP BY n.window_start, a.context_id, a.batch_min, a.speculation_length, a.ngram
+SELECT a.context_id, :window_start, a.batch_min, a.batch_max, a.speculation_length, a.ngram, :num_steps, :sum_step_s,
+  :sum_tokens, :num_steps * a.step_s, :num_steps * a.expected_tokens
+FROM arm_estimates AS a
+WHERE a.context_id = :context_id AND a.speculation_length = :speculation_length AND a.ngram = :ngram
+  AND a.batch_max >= :batch_size AND a.batch_min =
+    (SELECT max(batch_min) FROM arm_estimates WHERE context_id = :context_id AND batch_min <= :batch_size)
 ON CONFLICT DO UPDATE SET
   batch_max = excluded.batch_max,
   num_steps = num_steps + excluded.num_steps,
@@ -41,19 +36,14 @@ ON CONFLICT DO UPDATE SET
   sum_predicted_step_s = sum_predicted_step_s + excluded.sum_predicted_step_s,
   sum_predicted_tokens = sum_predicted_tokens + excluded.sum_predicted_tokens
 """
-STATEMENTS = {size: ADD_PREDICTIONS.format(rows=", ".join(["(?, ?, ?, ?, ?, ?, ?, ?)"] * size)) for size in BLOCKS}
 
 
 def add_predictions(connection: Connection, reports: Sequence[Sequence[Any]]) -> None:
     """Compare reports, rows in the order of ReportRow, with the estimates that are in the database now."""
-    sums, start = sums_by_arm(reports), 0
-    for size in BLOCKS:
-        while len(sums) - start >= size:
-            connection.execute(STATEMENTS[size], list(chain.from_iterable(sums[start : start + size])))
-            start += size
+    connection.executemany(ADD_PREDICTIONS, sums_by_arm(reports))
 
 
-def sums_by_arm(reports: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+def sums_by_arm(reports: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """One row per context, batch size, arm and window, as ADD_PREDICTIONS names them. Flagged steps are left out."""
     sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for report in reports:
@@ -63,4 +53,5 @@ def sums_by_arm(reports: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
             total[0] += 1
             total[1] += latency_s
             total[2] += 1.0 + num_accepted / key[1]
-    return [(*key, *total) for key, total in sums.items()]
+    names = (*_KEY, "window_start", "num_steps", "sum_step_s", "sum_tokens")
+    return [dict(zip(names, (*key, *total), strict=True)) for key, total in sums.items()]

@@ -11,6 +11,7 @@ from speclen.store.records import (
     ArmEstimateRow,
     ContextLimitsRow,
     ContextRow,
+    DecisionRow,
     ReportRow,
     StateRow,
     StoredState,
@@ -20,7 +21,7 @@ from speclen.store.records import (
 Row = TypeVar("Row", bound=NamedTuple)
 
 # Columns that hold 0 or 1.
-BOOLEANS = ("ngram", "is_best", "as_prior")
+BOOLEANS = ("ngram", "previous_ngram", "is_best")
 
 
 def load_state(connection: Connection) -> StoredState:
@@ -40,7 +41,7 @@ def _rows(connection: Connection, row_class: type[Row], source: str, *values: An
     for row in connection.execute(f"SELECT {', '.join(names)} FROM {source}", values):
         content = list(row)
         for place in booleans:
-            content[place] = bool(content[place])
+            content[place] = None if content[place] is None else bool(content[place])
         yield row_class(*content)
 
 
@@ -64,6 +65,11 @@ def newest_reports(connection: Connection, context_ids: Iterable[int], limit: in
     return _rows(
         connection, ReportRow, f"step_reports WHERE context_id IN ({numbers}) ORDER BY report_id DESC LIMIT {limit}"
     )
+
+
+def num_reports(connection: Connection) -> int:
+    """Raw reports that are kept."""
+    return int(connection.execute("SELECT count(*) FROM step_reports").fetchone()[0])
 
 
 def contexts(connection: Connection) -> tuple[ContextRow, ...]:
@@ -94,9 +100,19 @@ def arm_estimates(connection: Connection, context_id: int) -> list[ArmEstimateRo
 
 def acceptance(connection: Connection, target: str, draft: str) -> list[AcceptanceRow]:
     """Survival of a pair, in order of position."""
-    return list(
-        _rows(connection, AcceptanceRow, "acceptance WHERE target = ? AND draft = ? ORDER BY position", target, draft)
-    )
+    source = "acceptance WHERE target = ? AND draft = ? ORDER BY position"
+    return list(_rows(connection, AcceptanceRow, source, target, draft))
+
+
+def decisions(connection: Connection) -> list[DecisionRow]:
+    """Every change of a choice, in order."""
+    return list(_rows(connection, DecisionRow, "decisions ORDER BY decision_id"))
+
+
+def newest_decision(connection: Connection, context_id: int, batch_size: int) -> DecisionRow | None:
+    """The newest change of the choice for a batch size; None without any."""
+    source = "decisions WHERE context_id = ? AND ? BETWEEN batch_min AND batch_max ORDER BY decision_id DESC LIMIT 1"
+    return next(_rows(connection, DecisionRow, source, context_id, batch_size), None)
 
 
 def view_rows(connection: Connection, view: str) -> list[dict[str, Any]]:

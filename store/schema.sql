@@ -104,7 +104,7 @@ CREATE TABLE learned_states (
   -- The estimator's own state of a pair and all its contexts, from which a restarted controller goes on: a numpy .npz.
   target TEXT NOT NULL,
   draft TEXT NOT NULL,
-  state BLOB NOT NULL,
+  state BLOB NOT NULL CHECK (length(state) > 0),
   updated_at REAL NOT NULL CHECK (updated_at >= 0),
   PRIMARY KEY (target, draft)
 ) STRICT;
@@ -151,7 +151,7 @@ CREATE TABLE step_reports (
   ngram INTEGER NOT NULL CHECK (ngram IN (0, 1)),
   latency_s REAL NOT NULL CHECK (latency_s > 0 AND latency_s <= 3600),  -- wall time of the whole step
   accepted_histogram TEXT NOT NULL CHECK (json_valid(accepted_histogram)),  -- entry j: sequences that accepted exactly j
-  num_accepted_tokens INTEGER NOT NULL CHECK (num_accepted_tokens BETWEEN 0 AND batch_size * 64),
+  num_accepted_tokens INTEGER NOT NULL CHECK (num_accepted_tokens BETWEEN 0 AND batch_size * max(speculation_length, 8 * ngram)),
   mean_context_length REAL NOT NULL CHECK (mean_context_length >= 0 AND mean_context_length < 1e9),
   decision_version INTEGER NOT NULL CHECK (decision_version >= 0),
   flags TEXT NOT NULL,  -- why the step is no usable sample ('prefill catch_up'), empty for an ordinary one
@@ -292,7 +292,9 @@ SELECT
   sum(ms_per_token_low * (num_steps + 1)) / sum(num_steps + 1) AS ms_per_token_low,
   sum(ms_per_token_high * (num_steps + 1)) / sum(num_steps + 1) AS ms_per_token_high,
   sum(speedup * (num_steps + 1)) / sum(iif(speedup IS NULL, NULL, num_steps + 1)) AS speedup,
-  sum(num_steps) AS num_steps
+  sum(num_steps) AS num_steps,
+  max(updated_at) AS updated_at,
+  context
 FROM best
 GROUP BY context_id, arm, stretch
 ORDER BY context_id, min(batch_min);

@@ -1,4 +1,4 @@
-"""Plausible rows for tests of the store: one context, one worker, any number of reports."""
+"""Plausible rows for tests: one context, one worker, any number of reports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speclen.store.connection import sqlite3
-from speclen.store.database import Store
-from speclen.store.records import Commit, ContextRow, DecisionRow, LatencyCellRow, ReportRow, StateRow, WorkerRow
+from speclen.store.connection import Connection, sqlite3
+from speclen.store.database import Store, StoreConfig
+from speclen.store.files import WriterLock
+from speclen.store.opening import open_checked
+from speclen.store.records import ArmEstimateRow, Commit, ContextRow, DecisionRow, ReportRow, StateRow, WorkerRow
 
 NOW = float(int(time.time()))  # recent: retention deletes what is old
 
 
-CONTEXT = ContextRow(1, "t", "d", "cpu:test", "float32", "", 32, 4, decision_version=1, created_at=NOW, updated_at=NOW)
+CONTEXT = ContextRow(
+    *(1, "t", "d", "cpu:test", "float32", "", 32, 4, True), decision_version=1, created_at=NOW, updated_at=NOW
+)
 WORKER = WorkerRow(
-    *(1, "worker-1", 7, 1, "127.0.0.1:7080", "adaptive", 32, 4),
+    *(1, "worker-1", 7, 1, "127.0.0.1:7080", "adaptive", 32, 4, True),
     applied_seq=0,
+    missing_ranges="[]",
     num_reports=0,
     num_repeated=0,
     num_missing=0,
@@ -30,31 +35,42 @@ WORKER = WorkerRow(
     registered_at=NOW,
     last_seen_at=NOW,
 )
-# A step of 4 rows at length 2 that accepted 0, 1, 1 and 2 tokens in 20 ms.
-REPORT = ReportRow(1, 1, 1, 7, 1, 4, 2, 0.02, "[1,2,1]", 4, 100.0, 1, 0, "", NOW)
-CELL = LatencyCellRow(1, 3, 4, 2, 0.016, 1.6, 9.0, 11.0, num_steps=10, source="online", is_best=False, updated_at=NOW)
-DECISION = DecisionRow(1, 3, 4, 1, None, 2, None, 10.0, reason="a test", after_group_id=0, decided_at=NOW)
+# A step of 4 sequences with `draft 2` that accepted 0, 1, 1 and 2 tokens in 20 ms.
+REPORT = ReportRow(
+    *(1, 1, 1, 7, 1, 4, 2, False, 0.02, "[1,2,1]", 4, 100.0, 1),
+    flags="",
+    probe_id=0,
+    class_histograms=None,
+    num_drafted_sequences=4,
+    num_verified_tokens=12,
+    draft_prefill_s=0.0,
+    num_new_sequences=0,
+    evaluations=None,
+    received_at=NOW,
+)
+ESTIMATE = ArmEstimateRow(1, 3, 4, 2, False, 0.016, 1.6, 9.0, 11.0, 10, None, "online", is_best=False, updated_at=NOW)
+DECISION = DecisionRow(1, 3, 4, 1, None, None, 2, False, None, 10.0, reason="a test", after_group_id=0, decided_at=NOW)
 
 
 def context(context_id: int = 1, device: str = "cpu:test", **changes: Any) -> ContextRow:
-    return replace(CONTEXT, context_id=context_id, device=device, **changes)
+    return CONTEXT._replace(context_id=context_id, device=device, **changes)
 
 
 def worker(applied_seq: int = 0, worker_key: int = 1, **changes: Any) -> WorkerRow:
-    base = replace(WORKER, applied_seq=applied_seq, worker_key=worker_key, worker_id=f"worker-{worker_key}")
-    return replace(base, **({"num_reports": applied_seq} | changes))
+    base = WORKER._replace(applied_seq=applied_seq, worker_key=worker_key, worker_id=f"worker-{worker_key}")
+    return base._replace(**({"num_reports": applied_seq} | changes))
 
 
 def report(seq: int, **changes: Any) -> ReportRow:
     return REPORT._replace(seq=seq, **changes)
 
 
-def cell(length: int = 2, batch_min: int = 3, batch_max: int = 4, **changes: Any) -> LatencyCellRow:
-    return replace(CELL, speculation_length=length, batch_min=batch_min, batch_max=batch_max, **changes)
+def estimate(length: int = 2, batch_min: int = 3, batch_max: int = 4, **changes: Any) -> ArmEstimateRow:
+    return ESTIMATE._replace(speculation_length=length, batch_min=batch_min, batch_max=batch_max, **changes)
 
 
 def decision(version: int, length: int, **changes: Any) -> DecisionRow:
-    return replace(DECISION, decision_version=version, speculation_length=length, **changes)
+    return DECISION._replace(decision_version=version, speculation_length=length, **changes)
 
 
 def moment(seqs: Sequence[int], **changes: Any) -> Commit:
@@ -64,7 +80,7 @@ def moment(seqs: Sequence[int], **changes: Any) -> Commit:
         contexts=[context()],
         workers=[worker(applied)],
         reports=[report(seq) for seq in seqs],
-        states=[StateRow("context", "1", f'{{"seen": {applied}}}', NOW)],
+        states=[StateRow("t", "d", str(applied).encode(), NOW)],
     )
     return replace(whole, **changes)
 
@@ -80,6 +96,13 @@ def store_now(store: Store, commit: Commit, timeout_s: float = 20.0) -> Exceptio
     store.submit(commit, on_done)
     assert done.wait(timeout_s), f"no answer from the writer: {store.health()}"
     return outcome[0]
+
+
+def open_with_connection(path: Path, config: StoreConfig | None = None) -> tuple[Store, Connection]:
+    """A store, and its connection to set SQLite's limits on."""
+    lock = WriterLock(path)
+    connection = open_checked(path, sys.maxsize)
+    return Store(path, connection, lock, config or StoreConfig()), connection
 
 
 def rows(path: Path, query: str) -> list[tuple[Any, ...]]:

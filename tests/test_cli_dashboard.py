@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 from database_rows import write_database
-from store_rows import NOW, cell, context, decision, report, rows, store_now
+from store_rows import NOW, context, decision, estimate, report, rows, store_now
 
 from speclen.cli.dashboard import METADATA, address, create_application
 from speclen.console.errors import UserError
 from speclen.store.database import Store
-from speclen.store.records import Commit, PlanEstimateRow
+from speclen.store.records import Commit
 
 pytest.importorskip("datasette_dashboards", reason="needs pip install 'speclen[inspect]'")
 
@@ -57,10 +57,10 @@ def test_every_canned_query_runs(database, name):
 
 
 def test_canned_queries_answer_what_they_promise(database):
-    _, body = get(database, "/speclen/best_lengths.json?_shape=array")
-    assert [(row["batch_bucket"], row["speculation_length"], row["speedup"]) for row in json.loads(body)] == [
-        ("1-2", 0, 1.0),
-        ("3-4", 2, 2.0),
+    _, body = get(database, "/speclen/best_arms.json?_shape=array")
+    assert [(row["batch_bucket"], row["arm"], row["speedup"]) for row in json.loads(body)] == [
+        ("1-2", "plain", 1.0),
+        ("3-4", "draft 2", 2.0),
     ]
     _, body = get(database, "/speclen/why.json?_shape=array&batch_size=4")
     assert [row["reason"] for row in json.loads(body)] == ["a test"]
@@ -106,7 +106,7 @@ def fields_of(display: object) -> set[str]:
 def test_pages_follow_the_controller(database, view):
     store = Store.open(database)
     _, before = get(database, f"/speclen/{view}.json?_shape=array")
-    changes = {"latency_cells": [cell(2, step_s=0.5, is_best=True)], "reports": [report(4, latency_s=0.5)]}
+    changes = {"arm_estimates": [estimate(2, step_s=0.5, is_best=True)], "reports": [report(4, latency_s=0.5)]}
     assert store_now(store, Commit(**changes)) is None
     _, after = get(database, f"/speclen/{view}.json?_shape=array")
     store.close()
@@ -222,11 +222,11 @@ def wait_until_open(page: str) -> None:
 
 
 def test_a_wide_interval_does_not_flatten_the_curves(database, tmp_path):
-    """A bucket that was hardly measured has an interval many times its value: the axis follows the curves, not it."""
+    """A range that was hardly measured has an interval many times its value: the axis follows the curves, not it."""
     wide = tmp_path / "wide.db"
     shutil.copy(database, wide)
     with sqlite3.connect(wide) as connection:
-        connection.execute("UPDATE latency_cells SET ms_per_token_high = 1e6, ms_per_token_low = 0 WHERE batch_min > 1")
+        connection.execute("UPDATE arm_estimates SET ms_per_token_high = 1e6, ms_per_token_low = 0 WHERE batch_min > 1")
     query = re.sub(r"\[\[.*?\]\]", "", CHARTS["learned/curves"]["query"])
     with sqlite3.connect(wide) as connection:
         shown = connection.execute(f"SELECT max(high), max(gain), min(low), min(gain) FROM ({query})")
@@ -241,50 +241,47 @@ def test_large_batches_do_not_flatten_small_ones(database):
     assert {row["gain"] for row in rows if row["speculation_length"] == 0} == {1.0}
 
 
-def test_equal_lengths_are_one_range(tmp_path):
+def test_neighbours_with_one_arm_are_one_range(tmp_path):
     path = tmp_path / "ranges.db"
     store = Store.open(path)
-    lengths = {1: 2, 2: 2, 3: 2, 4: 1, 5: 2}
-    cells = [cell(length, size, size, is_best=length == best) for size, best in lengths.items() for length in (0, 1, 2)]
-    assert store_now(store, Commit(contexts=[context()], latency_cells=cells)) is None
+    arms = {1: 2, 2: 2, 3: 2, 4: 1, 5: 2}
+    rows = [estimate(length, size, size, is_best=length == best) for size, best in arms.items() for length in (0, 1, 2)]
+    assert store_now(store, Commit(contexts=[context()], arm_estimates=rows)) is None
     store.close()
-    rows = chart_rows(path, CHARTS["learned/now"], "")
-    assert [(row["batch_sizes"], row["speculation_length"]) for row in rows] == [("1-3", 2), ("4", 1), ("5", 2)]
+    shown = chart_rows(path, CHARTS["learned/now"], "")
+    assert [(row["batch_sizes"], row["arm"]) for row in shown] == [
+        ("1-3", "draft 2"),
+        ("4", "draft 1"),
+        ("5", "draft 2"),
+    ]
 
 
-def test_a_plan_in_use_is_no_length_in_use(database):
-    """Charts showed the length of its draft model, which is 0 where rows only copy, with the gain of the plan."""
-    plan = "copy>=3 up to 8"
-    estimate = PlanEstimateRow(1, 3, 4, 0, plan, 0, 0.012, 4.0, 2.8, 3.2, is_best=True, updated_at=NOW)
-    change = decision(2, 0, previous_length=2, plan=plan, decided_at=NOW + 1)
+def test_an_arm_with_n_grams_is_shown_where_it_is_in_use(database):
+    used = estimate(0, ngram=True, step_s=0.012, expected_tokens=4.0, is_best=True)
+    previous = {"previous_speculation_length": 2, "previous_ngram": False}
+    change = decision(2, 0, ngram=True, decided_at=NOW + 1, **previous)
     store = Store.open(database)
-    assert store_now(store, Commit(plan_estimates=[estimate], decisions=[change])) is None
+    rows = [used, estimate(2, is_best=False)]
+    assert store_now(store, Commit(arm_estimates=rows, decisions=[change])) is None
     store.close()
-    newest, *_ = chart_rows(database, CHARTS["learned/lengths"], "")
-    assert (newest["size"], newest["plan"], newest["played"]) == (4, plan, plan)
+    newest, *_ = chart_rows(database, CHARTS["learned/arms"], "")
+    assert (newest["size"], newest["arm"]) == (4, "n-gram")
     now = chart_rows(database, CHARTS["learned/now"], "")
-    assert [(row["batch_sizes"], row["plan"]) for row in now] == [("1-2", "plain"), ("3-4", plan)]
-    slower = {
-        (row["batch_min"], row["speculation_length"]): row for row in chart_rows(database, CHARTS["learned/table"], "")
-    }
-    assert slower[3, 2]["slower_percent"] == 50, "10 ms per token against 3 of the plan"
-    assert [key for key, row in slower.items() if row["in_use"] is not None] == [(1, 0)]
+    assert [(row["batch_sizes"], row["arm"]) for row in now] == [("1-2", "plain"), ("3-4", "n-gram")]
+    table = {(row["size"], row["arm"]): row for row in chart_rows(database, CHARTS["learned/table"], "")}
+    assert table[4, "draft 2"]["slower_percent"] == 50, "10 ms per token against 3"
+    assert [key for key, row in table.items() if row["in_use"]] == [(1, "plain"), (2, "plain"), (4, "n-gram")]
     assert {row["size"] for row in chart_rows(database, CHARTS["learned/curves"], "") if row["in_use"]} == {1, 2}
-    labels = [row["label"] for row in chart_rows(database, CHARTS["learned/gain"], "")]
-    assert [str(label) for label in labels] == ["0", "copy"]
-    _, body = get(database, "/speclen/why.json?_shape=array&batch_size=4")
-    assert [row["plan"] for row in json.loads(body)] == [plan, None]
 
 
-def test_lengths_are_shown_from_when_to_when(database):
-    """One bar from each change to the next, the last one until now; a batch size stands for the bucket that holds it."""
+def test_arms_are_shown_from_when_to_when(database):
+    """One bar from each change to the next, the last one until now; a batch size stands for the range that holds it."""
     store = Store.open(database)
-    later = decision(2, 1, previous_length=2, decided_at=NOW + 0.001)
-    assert store_now(store, Commit(decisions=[later])) is None
+    previous = {"previous_speculation_length": 2, "previous_ngram": False}
+    assert store_now(store, Commit(decisions=[decision(2, 1, decided_at=NOW + 0.001, **previous)])) is None
     store.close()
-    bars = chart_rows(database, CHARTS["learned/lengths"], "")
-    last, first = [bar for bar in bars if bar["size"] == 4]
-    assert (first["speculation_length"], last["speculation_length"]) == (2, 1)
+    last, first = [bar for bar in chart_rows(database, CHARTS["learned/arms"], "") if bar["size"] == 4]
+    assert (first["arm"], last["arm"]) == ("draft 2", "draft 1")
     assert first["until"] == last["since"] < last["until"]
 
 

@@ -23,9 +23,6 @@ from speclen.cli.doctor import examine
 from speclen.console.errors import UserError
 from speclen.store.connection import APPLICATION_ID, CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
-from speclen.store.schema import migrations
-from speclen.store.schema.migrations import migrate
-from speclen.store.schema.steps import STEPS
 
 
 def statuses(path, **options) -> dict[str, str]:
@@ -38,9 +35,7 @@ def advice(path, check: str) -> str:
 
 def test_a_sound_database_passes_every_check(tmp_path):
     path = write_database(tmp_path / "s.db")
-    assert statuses(path) == dict.fromkeys(
-        ("library", "writer", "schema", "integrity", "space", "workers", "losses"), "ok"
-    )
+    assert statuses(path) == dict.fromkeys(("library", "writer", "integrity", "space", "workers", "losses"), "ok")
     assert "integrity" not in statuses(path, quick=True)
 
 
@@ -208,19 +203,12 @@ def test_space_is_looked_for_where_the_file_is_and_not_where_a_link_to_it_is(tmp
     assert asked == [there.resolve()]
 
 
-def test_older_and_newer_schemas_are_told_apart(tmp_path, monkeypatch):
-    connection = connect_writer(tmp_path / "old.db")
-    migrate(tmp_path / "old.db", connection, stop_before="m004_store_events")
-    connection.close()
-    assert statuses(tmp_path / "old.db")["schema"] == "warning"
-    path = write_database(tmp_path / "new.db")
-    connection = connect_writer(path)
-    with monkeypatch.context() as patched:
-        patched.setattr(migrations, "STEPS", {**STEPS, "m999_future": ("CREATE TABLE future (a INTEGER) STRICT",)})
-        migrate(path, connection)
-    connection.close()
-    assert statuses(path)["schema"] == "failed"
-    assert "upgrade speclen" in advice(path, "schema")
+def test_a_database_of_another_version_fails_with_the_way_out(tmp_path):
+    path = write_database(tmp_path / "s.db")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID - 1}")
+    assert statuses(path) == {"file": "failed"}
+    assert advice(path, "file").startswith("start a new one with --db, or `speclen export`")
 
 
 def test_a_file_that_a_first_start_left_without_tables_is_told_with_the_way_out(tmp_path):
@@ -231,7 +219,7 @@ def test_a_file_that_a_first_start_left_without_tables_is_told_with_the_way_out(
     assert statuses(path) == {"file": "failed"}
     assert advice(path, "file") == "start a controller on it, or delete it"
     Store.open(path).close()
-    assert statuses(path)["schema"] == "ok"
+    assert statuses(path)["integrity"] == "ok"
     (tmp_path / "empty.db").touch()
     with pytest.raises(UserError, match="there is no database"):
         examine(tmp_path / "empty.db")

@@ -1,4 +1,4 @@
-"""The lengths in use in one context, and what another engine's table would cost in their place."""
+"""The lengths in use in one context, and the cost of another engine's table in their place."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from speclen.console.database import reading
-from speclen.console.engine_tables.formats import (
-    READERS,
-    Range,
-    length_at,
-    ranges_of,
-    read_table,
-    stretches,
-)
+from speclen.console.engine_tables.formats import READERS, Range, length_at, ranges_of, read_table
 from speclen.console.errors import UserError
-from speclen.console.learned.table import Row, learned_rows, plan_rows
-from speclen.store.queries import view_rows
+from speclen.console.learned.table import Row, rows_of
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTable:
-    """context: its name in learned_table. ranges: merged, from 1. copying: where rows copy, and no length is in use."""
+    """context: its name in learned_table. ranges: merged, from 1. ngram: batch sizes where the arm in use has n-grams."""
 
     context: str
     ranges: list[Range]
-    copying: list[Range]
+    ngram: list[str]
+
+
+def lengths_of(db: Path, context: str) -> tuple[str, list[dict[int, Row]], list[str]]:
+    """The one context whose name contains the text; for each range its rows without n-grams by length, and its n-grams.
+
+    Raises UserError for no such context, and for several.
+    """
+    rows = rows_of(db, "learned_table", context)
+    names = sorted({row["context"] for row in rows})
+    if not names:
+        raise UserError(f"{db} holds no learned table yet: let a worker decode a few steps first")
+    if len(names) > 1:
+        raise UserError(f"a table is of one context, and these fit: {'; '.join(names)}: give part of one by --context")
+    ranges: dict[int, dict[int, Row]] = {}
+    for row in rows:
+        if not row["ngram"]:
+            ranges.setdefault(row["batch_min"], {})[row["speculation_length"]] = row
+    return names[0], list(ranges.values()), [row["batch_bucket"] for row in rows if row["ngram"] and row["is_best"]]
+
+
+def best_of(cells: dict[int, Row]) -> Row:
+    """The length in use, or the best one where the arm in use has n-grams."""
+    return min(cells.values(), key=lambda row: (not row["is_best"], row["ms_per_token"]))
 
 
 def chosen_table(db: Path, context: str) -> ChosenTable:
-    """The best lengths in the one context whose name contains the text: those in use, but where rows copy.
-
-    A plan that copies has a draft length as well, which says nothing to an engine that does not copy. Raises UserError for
-    no such context, and for several.
-    """
-    with reading(db) as connection:
-        rows = [row for row in view_rows(connection, "learned_table") if row["is_best"] and context in row["context"]]
-        copying = [row for row in plan_rows(connection) if row["is_best"] and context in row["context"]]
-    names = sorted({row["context"] for row in rows})
-    if not names:
-        raise UserError(
-            f"{db} holds no learned lengths{f' of a context with {context!r}' if context else ''}: serve first"
-        )
-    if len(names) > 1:
-        raise UserError(f"a table is of one context, and these fit: {'; '.join(names)}: give part of one by --context")
+    """The best lengths in the one context whose name contains the text. Raises UserError."""
+    name, cells, ngram = lengths_of(db, context)
     try:
-        return ChosenTable(names[0], ranges_of(rows), stretches(copying))
+        return ChosenTable(name, ranges_of(map(best_of, cells)), ngram)
     except ValueError as error:
-        raise UserError(f"{db}: the lengths of {names[0]} make no table: {error}") from error
+        raise UserError(f"{db}: the lengths of {name} make no table: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A bucket's length in a table and in use. ms_per_token by what was learned; None where nothing was of that length."""
+    """Length in a table and in use at a range of batch sizes. ms_per_token: learned; None for a length without estimate."""
 
     batch_min: int
     batch_max: int
@@ -81,18 +82,19 @@ def table_from(path: Path, table_format: str) -> list[Range]:
 
 
 def differences(ranges: Sequence[Range], db: Path, context: str) -> tuple[str, list[Difference]]:
-    """The context's name, and bucket by bucket a table beside the lengths in use. Raises UserError as `chosen_table`."""
-    chosen = chosen_table(db, context)
-    cells: dict[tuple[int, int], dict[int, Row]] = {}
-    for row in learned_rows(db, chosen.context):
-        cells.setdefault((row["batch_min"], row["batch_max"]), {})[row["speculation_length"]] = row
+    """The context's name, and range by range a table beside the lengths in use. Raises UserError as `chosen_table`."""
+    name, cells, _ = lengths_of(db, context)
     found = []
-    for (low, high), rows in sorted(cells.items()):
-        best = next(row for row in rows.values() if row["is_best"])
-        theirs = length_at(ranges, low)
+    for rows in cells:
+        best = best_of(rows)
+        theirs = length_at(ranges, best["batch_min"])
         cost = rows[theirs]["ms_per_token"] if theirs in rows else None
-        found.append(Difference(low, high, theirs, best["speculation_length"], cost, best["ms_per_token"]))
-    return chosen.context, found
+        found.append(
+            Difference(
+                *(best["batch_min"], best["batch_max"], theirs, best["speculation_length"], cost, best["ms_per_token"])
+            )
+        )
+    return name, found
 
 
 def as_json(context: str, found: Sequence[Difference]) -> dict[str, Any]:

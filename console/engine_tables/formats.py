@@ -1,7 +1,7 @@
 """Lengths by batch size in the formats of other engines: what each can hold, and what it cannot.
 
-Ranges are merged where neighbours agree. Where a format cannot say what a table says, the nearest that it can is written,
-and told. Read back, a table is ranges again.
+Ranges are merged where neighbours agree. Where a format cannot hold a table, the nearest that it can is written, with a
+note. Read back, a table is ranges again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-MAX_BATCH_SIZE, MAX_LENGTH = 4096, 64  # of the protocol
+from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH
+
 VLLM_KEY = "num_speculative_tokens_per_batch_size"
 
 
@@ -28,7 +29,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A table in a format. notes: what of it the format cannot say, one sentence each."""
+    """A table in a format. notes: what the format cannot hold, one sentence each."""
 
     text: str
     notes: list[str] = field(default_factory=list)
@@ -149,8 +150,8 @@ def read_table(text: str, table_format: str) -> list[Range]:
         ranges = merged(READERS[table_format](text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is no table of {table_format}: {describe(error)}") from error
-    if ranges[-1].high > MAX_BATCH_SIZE or not all(0 <= each.length <= MAX_LENGTH for each in ranges):
-        raise ValueError(f"batch sizes must be at most {MAX_BATCH_SIZE}, lengths 0 to {MAX_LENGTH}")
+    if ranges[-1].high > MAX_BATCH_SIZE or not all(0 <= each.length <= MAX_SPECULATION_LENGTH for each in ranges):
+        raise ValueError(f"batch sizes must be at most {MAX_BATCH_SIZE}, lengths 0 to {MAX_SPECULATION_LENGTH}")
     return ranges
 
 
@@ -163,19 +164,8 @@ def length_at(ranges: Sequence[Range], batch_size: int) -> int:
     return next((each.length for each in ranges if batch_size <= each.high), ranges[-1].length)
 
 
-def stretches(rows: Iterable[dict[str, Any]]) -> list[Range]:
-    """The batch sizes of rows, neighbours together; of length 0, whatever theirs are."""
-    found: list[Range] = []
-    for low, high in sorted((row["batch_min"], row["batch_max"]) for row in rows):
-        if found and low <= found[-1].high + 1:
-            found[-1] = Range(found[-1].low, max(high, found[-1].high), 0)
-        else:
-            found.append(Range(low, high, 0))
-    return found
-
-
 def ranges_of(choices: Iterable[dict[str, Any]]) -> list[Range]:
-    """The table of one context from the best rows of the view learned_table, merged. Raises ValueError."""
+    """The table of one context from rows of the view learned_table, one per range, merged. Raises ValueError."""
     rows = [Range(row["batch_min"], row["batch_max"], row["speculation_length"]) for row in choices]
     rows.sort(key=lambda each: each.low)
     for one, following in pairwise(rows):

@@ -1,73 +1,72 @@
-"""Learned state as a JSON document: made from a database, checked, and made into a commit for another."""
+"""Learned state as a JSON document: made from a database, checked, and made into a commit for another.
+
+The unit is a pair of models with all its contexts, as the estimator saves it.
+"""
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
 import threading
 import time
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from speclen.console.errors import UserError
+from speclen.console.history import key_of, name_of
 from speclen.store import queries
 from speclen.store.connection import Connection
 from speclen.store.database import Store
-from speclen.store.records import AcceptanceRow, Commit, ContextRow, LatencyCellRow, StateRow, StoredState
+from speclen.store.records import (
+    AcceptanceRow,
+    ArmEstimateRow,
+    Commit,
+    ContextLimitsRow,
+    ContextRow,
+    StateRow,
+    StoredState,
+)
 
 FORMAT = "speclen learned state"
-VERSION = 1
-KEY = ("target", "draft", "device", "dtype", "engine_fingerprint")
-CONTEXT_COLUMNS = [field.name for field in fields(ContextRow)]
+VERSION = 2
+
+Document = dict[str, Any]
 
 
-def exported(connection: Connection, wanted: str) -> dict[str, Any]:
-    """One moment of a database as a document. Raises UserError if nothing matches."""
+def exported(connection: Connection, wanted: str) -> Document:
+    """One moment of a database as a document. wanted: part of a context's name. Raises UserError if nothing matches."""
     connection.execute("BEGIN")  # one snapshot for all queries
     stored = queries.load_state(connection)
-    contexts = [row for row in stored.contexts if any(wanted in getattr(row, name) for name in KEY)]
-    if not contexts:
+    pairs = sorted(
+        {key_of(row).pair for row in stored.contexts if wanted in name_of(key_of(row))} & stored.states.keys()
+    )
+    if not pairs:
         raise UserError(f"no context contains {wanted!r}" if wanted else "nothing was learned yet: there is no context")
-    pairs = sorted({(row.target, row.draft) for row in contexts})
+    document = {"format": FORMAT, "version": VERSION, "exported_at": time.time()}
+    return document | {"pairs": [_pair(connection, stored, pair) for pair in pairs]}
+
+
+def _pair(connection: Connection, stored: StoredState, pair: tuple[str, str]) -> Document:
+    contexts = [
+        row._asdict()
+        | {"arm_estimates": [each._asdict() for each in queries.arm_estimates(connection, row.context_id)]}
+        for row in stored.contexts
+        if key_of(row).pair == pair
+    ]
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "exported_at": time.time(),
-        "contexts": [
-            {
-                **asdict(row),
-                "state": _state(stored, "context", str(row.context_id)),
-                "latency_cells": [asdict(cell) for cell in queries.latency_cells(connection, row.context_id)],
-            }
-            for row in contexts
-        ],
-        "pairs": [
-            {
-                "target": target,
-                "draft": draft,
-                "state": _state(stored, "pair", json.dumps((target, draft))),
-                "acceptance": [asdict(row) for row in queries.acceptance(connection, target, draft)],
-            }
-            for target, draft in pairs
-        ],
+        "target": pair[0],
+        "draft": pair[1],
+        "state": base64.b64encode(stored.states[pair]).decode(),
+        "acceptance": [row._asdict() for row in queries.acceptance(connection, *pair)],
+        "contexts": contexts,
     }
 
 
-def _state(stored: StoredState, scope: str, key: str) -> Any:
-    text = stored.states.get((scope, key))
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError as error:
-        raise UserError(
-            f"what {scope} {key} learned cannot be read ({error}): start a controller on this database once, which learns "
-            "it again from the reports kept"
-        ) from error
-
-
-def read_document(file: Path) -> dict[str, Any]:
+def read_document(file: Path) -> Document:
     """The content of a file that `export` wrote. Raises UserError."""
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -75,84 +74,59 @@ def read_document(file: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise UserError(f"{file} is not a file that `speclen export` wrote")
     if document.get("version") != VERSION:
-        raise UserError(
-            f"{file} has version {document.get('version')!r}, this speclen reads {VERSION}: upgrade speclen"
-        )
+        found = document.get("version")
+        raise UserError(f"{file} has version {found!r}, this speclen reads {VERSION}: export it with the same version")
     return document
 
 
-def check_usable(file: Path, document: dict[str, Any]) -> None:
-    """Raises UserError unless a controller could go on from the document, so that no controller fails at its start."""
-    from speclen.controller.estimator.core import ContextKey, Limits
-    from speclen.controller.estimator.estimator import Estimator
+def check_usable(document: Document) -> None:
+    """Raises ValueError, KeyError or TypeError unless a controller could go on from the document."""
+    from speclen.controller.estimator import Estimator
 
-    try:
-        pairs = {(pair["target"], pair["draft"]): pair["state"] for pair in document["pairs"]}
+    for pair in document["pairs"]:
         estimator = Estimator()
-        for context in document["contexts"]:
-            key = ContextKey(*(context[name] for name in KEY))
-            copied = context.get("max_copied_tokens", 0)
-            limits = Limits(context["max_batch_size"], context["max_speculation_length"], copied)
-            estimator.restore(key, limits, context["state"], pairs[key.pair])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(file, error) from error
+        estimator.restore((pair["target"], pair["draft"]), base64.b64decode(pair["state"]))
+        for context in pair["contexts"]:
+            if not estimator.knows(key_of(context_row(context))):
+                raise ValueError(f"the state lacks {name_of(key_of(context_row(context)))}")
 
 
-def damaged(file: Path, error: Exception) -> UserError:
-    return UserError(f"{file} is damaged ({error!r}): export it again")
+def context_row(values: Document) -> ContextRow:
+    return ContextRow(*(values[name] for name in ContextRow._fields))
 
 
-def commit_of(
-    document: dict[str, Any], stored: StoredState, replace_known: bool
-) -> tuple[Commit, list[dict[str, Any]]]:
-    """The commit that adds the document to what is stored, and the pairs that keep their own acceptance.
-
-    Raises UserError if a context is known already and is not to be replaced.
-    """
+def commit_of(document: Document, stored: StoredState, replace_known: bool) -> Commit:
+    """The commit that adds the document to a database. Raises UserError for a known pair that is not to be replaced."""
     now = time.time()
-    known = {key_of(asdict(row)): row.context_id for row in stored.contexts}
-    next_id = max(known.values(), default=0) + 1
-    contexts, cells, states, replaced = [], [], [], []
-    for values in document["contexts"]:
-        context_id = known.get(key_of(values))
-        if context_id is None:
-            context_id, next_id = next_id, next_id + 1
-        elif replace_known:
-            replaced.append(context_id)
-        else:
-            raise UserError(f"{' | '.join(key_of(values))} is known here already: give --replace to overwrite it")
-        columns = {name: values[name] for name in CONTEXT_COLUMNS} | {"context_id": context_id, "updated_at": now}
-        contexts.append(ContextRow(**columns))
-        cells += [LatencyCellRow(**{**cell, "context_id": context_id}) for cell in values["latency_cells"]]
-        states.append(StateRow("context", str(context_id), json.dumps(values["state"]), now))
-    added, kept = new_pairs(document, stored, replace_known)
-    states += [StateRow("pair", pair_key(pair), json.dumps(pair["state"]), now) for pair in added]
-    commit = Commit(
+    known = {key_of(row): row.context_id for row in stored.contexts}
+    ids = itertools.count(max(known.values(), default=0) + 1)
+    contexts, estimates, limits, states, acceptance, replaced = [], [], [], [], [], []
+    for values in document["pairs"]:
+        pair = (values["target"], values["draft"])
+        if pair in stored.states and not replace_known:
+            raise UserError(f"{' + '.join(pair)} is known here already: give --replace to overwrite what was learned")
+        replaced += [context_id for key, context_id in known.items() if key.pair == pair]
+        states.append(StateRow(*pair, base64.b64decode(values["state"]), now))
+        acceptance += [AcceptanceRow(**row) for row in values["acceptance"]]
+        for content in values["contexts"]:
+            row = context_row(content)
+            row = row._replace(context_id=known.get(key_of(row)) or next(ids), updated_at=now)
+            contexts.append(row)
+            limits.append(
+                ContextLimitsRow(
+                    *(row.context_id, row.max_batch_size, row.max_speculation_length, row.ngram),
+                    *(stored.last_group_id, now),
+                )
+            )
+            estimates += [ArmEstimateRow(**{**each, "context_id": row.context_id}) for each in content["arm_estimates"]]
+    return Commit(
         contexts=contexts,
-        latency_cells=cells,
+        arm_estimates=estimates,
         states=states,
-        acceptance=[AcceptanceRow(**row) for pair in added for row in pair["acceptance"]],
+        acceptance=acceptance,
         replaced_contexts=replaced,
+        context_limits=limits,
     )
-    return commit, kept
-
-
-def new_pairs(
-    document: dict[str, Any], stored: StoredState, replace_known: bool
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Pairs whose acceptance is taken from the document, and those that keep what is stored."""
-    known = [pair for pair in document["pairs"] if ("pair", pair_key(pair)) in stored.states]
-    kept = [] if replace_known else known
-    return [pair for pair in document["pairs"] if pair not in kept], kept
-
-
-def key_of(values: dict[str, Any]) -> tuple[str, ...]:
-    """What identifies a context in every fleet."""
-    return tuple(values[name] for name in KEY)
-
-
-def pair_key(pair: dict[str, Any]) -> str:
-    return json.dumps((pair["target"], pair["draft"]))
 
 
 def store_now(store: Store, commit: Commit) -> None:

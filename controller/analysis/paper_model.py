@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speclen.controller.estimator.core import ProfileCell
+from speclen.records import ProfileCell
 
 # The optimum may lie beyond the profiled lengths; further out than this the power law says nothing.
 LONGEST = 64

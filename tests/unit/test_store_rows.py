@@ -1,12 +1,13 @@
-"""The laws of the tables: nonsense stays out, whoever writes it, and one bad row takes no other with it."""
+"""Rules of the tables: nonsense stays out, and one bad row takes no other with it."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from store_rows import cell, context, moment, report, rows, store_now, worker
+from store_rows import context, decision, estimate, moment, report, rows, store_now, worker
 
+from speclen.records import Limits
 from speclen.store.database import Store
 from speclen.store.records import AcceptanceRow, Commit, ProfileCellRow, ProfileRow, StateRow
 from speclen.store.statements import BLOCKS
@@ -32,6 +33,12 @@ def store(tmp_path):
         ("batch_size", 1.5),
         ("speculation_length", -1),
         ("speculation_length", 65),
+        ("ngram", 2),
+        ("num_drafted_sequences", 5),  # of 4
+        ("num_verified_tokens", -1),
+        ("draft_prefill_s", math.nan),
+        ("evaluations", "[["),
+        ("class_histograms", "{"),
         ("accepted_histogram", "[1,2"),
         ("accepted_histogram", None),
         ("num_accepted_tokens", 9),  # 4 rows of length 2 accept at most 8
@@ -69,15 +76,15 @@ def test_a_nonsensical_report_is_left_out_and_the_others_stay(store, field, valu
     ],
 )
 def test_a_nonsensical_estimate_is_left_out(store, field, value):
-    store_now(store, Commit(contexts=[context()], latency_cells=[cell(1), cell(2, **{field: value})]))
-    assert rows(store.path, "SELECT speculation_length FROM latency_cells") == [(1,)]
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(1), estimate(2, **{field: value})]))
+    assert rows(store.path, "SELECT speculation_length FROM arm_estimates") == [(1,)]
     assert store.health().num_rows_refused == 1
 
 
-def test_a_state_that_is_not_json_does_not_replace_the_one_before(store):
-    store_now(store, Commit(states=[StateRow("pair", "k", "{}", 1.0)]))
-    store_now(store, Commit(states=[StateRow("pair", "k", "{", 2.0)]))
-    assert rows(store.path, "SELECT state, updated_at FROM learned_states") == [("{}", 1.0)]
+def test_an_empty_state_does_not_replace_the_one_before(store):
+    store_now(store, Commit(states=[StateRow("t", "d", b"PK", 1.0)]))
+    store_now(store, Commit(states=[StateRow("t", "d", b"", 2.0)]))
+    assert rows(store.path, "SELECT state, updated_at FROM learned_states") == [(b"PK", 1.0)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 63, 255, 256, 257, 1000, sum(BLOCKS)])
@@ -93,21 +100,39 @@ def test_bad_rows_anywhere_in_a_large_group_cost_only_themselves(store):
     assert store.health().num_rows_refused == 10
 
 
+def test_an_arm_with_n_grams_has_a_row_of_its_own(store):
+    both = [estimate(2), estimate(2, ngram=True, step_s=0.5)]
+    assert store_now(store, Commit(contexts=[context()], arm_estimates=both)) is None
+    found = rows(store.path, "SELECT arm, step_s FROM arm_estimates ORDER BY ngram")
+    assert found == [("draft 2", 0.016), ("n-gram else draft 2", 0.5)]
+
+
+@pytest.mark.parametrize("arm", Limits(4, 10, True).arms())
+def test_words_of_an_arm_are_those_of_the_protocol(store, arm):
+    row = estimate(arm.speculation_length, ngram=arm.ngram)
+    changes = [decision(1, arm.speculation_length, ngram=arm.ngram)]
+    changes.append(changes[0]._replace(previous_speculation_length=arm.speculation_length, previous_ngram=arm.ngram))
+    reports = [report(1, speculation_length=arm.speculation_length, ngram=arm.ngram, num_accepted_tokens=0)]
+    assert store_now(store, moment([1], arm_estimates=[row], reports=reports, decisions=changes)) is None
+    assert rows(store.path, "SELECT arm FROM arm_estimates UNION ALL SELECT arm FROM step_reports") == [(str(arm),)] * 2
+    assert rows(store.path, "SELECT previous_arm, arm FROM decisions") == [(None, str(arm)), (str(arm), str(arm))]
+
+
 def test_rows_are_updated_by_their_key(store):
-    band = AcceptanceRow("t", "d", 5, 8, 1, 0.5, 10.0, 1.0)
-    shared = AcceptanceRow("t", "d", 0, 0, 1, 0.7, 99.0, 1.0)
-    store_now(store, Commit(contexts=[context()], latency_cells=[cell(2)], acceptance=[band, shared]))
-    newer = AcceptanceRow("t", "d", 5, 8, 1, 0.25, 20.0, 2.0)
+    first = AcceptanceRow("t", "d", 1, 0.7, 99.0, 1.0)
+    second = AcceptanceRow("t", "d", 2, 0.5, 10.0, 1.0)
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate(2)], acceptance=[first, second]))
+    newer = AcceptanceRow("t", "d", 2, 0.25, 20.0, 2.0)
     store_now(
         store,
-        Commit(contexts=[context(decision_version=5)], latency_cells=[cell(2, step_s=0.5)], acceptance=[newer]),
+        Commit(contexts=[context(decision_version=5)], arm_estimates=[estimate(2, step_s=0.5)], acceptance=[newer]),
     )
     assert rows(store.path, "SELECT decision_version FROM contexts") == [(5,)]
-    assert rows(store.path, "SELECT step_s FROM latency_cells") == [(0.5,)]
-    assert rows(store.path, "SELECT survival FROM acceptance ORDER BY batch_min") == [(0.7,), (0.25,)]
+    assert rows(store.path, "SELECT step_s FROM arm_estimates") == [(0.5,)]
+    assert rows(store.path, "SELECT survival FROM acceptance ORDER BY position") == [(0.7,), (0.25,)]
 
 
-def test_what_was_noted_of_a_worker_s_last_life_does_not_replace_what_is_known_of_the_present_one(store):
+def test_a_row_of_an_older_incarnation_does_not_replace_one_of_the_present(store):
     """Pairs of models commit apart, and a worker that comes back with another draft is in two of them."""
     assert store_now(store, Commit(contexts=[context()], workers=[worker(5, epoch=8)], scope="b")) is None
     assert store_now(store, Commit(contexts=[context()], workers=[worker(90, epoch=7)], scope="a")) is None
@@ -116,10 +141,12 @@ def test_what_was_noted_of_a_worker_s_last_life_does_not_replace_what_is_known_o
     assert rows(store.path, "SELECT epoch, applied_seq FROM workers") == [(8, 6)]
 
 
-def test_cells_of_other_buckets_vanish_when_the_buckets_changed(store):
-    store_now(store, Commit(contexts=[context(), context(2, "gpu")], latency_cells=[cell(2), cell(2, context_id=2)]))
-    store_now(store, Commit(replaced_contexts=[1], latency_cells=[cell(2, batch_min=2, batch_max=4)]))
-    assert rows(store.path, "SELECT context_id, batch_min FROM latency_cells") == [(1, 2), (2, 3)]
+def test_estimates_of_other_ranges_vanish_when_the_ranges_changed(store):
+    store_now(
+        store, Commit(contexts=[context(), context(2, "gpu")], arm_estimates=[estimate(2), estimate(2, context_id=2)])
+    )
+    store_now(store, Commit(replaced_contexts=[1], arm_estimates=[estimate(2, batch_min=2, batch_max=4)]))
+    assert rows(store.path, "SELECT context_id, batch_min FROM arm_estimates") == [(1, 2), (2, 3)]
 
 
 def test_a_profile_is_stored_with_its_cells(store):

@@ -1,4 +1,4 @@
-"""The store's promise: what was answered with None is on the disk, whole, once; whatever is wrong is said in a sentence."""
+"""The store's promise: a commit answered with None is on the disk, whole and once; every fault is one sentence."""
 
 from __future__ import annotations
 
@@ -11,9 +11,28 @@ import time
 from pathlib import Path
 
 import pytest
-from store_rows import NOW, cell, context, decision, moment, report, rows, store_now, system_sqlite_rows, worker
+from store_rows import (
+    NOW,
+    context,
+    decision,
+    estimate,
+    moment,
+    open_with_connection,
+    report,
+    rows,
+    store_now,
+    system_sqlite_rows,
+    worker,
+)
 
-from speclen.store.connection import OLDEST_SAFE_SQLITE, CorruptStoreError, StoreError, connect_reader, sqlite3
+from speclen.store.connection import (
+    OLDEST_SAFE_SQLITE,
+    Connection,
+    CorruptStoreError,
+    StoreError,
+    connect_reader,
+    sqlite3,
+)
 from speclen.store.database import Store, StoreConfig
 from speclen.store.queries import stored_reports
 from speclen.store.records import Commit, StateRow, StoredState
@@ -32,7 +51,7 @@ def test_what_was_committed_is_there_after_reopening(tmp_path):
         contexts=[context(), context(2, "gpu")],
         workers=[late],
         reports=[report(1, group_id=4), report(4, group_id=6, received_at=NOW + 0.25), report(5, group_id=5)],
-        states=[StateRow("context", "1", '{"x": 0.1}', NOW), StateRow("pair", '["t", "d"]', "[]", NOW)],
+        states=[StateRow("t", "d", b"PK\0\xff", NOW), StateRow("t", "", b"2", NOW + 1)],
     )
     assert store_now(store, commit) is None
     store.close()
@@ -40,7 +59,7 @@ def test_what_was_committed_is_there_after_reopening(tmp_path):
     assert store.load() == StoredState(
         contexts=(context(), context(2, "gpu")),
         workers=(late,),
-        states={("context", "1"): '{"x": 0.1}', ("pair", '["t", "d"]'): "[]"},
+        states={("t", "d"): b"PK\0\xff", ("t", ""): b"2"},
         last_group_id=6,
         last_profile_id=0,
     )
@@ -59,14 +78,14 @@ def test_floats_come_back_bit_by_bit(tmp_path):
 
 
 def test_the_file_is_set_up_to_survive_a_loss_of_power_and_to_shrink(tmp_path):
-    store = Store.open(tmp_path / "s.db")
-    pragma = {name: store._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in PRAGMAS}
+    store, connection = open_with_connection(tmp_path / "s.db")
+    pragma = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in PRAGMAS}
     store.close()
     assert pragma == PRAGMAS
     assert sqlite3.sqlite_version_info >= OLDEST_SAFE_SQLITE
 
 
-PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "auto_vacuum": 2, "application_id": 0x73706C6E}
+PRAGMAS = {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "auto_vacuum": 2, "application_id": 0x73706C32}
 
 
 def test_commits_are_answered_in_order_and_by_another_thread(tmp_path):
@@ -91,12 +110,9 @@ def test_a_callback_that_fails_does_not_end_the_writer(tmp_path, caplog):
 
 def test_a_malformed_commit_is_answered_with_its_error_and_the_next_is_stored(tmp_path, caplog):
     store = Store.open(tmp_path / "s.db")
-    store.submit(Commit(latency_cells=[cell()], contexts=[context()]), lambda error: None)
+    store.submit(Commit(arm_estimates=[estimate()], contexts=[context()]), lambda error: None)
 
-    class NoRow:
-        worker_key = 1
-
-    assert isinstance(store_now(store, Commit(workers=[NoRow()])), AttributeError)
+    assert "refuses a row of workers" in str(store_now(store, Commit(workers=[(1, 2, 3)])))
     assert not store.health().ok
     assert store_now(store, moment([1])) is None
     assert store.health().ok
@@ -126,7 +142,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path):
 
 def test_readers_see_commits_while_the_writer_goes_on_and_cannot_write(tmp_path):
     store = Store.open(tmp_path / "s.db")
-    store_now(store, moment([1, 2, 3], latency_cells=[cell(2, is_best=True)]))
+    store_now(store, moment([1, 2, 3], arm_estimates=[estimate(2, is_best=True)]))
     reader = connect_reader(store.path)
     assert reader.execute("SELECT count(*) FROM step_reports").fetchone()[0] == 3
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
@@ -217,14 +233,14 @@ def small_config(**changes: int) -> StoreConfig:
     return StoreConfig(**({"first_retry_s": 0.01, "longest_retry_s": 0.05} | changes))
 
 
-def fill_up(store: Store) -> None:
+def fill_up(connection: Connection) -> None:
     """No page more than the file has: SQLite then fails as on a full disk, with SQLITE_FULL."""
-    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages}")
 
 
-def make_room(store: Store) -> None:
-    store._connection.execute("PRAGMA max_page_count = 1000000")
+def make_room(connection: Connection) -> None:
+    connection.execute("PRAGMA max_page_count = 1000000")
 
 
 def wait_for(condition, timeout_s: float = 60.0) -> None:
@@ -235,9 +251,9 @@ def wait_for(condition, timeout_s: float = 60.0) -> None:
 
 
 def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
-    store = Store.open(tmp_path / "s.db", small_config())
-    store_now(store, moment([1], latency_cells=[cell()]))
-    fill_up(store)
+    store, connection = open_with_connection(tmp_path / "s.db", small_config())
+    store_now(store, moment([1], arm_estimates=[estimate()]))
+    fill_up(connection)
     answers: list[Exception | None] = []
     for first in range(2, 5002, 500):
         store.submit(moment(range(first, first + 500)), answers.append)
@@ -249,7 +265,7 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
     assert "5000 reports wait in memory" in health.detail
     assert answers == [], "nothing is durable, so nothing is answered"
     assert rows(store.path, "SELECT applied_seq FROM workers") == [(1,)], "a failed commit leaves no trace"
-    make_room(store)
+    make_room(connection)
     wait_for(lambda: len(answers) == 10)
     assert answers == [None] * 10
     assert store.health().ok
@@ -261,15 +277,15 @@ def test_a_full_disk_is_told_survived_and_recovered_from(tmp_path):
 
 
 def test_beyond_the_bound_the_oldest_raw_rows_go_and_the_estimates_stay(tmp_path):
-    store = Store.open(tmp_path / "s.db", small_config(max_pending_reports=1000))
+    store, connection = open_with_connection(tmp_path / "s.db", small_config(max_pending_reports=1000))
     store_now(store, moment([1]))
-    fill_up(store)
+    fill_up(connection)
     for first in range(2, 10_002, 100):
         store.submit(moment(range(first, first + 100)), lambda error: None)
         if first % 2000 < 100:
             time.sleep(0.05)
     wait_for(lambda: store.health().num_failures >= 10 and store.health().num_pending_reports <= 1000)
-    make_room(store)
+    make_room(connection)
     wait_for(lambda: store.health().ok)
     store.close()
     assert store.health().num_reports_dropped == 9000
@@ -277,13 +293,13 @@ def test_beyond_the_bound_the_oldest_raw_rows_go_and_the_estimates_stay(tmp_path
     assert rows(store.path, "SELECT count(*), min(seq), max(seq) FROM step_reports WHERE seq > 1") == [
         (1000, 9002, 10_001)
     ]
-    assert rows(store.path, "SELECT state FROM learned_states") == [('{"seen": 10001}',)]
+    assert rows(store.path, "SELECT state FROM learned_states") == [(b"10001",)]
 
 
 def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
-    store = Store.open(tmp_path / "s.db", small_config())
+    store, connection = open_with_connection(tmp_path / "s.db", small_config())
     store_now(store, moment([1]))
-    fill_up(store)
+    fill_up(connection)
     answers: list[Exception | None] = []
     store.submit(moment(range(2, 2000)), answers.append)
     wait_for(lambda: not store.health().ok)
@@ -298,8 +314,8 @@ def test_closing_on_a_full_disk_ends_in_time_and_says_what_was_lost(tmp_path):
 
 
 def test_another_programs_write_lock_delays_a_commit_but_loses_nothing(tmp_path):
-    store = Store.open(tmp_path / "s.db", small_config())
-    store._connection.execute("PRAGMA busy_timeout = 20")
+    store, connection = open_with_connection(tmp_path / "s.db", small_config())
+    connection.execute("PRAGMA busy_timeout = 20")
     other = sqlite3.connect(store.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     answers: list[Exception | None] = []

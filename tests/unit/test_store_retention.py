@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from store_rows import NOW, cell, context, decision, moment, report, rows, store_now
+from store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
 
 from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
@@ -28,8 +28,8 @@ def test_the_number_of_reports_is_bounded_and_the_newest_are_kept(tmp_path):
     store.close()
 
 
-def test_reports_that_tell_too_much_do_not_fill_the_disk(tmp_path, monkeypatch):
-    """Reviews make a row of 80 bytes one of 32 kB: five million of them were 160 GB."""
+def test_reports_that_hold_too_much_do_not_fill_the_disk(tmp_path, monkeypatch):
+    """Evaluations make a row of 80 bytes one of 32 kB: five million of them were 160 GB."""
     monkeypatch.setattr(retention, "BYTES_BESIDE_REPORTS", 2_000_000)
     monkeypatch.setattr(retention, "CHUNK_ROWS", 50)
     monkeypatch.setattr(retention, "FEWEST_ROWS", 100)
@@ -37,7 +37,7 @@ def test_reports_that_tell_too_much_do_not_fill_the_disk(tmp_path, monkeypatch):
     store_now(store, moment(range(1, 201)))
     for first in range(201, 3001, 100):
         seqs = range(first, first + 100)
-        store_now(store, moment(seqs, reports=[report(seq, copying=json.dumps("f" * 32_000)) for seq in seqs]))
+        store_now(store, moment(seqs, reports=[report(seq, evaluations=json.dumps("f" * 32_000)) for seq in seqs]))
     assert store.path.stat().st_size < 2 * Retention(max_report_rows=10_000).max_bytes
     assert rows(store.path, "SELECT max(seq), count(*) > 100 FROM step_reports") == [(3000, 1)], (
         "no more go than have to"
@@ -73,7 +73,7 @@ def test_a_lowered_limit_is_reached_in_steps(tmp_path):
 
 def test_minutes_of_prediction_error_go_with_age(tmp_path):
     store = open_with(tmp_path / "s.db", max_prediction_days=2)
-    store_now(store, Commit(contexts=[context()], latency_cells=[cell()]))
+    store_now(store, Commit(contexts=[context()], arm_estimates=[estimate()]))
     ages = [report(1, received_at=NOW - 3 * DAY), report(2, received_at=NOW - DAY), report(3)]
     store_now(store, moment([3], reports=ages))
     minutes = [row[0] for row in rows(store.path, "SELECT window_start FROM prediction_windows ORDER BY 1")]

@@ -1,8 +1,8 @@
-"""Joining commits must not change what they say: the newest row per key counts, reports and events add up in order."""
+"""Joining commits does not change their meaning: the newest row per key counts, reports and events add up in order."""
 
 from __future__ import annotations
 
-from store_rows import cell, context, decision, moment, report, worker
+from store_rows import context, decision, estimate, moment, report, worker
 
 from speclen.store.batch import Batch
 from speclen.store.records import Commit, StateRow
@@ -17,11 +17,11 @@ def absorb_all(*commits: Commit, max_reports: int = 1000) -> Batch:
 
 def test_the_newest_row_per_key_counts():
     batch = absorb_all(
-        Commit(contexts=[context()], workers=[worker(1)], states=[StateRow("context", "1", "1", 1.0)]),
-        Commit(workers=[worker(9), worker(3, worker_key=2)], states=[StateRow("context", "1", "9", 2.0)]),
+        Commit(contexts=[context()], workers=[worker(1)], states=[StateRow("t", "d", b"1", 1.0)]),
+        Commit(workers=[worker(9), worker(3, worker_key=2)], states=[StateRow("t", "d", b"9", 2.0)]),
     )
     assert [(row.worker_key, row.applied_seq) for row in batch.as_commit().workers] == [(1, 9), (2, 3)]
-    assert [row.state for row in batch.as_commit().states] == ["9"]
+    assert [row.state for row in batch.as_commit().states] == [b"9"]
     assert len(batch.as_commit().contexts) == 1
 
 
@@ -30,16 +30,16 @@ def test_reports_and_decisions_add_up_in_order():
         moment([1, 2], decisions=[decision(1, 2)]), moment([3], decisions=[decision(2, 0), decision(3, 2)])
     )
     assert [row.seq for row in batch.reports] == [1, 2, 3]
-    assert [row.decision_version for row in batch.decisions] == [1, 2, 3]
+    assert [row.decision_version for row in batch.as_commit().decisions] == [1, 2, 3]
     assert batch.num_commits == 2
 
 
-def test_replaced_contexts_forget_cells_that_still_wait_but_not_newer_ones():
+def test_replaced_contexts_forget_estimates_that_still_wait_but_not_newer_ones():
     batch = absorb_all(
-        Commit(latency_cells=[cell(1), cell(2), cell(1, context_id=2)]),
-        Commit(replaced_contexts=[1], latency_cells=[cell(1, batch_min=2)]),
+        Commit(arm_estimates=[estimate(1), estimate(2), estimate(1, context_id=2)]),
+        Commit(replaced_contexts=[1], arm_estimates=[estimate(1, batch_min=2)]),
     )
-    assert sorted((row.context_id, row.batch_min) for row in batch.as_commit().latency_cells) == [(1, 2), (2, 3)]
+    assert sorted((row.context_id, row.batch_min) for row in batch.as_commit().arm_estimates) == [(1, 2), (2, 3)]
     assert batch.as_commit().replaced_contexts == (1,)
 
 

@@ -1,4 +1,4 @@
-"""The law: whatever is done to the file or the writer, nothing is told durable that is not, and somebody hears of it."""
+"""Faults of the file and the writer: nothing is acknowledged that is not durable, and somebody is told."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from store_rows import context, moment, report, rows, store_now, worker
+from store_rows import context, moment, open_with_connection, report, rows, store_now, worker
 
 from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
+from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, is_locked, lock_path
 from speclen.store.records import Commit, StateRow
 from speclen.store.retention import Retention
@@ -127,10 +127,7 @@ def test_a_deleted_file_is_noticed_without_a_commit(tmp_path):
 def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path, monkeypatch):
     path = tmp_path / "s.db"
     store = Store.open(path)
-    reach = store._failpoints.reach
-    monkeypatch.setattr(
-        store._failpoints, "reach", lambda name: path.unlink() if name == "after_commit" else reach(name)
-    )
+    monkeypatch.setattr(Failpoints, "reach", lambda _, name: path.unlink() if name == "after_commit" else None)
     assert isinstance(store_now(store, moment([1])), StoreGoneError)
     store.close()
 
@@ -138,15 +135,15 @@ def test_a_file_that_goes_between_commit_and_answer_is_not_acknowledged(tmp_path
 def test_damage_that_is_found_while_writing_ends_the_writer_and_is_not_tried_again(tmp_path):
     """It was taken for a full disk: tried again every two seconds for ever, and nothing was acknowledged any more."""
     path = tmp_path / "s.db"
-    store = Store.open(path)
+    store, connection = open_with_connection(path)
     assert store_now(store, moment([1])) is None
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     [(page,)] = rows(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'learned_states'")
     with path.open("r+b") as file:
         file.seek((page - 1) * 4096)
         file.write(b"\x5a" * 4096)
-    store._connection.execute("PRAGMA shrink_memory")  # what it had read of the file is read again
+    connection.execute("PRAGMA shrink_memory")  # what it had read of the file is read again
     error = store_now(store, moment([2]))
     assert isinstance(error, CorruptStoreError)
     assert re.search(r"s\.db is damaged \(.*\): restore a backup over it, or move it .* away", str(error))
@@ -174,10 +171,10 @@ def test_closing_with_a_full_disk_tries_again_with_pauses(tmp_path, monkeypatch)
 def test_a_writer_that_dies_tells_everybody_who_waits(tmp_path, monkeypatch):
     store = Store.open(tmp_path / "s.db")
 
-    def fail(batches):
+    def fail(*arguments):
         raise MemoryError("no memory for a commit")
 
-    monkeypatch.setattr(store, "_store", fail)
+    monkeypatch.setattr("speclen.store.database.write", fail)
     assert "no memory" in str(store_now(store, moment([1])))
     wait_until(lambda: not store.health().alive)
     with pytest.raises(StoreError, match="no memory"):
@@ -230,7 +227,7 @@ def test_a_database_without_its_note_is_taken_as_it_is(tmp_path):
 REFUSED = [
     {"workers": [worker(2, num_missing=2**64)]},
     {"workers": [worker(-1)]},
-    {"states": [StateRow("context", "1", '{"seen": NaN}', 1.0)]},
+    {"states": [StateRow("t", "d", b"", 1.0)]},
     {"contexts": [context(max_batch_size=0)]},
 ]
 
@@ -250,33 +247,27 @@ def test_a_commit_whose_mark_or_state_is_refused_is_not_acknowledged(tmp_path, c
     store.close()
 
 
-def test_what_is_refused_of_one_scope_does_not_hold_up_another(tmp_path):
-    store = Store.open(tmp_path / "s.db")
+def test_a_refusal_in_one_scope_does_not_hold_up_another(tmp_path):
+    """Both wait for another program's lock, so they are of one transaction."""
+    store, connection = open_with_connection(tmp_path / "s.db", StoreConfig(first_retry_s=0.01, longest_retry_s=0.02))
     assert store_now(store, Commit(contexts=[context(), context(2, device="other")])) is None
+    connection.execute("PRAGMA busy_timeout = 20")
     outcomes: dict[str, Exception | None] = {}
-    both = threading.Event()
-
-    def note(scope: str, error: Exception | None) -> None:
-        outcomes[scope] = error
-        if len(outcomes) == 2:
-            both.set()
-
-    with store._changed:  # so that both are in one transaction
-        store._waiting.absorb(
-            Commit(workers=[worker(2**64)], reports=[report(1)], scope="bad"), lambda error: note("bad", error)
-        )
-        good = Commit(
-            workers=[worker(5, worker_key=2, context_id=2)],
-            reports=[report(5, worker_key=2, context_id=2)],
-            scope="good",
-        )
-        store._waiting.absorb(good, lambda error: note("good", error))
-        store._changed.notify()
-    assert both.wait(10.0)
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        bad = Commit(workers=[worker(2**64)], reports=[report(1)], scope="bad")
+        store.submit(bad, lambda error: outcomes.update(bad=error))
+        wait_until(lambda: not store.health().ok)
+        others = {"worker_key": 2, "context_id": 2}
+        good = Commit(workers=[worker(5, **others)], reports=[report(5, **others)], scope="good")
+        store.submit(good, lambda error: outcomes.update(good=error))
+        wait_until(lambda: store.health().num_pending_commits == 2)
+        other.execute("ROLLBACK")
+    wait_until(lambda: len(outcomes) == 2)
     assert outcomes["good"] is None
     assert "refuses" in str(outcomes["bad"])
-    assert rows(tmp_path / "s.db", "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
-    assert rows(tmp_path / "s.db", "SELECT worker_key, seq FROM step_reports") == [(2, 5)]
+    assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(2, 5)]
+    assert rows(store.path, "SELECT worker_key, seq FROM step_reports") == [(2, 5)]
     store.close()
 
 
@@ -310,8 +301,8 @@ def test_a_file_that_is_written_over_in_place_is_noticed(tmp_path, suffix, harm)
     if suffix and harm in (copied_over, copied_into):
         pytest.skip("a database is no WAL: SQLite reads that as an empty one")
     path, backup = tmp_path / "s.db", tmp_path / "backup.db"
-    store = Store.open(path)
-    store._connection.execute("PRAGMA wal_autocheckpoint = 20")
+    store, connection = open_with_connection(path)
+    connection.execute("PRAGMA wal_autocheckpoint = 20")
     for first in (1, 1001, 2001):
         assert store_now(store, moment(range(first, first + 1000))) is None
         if first == 1:
@@ -330,8 +321,8 @@ def test_a_file_that_is_written_over_in_place_is_noticed(tmp_path, suffix, harm)
 def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_another(tmp_path):
     """A false alarm would end a controller whose file is sound."""
     path = tmp_path / "s.db"
-    store = Store.open(path, StoreConfig(retention=Retention(max_report_rows=3000)))
-    store._connection.execute("PRAGMA wal_autocheckpoint = 20")
+    store, connection = open_with_connection(path, StoreConfig(retention=Retention(max_report_rows=3000)))
+    connection.execute("PRAGMA wal_autocheckpoint = 20")
     for number in range(24):
         assert store_now(store, moment(range(1 + 1000 * number, 1001 + 1000 * number))) is None
         if number % 4 == 1:  # a reader holds checkpoints up for a while, and another program adds an index
@@ -356,11 +347,10 @@ def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch)
     store = Store.open(path)
     assert store_now(store, moment(range(1, 2000))) is None
     wal = path.with_name("s.db-wal")
-    reach = store._failpoints.reach
     monkeypatch.setattr(
-        store._failpoints,
+        Failpoints,
         "reach",
-        lambda name: os.truncate(wal, wal.stat().st_size // 2) if name == "after_begin" else reach(name),
+        lambda _, name: os.truncate(wal, wal.stat().st_size // 2) if name == "after_begin" else None,
     )
     error = store_now(store, moment(range(2000, 2100)))
     assert "cut short" in str(error)

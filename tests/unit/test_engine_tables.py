@@ -1,4 +1,4 @@
-"""A learned table in another engine's format keeps that engine's rules, and read back it says the same.
+"""A learned table in another engine's format keeps that engine's rules, and is the same when read back.
 
 The rules are those of vLLM 0.32 (validate_and_normalize_dynamic_sd_schedule), TensorRT-LLM (validate_draft_len_schedule) and
 SGLang (speculative_adaptive_config); `scripts/vllm_check` asks vLLM's own validator.
@@ -7,20 +7,19 @@ SGLang (speculative_adaptive_config); `scripts/vllm_check` asks vLLM's own valid
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from database_rows import write_database
 from hypothesis import given
 from hypothesis import strategies as st
-from store_rows import NOW, context, store_now
+from store_rows import estimate, store_now
 
 from speclen.cli.export import export_state
 from speclen.console.engine_tables.chosen import differences, table_from
 from speclen.console.engine_tables.formats import READERS, WRITERS, Range, length_at, merged, read_table
 from speclen.console.errors import UserError
 from speclen.store.database import Store
-from speclen.store.records import Commit, PlanEstimateRow
+from speclen.store.records import Commit
 
 tables = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), min_size=1, max_size=8)
 
@@ -141,19 +140,20 @@ def test_export_writes_the_lengths_in_use(tmp_path, capsys, table_format):
         assert all(each.table_ms_per_token == each.ms_per_token for each in found)
 
 
-def test_where_rows_copy_the_best_length_without_copies_is_written_and_said(tmp_path, capsys):
-    """A plan's draft length was written: 0 for plans that copy alone, to engines that cannot copy."""
+def test_where_n_grams_are_in_use_the_best_length_without_is_written_with_a_note(tmp_path, capsys):
     database = write_database(tmp_path / "test.db")
-    plan = PlanEstimateRow(1, 3, 4, 0, "copy>=2 up to 16", 0, 0.016, 3.2, 4.5, 5.5, True, NOW)
-    idle = replace(plan, batch_min=1, batch_max=2, is_best=False)
+    used = estimate(0, ngram=True, expected_tokens=3.2, is_best=True)
     store = Store.open(database)
-    assert store_now(store, Commit(contexts=[context()], plan_estimates=[plan, idle])) is None
+    assert (
+        store_now(store, Commit(arm_estimates=[used, estimate(2, is_best=False), estimate(0, 1, 2, ngram=True)]))
+        is None
+    )
     store.close()
     export_state(None, database, context="", table_format="vllm")
     printed = capsys.readouterr()
     assert read_table(printed.out, "vllm") == [Range(1, 2, 0), Range(3, 4, 2)]
     assert "vllm: the best lengths in t + d on cpu:test" in printed.err
-    assert "plans that copy are in use at batch sizes 3-4 and are left out" in printed.err
+    assert "arms with n-grams are in use at batch sizes 3-4" in " ".join(printed.err.split())
 
 
 def test_a_format_or_a_context_that_is_not_there_is_told(tmp_path):

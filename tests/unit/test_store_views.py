@@ -1,0 +1,176 @@
+"""The views: columns that others rely on, figures worked out by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from store_rows import NOW, context, decision, estimate, moment, report, rows, store_now, system_sqlite_rows, worker
+
+from speclen.store.connection import connect_reader
+from speclen.store.database import Store
+from speclen.store.queries import view_rows
+from speclen.store.records import Commit
+
+LEARNED_TABLE_COLUMNS = [
+    *("context", "batch_bucket", "batch_min", "batch_max", "arm", "speculation_length", "ngram", "expected_tokens"),
+    *("step_ms", "ms_per_token", "tokens_per_s", "ms_per_token_low", "ms_per_token_high", "speedup", "num_steps"),
+    *("source", "is_best", "updated_at", "observed_step_ms", "context_id"),
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    yield store
+    store.close()
+
+
+def view(store: Store, name: str) -> list[dict]:
+    connection = connect_reader(store.path)
+    try:
+        return view_rows(connection, name)
+    finally:
+        connection.close()
+
+
+def test_learned_table_has_exactly_the_columns_of_the_contract(store):
+    names = [row[0] for row in rows(store.path, "SELECT name FROM pragma_table_info('learned_table')")]
+    assert names == LEARNED_TABLE_COLUMNS
+
+
+def test_learned_table_by_hand(store):
+    best = estimate(2, step_s=0.016, expected_tokens=1.6, is_best=True, source="both", updated_at=1_790_000_000.5)
+    other = estimate(0, batch_min=1, batch_max=1, step_s=0.01, expected_tokens=1.0)
+    gpu = context(2, "gpu", engine_fingerprint="ab12")
+    store_now(store, Commit(contexts=[context(), gpu], arm_estimates=[best, other, estimate(0, context_id=2)]))
+    table = view(store, "learned_table")
+    assert [(row["context"], row["batch_bucket"], row["arm"]) for row in table] == [
+        ("t + d on cpu:test, float32", "1", "plain"),
+        ("t + d on cpu:test, float32", "3-4", "draft 2"),
+        ("t + d on gpu, float32 [ab12]", "3-4", "plain"),
+    ]
+    assert table[1] == {
+        "context": "t + d on cpu:test, float32",
+        "batch_bucket": "3-4",
+        "batch_min": 3,
+        "batch_max": 4,
+        "arm": "draft 2",
+        "speculation_length": 2,
+        "ngram": 0,
+        "expected_tokens": 1.6,
+        "step_ms": 16.0,
+        "ms_per_token": 10.0,
+        "tokens_per_s": 100.0,
+        "ms_per_token_low": 9.0,
+        "ms_per_token_high": 11.0,
+        "speedup": None,
+        "num_steps": 10,
+        "source": "both",
+        "is_best": 1,
+        "updated_at": "2026-09-21 14:13:20.500",
+        "observed_step_ms": None,
+        "context_id": 1,
+    }
+
+
+def test_current_choice_has_one_row_per_range_with_the_gain_and_the_last_reason(store):
+    plain, drafted = estimate(0, step_s=0.020, expected_tokens=1.0), estimate(2, is_best=True)
+    large = estimate(0, 5, 8, step_s=0.03, expected_tokens=1.0, is_best=True)
+    first = decision(1, 4, reason="first", batch_min=1, batch_max=8)
+    second = decision(2, 2, reason="deeper positions fail", decided_at=NOW + 1)
+    rows_of = {"arm_estimates": [plain, drafted, large, estimate(2, 5, 8)], "decisions": [first, second]}
+    store_now(store, Commit(contexts=[context(decision_version=2)], **rows_of))
+    one, other = view(store, "current_choice")
+    assert (one["batch_bucket"], one["arm"], one["reason"]) == ("3-4", "draft 2", "deeper positions fail")
+    assert (one["speedup"], one["plain_ms_per_token"]) == (pytest.approx(2.0), pytest.approx(20.0))
+    assert (other["batch_bucket"], other["arm"], other["reason"], other["speedup"]) == ("5-8", "plain", "first", 1.0)
+
+
+def test_decision_history_is_newest_first_with_both_estimates(store):
+    previous = {"previous_speculation_length": 2, "previous_ngram": False, "previous_ms_per_token": 12.0}
+    second = decision(2, 0, ngram=True, ms_per_token=11.0, **previous)
+    store_now(store, Commit(contexts=[context()], decisions=[decision(1, 2), second]))
+    newest, oldest = view(store, "decision_history")
+    assert (newest["previous_arm"], newest["arm"]) == ("draft 2", "n-gram")
+    assert (newest["previous_ms_per_token"], newest["ms_per_token"]) == (12.0, 11.0)
+    assert (oldest["previous_arm"], oldest["arm"], oldest["decision_version"]) == (None, "draft 2", 1)
+
+
+def test_prediction_error_compares_reports_with_the_estimates_that_came_before_them(store):
+    """Predicted 16 ms for 1.6 tokens; observed (12 + 20) ms for (1 + 4/4) + (1 + 2/4) tokens per row."""
+    store_now(store, Commit(contexts=[context()], workers=[worker()], arm_estimates=[estimate(2)]))
+    minute = NOW // 60 * 60
+    reports = [
+        report(1, latency_s=0.012, received_at=minute),
+        report(2, latency_s=0.020, accepted_histogram="[2,2,0]", num_accepted_tokens=2, received_at=minute + 59.9),
+        report(3, latency_s=3.0, flags="prefill", received_at=minute + 1),  # no usable sample
+        report(4, latency_s=3.0, batch_size=9, num_accepted_tokens=0, received_at=minute + 1),  # no estimate yet
+    ]
+    hindsight = estimate(2, step_s=0.5)  # of the same commit as the reports: knows them, so it is no prediction
+    store_now(store, moment([4], reports=reports, arm_estimates=[hindsight]))
+    [row] = view(store, "prediction_error")
+    assert row["minute"] == time.strftime("%Y-%m-%d %H:%M", time.gmtime(minute))
+    assert (row["batch_bucket"], row["num_steps"]) == ("3-4", 2)
+    assert row["predicted_ms_per_token"] == pytest.approx(10.0)
+    assert row["observed_ms_per_token"] == pytest.approx(32.0 / 3.5)
+    assert row["error_percent"] == pytest.approx(100 * (10.0 / (32.0 / 3.5) - 1))
+
+
+def test_prediction_error_adds_up_over_commits_and_arms_of_a_minute(store):
+    store_now(
+        store, Commit(contexts=[context()], workers=[worker()], arm_estimates=[estimate(2), estimate(1, step_s=0.032)])
+    )
+    for seq, arm in [(1, (2, False)), (2, (1, False)), (3, (2, False)), (4, (2, True))]:  # nothing predicted the last
+        reports = [report(seq, speculation_length=arm[0], ngram=arm[1])]
+        store_now(store, moment([seq], reports=reports))
+    [row] = view(store, "prediction_error")
+    assert row["num_steps"] == 3
+    assert row["predicted_ms_per_token"] == pytest.approx(1000 * (0.016 + 0.032 + 0.016) / (3 * 1.6))
+    assert row["observed_ms_per_token"] == pytest.approx(1000 * 0.06 / 6.0)
+
+
+@pytest.mark.parametrize(("age_s", "status"), [(0, "live"), (50, "live"), (100, "quiet"), (4000, "stale")])
+def test_worker_health_says_when_a_worker_was_last_heard(store, age_s, status):
+    heard = worker(12, last_seen_at=time.time() - age_s, num_reports=11, num_repeated=3, num_missing=1, num_refused=2)
+    store_now(store, Commit(contexts=[context()], workers=[heard]))
+    [row] = view(store, "worker_health")
+    assert row["status"] == status
+    assert row["seconds_since_seen"] == pytest.approx(age_s, abs=5)
+    assert (row["durable_seq"], row["num_repeated"], row["num_missing"], row["num_refused"]) == (12, 3, 1, 2)
+
+
+VIEWS = ["learned_table", "current_choice", "choices", "decision_history", "prediction_error", "worker_health"]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_can_be_read_with_an_older_sqlite_as_well(store, name):
+    store_now(
+        store,
+        moment([1], arm_estimates=[estimate(is_best=True)], decisions=[decision(1, 2)]),
+    )
+    store_now(store, moment([2], reports=[report(2)]))
+    here = rows(store.path, f"SELECT * FROM {name}")
+    there = system_sqlite_rows(store.path, f"SELECT * FROM {name}")
+    assert len(here) == len(there) == 1
+    if name != "worker_health":  # it tells the time
+        assert here == there
+
+
+def test_choices_join_neighbouring_ranges_with_one_arm(store):
+    """Means weigh by steps seen: 9 at batch size 3 and 0 at 4."""
+    best = {"is_best": True, "expected_tokens": 2.0, "ngram": True}
+    rows_of = [estimate(0, size, size, step_s=0.02, expected_tokens=1.0) for size in (3, 4, 6)]
+    rows_of += [
+        estimate(2, 3, 3, step_s=0.02, num_steps=9, **best),
+        estimate(2, 4, 4, step_s=0.01, num_steps=0, **best),
+    ]
+    rows_of += [estimate(0, 5, 5, is_best=True), estimate(2, 6, 6, step_s=0.02, **best)]
+    store_now(store, Commit(contexts=[context()], arm_estimates=rows_of))
+    first, second, third = view(store, "choices")
+    assert (first["batch_bucket"], first["arm"], first["num_steps"]) == ("3-4", "n-gram else draft 2", 9)
+    assert first["ms_per_token"] == pytest.approx((10 * 10.0 + 5.0) / 11)
+    assert first["speedup"] == pytest.approx((10 * 2.0 + 4.0) / 11)
+    assert (first["ms_per_token_low"], first["ms_per_token_high"]) == (9.0, 11.0)
+    assert (second["batch_bucket"], second["arm"], second["speedup"]) == ("5", "plain", 1.0)
+    assert (third["batch_bucket"], third["arm"], third["speedup"]) == ("6", "n-gram else draft 2", 2.0)

@@ -1,0 +1,103 @@
+"""`speclen tables` and `top`: one line per range of batch sizes for people, the rows of the view for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from database_rows import write_database
+from store_rows import context, estimate, rows, store_now
+from typer.testing import CliRunner
+
+from speclen.cli.app import app
+from speclen.cli.top import table_cells
+from speclen.console.errors import UserError
+from speclen.store.database import Store
+from speclen.store.records import Commit
+from speclen.v1 import control_pb2, generation_pb2
+
+
+@pytest.fixture
+def database(tmp_path):
+    return write_database(tmp_path / "s.db")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1"}).invoke(app, ["tables", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_each_range_has_a_line_under_the_name_of_its_context(database):
+    title, heading, *lines, updated = run("--db", str(database)).splitlines()
+    assert title == "t + d on cpu:test, float32"
+    assert heading.split() == ["batch", "arm", "ms/token", "95%", "interval", "vs", "plain", "steps"]
+    assert [line.split() for line in lines] == [
+        ["1-2", "plain", "10", "9", "to", "11", "1.00x", "7"],
+        ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200"],
+    ]
+    assert updated.startswith("updated ")
+
+
+def test_the_widest_line_fits_into_80_columns(tmp_path):
+    store = Store.open(tmp_path / "s.db")
+    wide = {"ngram": True, "step_s": 0.3, "ms_per_token_low": 123.0, "ms_per_token_high": 234.0}
+    row = estimate(64, 1024, 4096, is_best=True, num_steps=10**7, **wide)
+    plain = estimate(0, 1024, 4096, step_s=3.0, expected_tokens=1.0)
+    assert store_now(store, Commit(contexts=[context()], arm_estimates=[row, plain])) is None
+    store.close()
+    shown = run("--db", str(tmp_path / "s.db"))
+    assert "1024-4096  n-gram else draft 64" in shown
+    assert "10,000,000" in shown
+    assert "…" not in shown
+
+
+def test_json_and_csv_are_the_rows_of_the_view(database):
+    expected = rows(database, "SELECT * FROM learned_table")
+    assert len(expected) == 4
+    parsed = json.loads(run("--db", str(database), "--json"))
+    assert [tuple(row.values()) for row in parsed] == expected
+    table = list(csv.DictReader(io.StringIO(run("--db", str(database), "--csv"))))
+    assert [tuple(row.values()) for row in table] == [
+        tuple("" if value is None else str(value) for value in row) for row in expected
+    ]
+
+
+def test_contexts_can_be_picked(database):
+    store = Store.open(database)
+    store_now(store, Commit(contexts=[context(2, "gpu")], arm_estimates=[estimate(context_id=2, is_best=True)]))
+    store.close()
+    assert run("--db", str(database), "--context", "gpu").splitlines()[0] == "t + d on gpu, float32"
+    with pytest.raises(UserError, match=r"no context contains 'tpu'; known are: t \+ d on cpu:test, .*; t \+ d on gpu"):
+        CliRunner().invoke(app, ["tables", "--db", str(database), "--context", "tpu"], catch_exceptions=False)
+
+
+def test_an_empty_database_says_what_to_do(tmp_path):
+    Store.open(tmp_path / "s.db").close()
+    assert "start a worker" in run("--db", str(tmp_path / "s.db"))
+    assert run("--db", str(tmp_path / "s.db"), "--json").strip() == "[]"
+    assert run("--db", str(tmp_path / "s.db"), "--csv") == ""
+
+
+def test_contradictory_flags_and_missing_files_are_refused(database, tmp_path):
+    for arguments, words in [
+        (["--db", str(database), "--json", "--csv"], "exclude each other"),
+        (["--db", str(tmp_path / "none.db")], "There is no database at"),
+        (["--db", __file__], "is damaged"),
+    ]:
+        result = CliRunner().invoke(app, ["tables", *arguments])
+        assert isinstance(result.exception, UserError)
+        assert words in str(result.exception)
+
+
+def test_top_joins_neighbouring_batch_sizes_with_one_arm():
+    arms = [(1, 2, 2, True), (3, 4, 2, True), (5, 5, 1, False), (6, 9, 0, False)]
+    choices = [
+        control_pb2.BucketChoice(batch_min=low, batch_max=high, speculation_length=length, ngram=ngram)
+        for low, high, length, ngram in arms
+    ]
+    table = control_pb2.LengthTable(choices=choices)
+    info = generation_pb2.GetServerInfoResponse(table_source="controller", table=table)
+    assert table_cells(info) == ["controller", "1-4: n-gram else draft 2; 5: draft 1; 6-9: plain"]
