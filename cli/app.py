@@ -23,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from speclen.console.environment import check_environment
 from speclen.console.errors import UserError, wrapped
 from speclen.console.help import readable
+from speclen.console.output import printing
 
 # verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
 VERBS: dict[str, tuple[str, str, str]] = {
@@ -252,11 +253,14 @@ def main() -> None:
     # Before gRPC is imported: what it has to say comes as a status, its own log would be pages about a wrong certificate.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
-        typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")
+        with printing():
+            check_environment(list(os.environ), [*VERBS, "client"], settings_of_verb)
+            typer.main.get_command(app)(auto_envvar_prefix="SPECLEN")
     except UserError as error:
         print(wrapped(f"speclen: {error}"), file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # whoever read the output has enough
+        sys.exit(1)
 
 
 if __name__ == "__main__":

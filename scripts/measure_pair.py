@@ -50,9 +50,7 @@ class CountingChooser:
 def accepted_counts(pair: ModelPair, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> CountingChooser:
     """What the engine accepts at length 8 while it continues the prompts, 16 at a time."""
     chooser = CountingChooser(LENGTH)
-    engine = Engine(
-        pair, EngineConfig(max_batch_size=16, max_speculation_length=LENGTH, max_waiting=len(prompts)), chooser
-    )
+    engine = Engine(pair, EngineConfig(max_batch_size=16, max_speculation_length=LENGTH), chooser)
     finished: list[SequenceOutput] = []
     for number, prompt in enumerate(prompts):
         engine.submit(

@@ -147,7 +147,7 @@ def continuations(
     target = LlamaForCausalLM.from_pretrained(work / "target")
     publish_folder(work / "tokenizer", target, work / "target-float32")
     pair = load_pair(str(work / "target-float32"), None, device="cpu", dtype="float32")
-    config = EngineConfig(max_batch_size=batch, max_waiting=2 * batch, max_speculation_length=0, prefill_chunk=1024)
+    config = EngineConfig(max_batch_size=batch, max_speculation_length=0, prefill_chunk=1024)
     engine = Engine(pair, config, FixedLength(0))
     rows: list[np.ndarray] = []
     start, submitted = time.monotonic(), 0

@@ -84,7 +84,7 @@ class HttpWorker:
         await grpc_server.start()
         bound = listen("127.0.0.1:0")
         self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
-        self.server = make_server(create_app(front), self.security, self.body_timeout_s, unread_s)
+        self.server = make_server(create_app(front), self.security, self.body_timeout_s, unread_s, requests.refuse)
         async with serving(self.server, bound):
             started.set()
             await stopping.wait()
@@ -107,7 +107,7 @@ def http_worker(
     **settings: Any,
 ) -> Iterator[HttpWorker]:
     """settings: of the engine."""
-    engine = make_engine(pair, max_batch_size=max_batch_size, max_waiting=max_waiting + max_batch_size, **settings)
+    engine = make_engine(pair, max_batch_size=max_batch_size, **settings)
     card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.max_batch_size, 8, "127.0.0.1:1", "adaptive")
     control = ControlClient(card, LengthTable.constant(2, engine.max_batch_size, "default"), follow=False)
     timeouts = body_timeout_s, unread_timeout_s

@@ -19,7 +19,7 @@ from speclen.transport.supervision import Supervisor
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
-from speclen.worker.reporting.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
+from speclen.worker.reporting.control_client import MAX_PROBES, ControlClient, ControlSettings, ReportBuffer, WorkerCard
 from speclen.worker.reporting.length_mix import LengthMix
 from speclen.worker.reporting.length_table import BucketLength, LengthTable
 from speclen.worker.reporting.outgoing import Outgoing
@@ -305,6 +305,22 @@ def test_a_probe_waits_for_a_step_whose_time_teaches():
 
     with_controller(controller, scenario)
     assert seen == [0, 0, 9, 0, 9]
+
+
+def test_probes_that_nobody_takes_do_not_pile_up():
+    """No step takes one while all feed prompts, and expired ones stayed until then."""
+    controller = FakeController()
+    settings = {"batch_min": 1, "batch_max": 8, "speculation_length": 1, "valid_for_s": 60}
+    controller.probes = [pb.Probe(probe_id=at, **settings) for at in range(1, 101)]
+    seen: list[int] = []
+
+    async def scenario(control):
+        await until(lambda: control.connected and control._incoming)
+        assert control.choice_for(2, with_prompts=True).probe_id == 0
+        seen.extend(control.choice_for(2).probe_id for _ in range(MAX_PROBES + 1))
+
+    with_controller(controller, scenario)
+    assert seen == [*range(101 - MAX_PROBES, 101), 0], "the newest ones"
 
 
 def test_a_probe_of_several_steps_ends_with_the_one_that_tells_of_it():

@@ -16,7 +16,7 @@ from speclen.worker.backends.passes import PassPart
 from speclen.worker.drafting.plan import Plan
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.length_chooser import FixedLength, FixedPlan, LengthChoice, StepFlag, StepResult
-from speclen.worker.requests.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
+from speclen.worker.requests.request import DrainingError, FinishReason, SequenceOutput
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -363,19 +363,6 @@ def test_bad_requests_name_their_field_and_leave_the_others_alone() -> None:
 def test_a_request_that_can_never_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_tokens is 100.*113 tokens of KV.*only 64"):
         make_engine(max_kv_tokens=64).submit(request("x", [1] * 5, max_tokens=100), Collected())
-
-
-def test_the_queue_is_bounded() -> None:
-    engine = make_engine(max_waiting=2)
-    collected = Collected()
-    for name in "ab":
-        engine.submit(request(name, PROMPT, max_tokens=2), collected)
-    with pytest.raises(QueueFullError, match="2 requests are waiting"):
-        engine.submit(request("c", PROMPT), collected)
-    engine.step()
-    engine.submit(request("c", PROMPT, max_tokens=2), collected)
-    finish(engine)
-    assert len(collected.outputs) == 3
 
 
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding"])

@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from http_worker import HttpWorker, http_worker
 from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.requests.request import EngineFailedError, GenerationRequest
-from speclen.worker.requests.sequence import OnOutput
+from speclen.worker.requests.request import EngineFailedError
+from speclen.worker.requests.sequence import SequenceState
 
 ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -197,13 +197,13 @@ def hold(worker: HttpWorker) -> None:
 def admissions(worker: HttpWorker) -> list[int]:
     """The `max_tokens` of every request that enters the engine from now on, in order."""
     entered: list[int] = []
-    submit = worker.engine.submit
+    take = worker.engine.take
 
-    def note_and_submit(request: GenerationRequest, on_output: OnOutput) -> None:
-        entered.append(request.sampling.max_tokens)
-        submit(request, on_output)
+    def note_and_take(sequences: Sequence[SequenceState]) -> None:
+        entered.extend(one.request.sampling.max_tokens for one in sequences)
+        take(sequences)
 
-    worker.engine.submit = note_and_submit  # type: ignore[method-assign]
+    worker.engine.take = note_and_take  # type: ignore[method-assign]
     return entered
 
 

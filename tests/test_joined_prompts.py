@@ -21,7 +21,7 @@ from speclen.worker.backends.passes import prompt_part
 def test_prompts_that_attend_together_put_out_what_the_target_alone_would(family: str) -> None:
     """Prompts of all lengths, in chunks, and drafts that catch up with many rows at once."""
     engine = engines.make_engine(
-        engines.make_pair(family), RandomLengths(1, longest=4), max_batch_size=6, prefill_chunk=40, max_waiting=99
+        engines.make_pair(family), RandomLengths(1, longest=4), max_batch_size=6, prefill_chunk=40
     )
     joined = []
     for model in (engine.target, engine.draft):

@@ -89,12 +89,28 @@ def test_linear_attention_is_refused() -> None:
         cached(model)
 
 
-def test_attention_sinks_are_refused() -> None:
+def with_sinks() -> Any:
+    """gpt-oss, whose sinks a random model would have too small to matter."""
     model = other_family(
         "gpt_oss", **GROUPED, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2
     )
-    with pytest.raises(ModelError, match=r"attends with s_aux"):
-        cached(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def test_attention_sinks_are_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_sinks()
+    check_model(cached(private_copy(model)), model, "model")
+    honest = speclen.worker.backends.attention.attend_rows
+    monkeypatch.setattr(
+        speclen.worker.backends.attention,
+        "attend_rows",
+        lambda *args, s_aux=None, **options: honest(*args, **options),
+    )
+    with pytest.raises(ModelError, match="gives other logits"):
+        check_model(cached(private_copy(model)), model, "model")
 
 
 EXPERTS = {"num_experts_per_tok": 1, "sliding_window": 64}
@@ -183,21 +199,6 @@ LATENT = {
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        (
-            "nemotron",
-            GROUPED,
-            "nemotron does not run in ragged batches: its layers do not hand the engine's arguments on",
-        ),
-        (
-            "stablelm",
-            GROUPED,
-            "stablelm does not run in ragged batches: its layers do not hand the engine's arguments on",
-        ),
-        (
-            "afmoe",
-            {**GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_dense_layers": 1},
-            "afmoe does not run",
-        ),
         (
             "gemma4_text",
             {**GROUPED, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": MIXED_LAYERS}

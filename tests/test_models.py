@@ -135,7 +135,7 @@ def test_damaged_files_give_one_sentence(tmp_path: Path) -> None:
         load_pair(str(folder), None, "cpu")
     assert "\n" not in str(error.value)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="configuration cannot be read"):
+    with pytest.raises(ModelError, match=r"configuration \(config.json\) cannot be read"):
         load_pair(str(folder), None, "cpu")
 
 

@@ -29,7 +29,7 @@ def sequence(prompt: str = "the ", context: int = 200, **sampling: Any) -> Seque
         decode=make_decode(tiny_models.tokenizer(), skip),
         eos_token_ids=(EOS,),
         max_context_length=context,
-        may_draft=True,
+        draft_context_length=context,
     )
 
 

@@ -73,7 +73,7 @@ async def served(
     max_waiting: int = 8, unread_timeout_s: float = 30.0, rows: int = 4, context: int = tiny_models.MAX_POSITIONS
 ) -> AsyncIterator[Served]:
     pair = engines.make_pair()
-    engine = engines.make_engine(pair, max_batch_size=rows, max_waiting=max_waiting + rows)
+    engine = engines.make_engine(pair, max_batch_size=rows)
     card = WorkerCard("w", 1, control_pb2.ContextKey(), rows, 3, "127.0.0.1:1", "adaptive")
     control = ControlClient(card, LengthTable.constant(2, rows, "default"), follow=True)
     entrance = Entrance(pair, engine.max_context_length, rows, max_waiting)
@@ -344,7 +344,7 @@ def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
 
             first = asyncio.create_task(run_one())
             await until(lambda: engine.entrance.num_waiting == 1)
-            with pytest.raises(ValueError, match="'cmpl-0' is already waiting: choose another"):
+            with pytest.raises(ValueError, match="'cmpl-0' is already running: choose another"):
                 await run_one()
             assert await first == 4
             await asyncio.gather(*tasks)

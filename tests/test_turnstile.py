@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -126,15 +125,30 @@ def test_who_gives_up_while_being_pushed_out_makes_room_all_the_same() -> None:
 
 def test_other_threads_may_ask_how_many_wait() -> None:
     """While a metrics page is made callers come and go."""
-    turnstile = Turnstile(1, 10)
 
-    class Busy(deque[Any]):
-        def __len__(self) -> int:
-            turnstile._waiting["b"] = deque()
-            return 2
+    async def test() -> None:
+        turnstile, ended = Turnstile(1, 100), threading.Event()
 
-    turnstile._waiting["a"] = Busy()
-    assert turnstile.num_waiting == 2
+        def ask() -> set[int]:
+            found = set()
+            while not ended.is_set():
+                found.add(turnstile.num_waiting)
+            return found
+
+        entered_at = await turnstile.enter("a")
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(ask)
+            for number in range(300):
+                waiting = [asyncio.create_task(turnstile.enter(str(name % 7))) for name in range(number % 20)]
+                await asyncio.sleep(0)
+                for one in waiting:
+                    one.cancel()
+                await asyncio.sleep(0)
+            ended.set()
+            assert asked.result(10) <= set(range(20))
+        turnstile.leave(entered_at)
+
+    run(test)
 
 
 def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:
@@ -212,8 +226,7 @@ def test_who_cannot_wait_so_long_is_refused_at_once() -> None:
         requests = after_a_stay(Turnstile(1, 100), 2.0)
         await requests.come("a1")
         with pytest.raises(QueueFullError, match=r"about 2\.0 s, and the deadline leaves 1\.5 s"):
-            async with requests.turnstile.turn("a", patience_s=1.5):
-                pass
+            await requests.turnstile.enter("a", patience_s=1.5)
         await requests.come("a2")
         assert requests.turnstile.num_waiting == 1
 
@@ -234,59 +247,37 @@ def test_how_long_requests_stay_is_learned() -> None:
     run(test)
 
 
-def test_places_of_sequences_that_have_ended_are_for_the_next_ones() -> None:
-    """Else rows would be idle until the last sequence of a request has ended."""
+def test_a_request_of_many_sequences_lets_others_in_between() -> None:
+    """Story: one request of 64 sequences took 64 places at once, and another caller's waited until nearly all had ended."""
 
     async def test() -> None:
-        turnstile = Turnstile(4, 100)
-        async with turnstile.turn("a", num_places=6) as places:
-            other = Requests(turnstile)
-            await other.come("b1", "b2")
-            places.give_back(2)
-            await asyncio.sleep(0.001)
-            assert other.entered == []
-            places.give_back()
-            await asyncio.sleep(0.001)
-            assert other.entered == ["b1"]
-        await asyncio.sleep(0.001)
-        assert other.entered == ["b1", "b2"]
-        for name in other.entered:
-            await other.go(name)
-        assert turnstile._num_free == 4
+        turnstile, entered = Turnstile(2, 100), []
+
+        async def many(name: str, number: int) -> None:
+            for at in range(number):
+                entered.append((name, await turnstile.enter(name, begun=at > 0)))
+
+        tasks = [asyncio.create_task(many(name, number)) for name, number in (("a", 5), ("b", 2), ("c", 1))]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            turnstile.leave(entered[-1][1])
+        assert "".join(name for name, _ in entered) == "aaabcaba"
 
     run(test)
 
 
-def test_a_request_takes_as_many_places_as_it_has_sequences() -> None:
-    """Story: forty requests of 64 sequences were all inside, and another caller's waited until nearly all had ended."""
-
+def test_what_is_inside_with_another_sequence_is_neither_refused_nor_pushed_out() -> None:
     async def test() -> None:
-        turnstile, entered = Turnstile(4, 100), []
-
-        async def request(name: str, num_places: int, done: asyncio.Event) -> None:
-            async with turnstile.turn(name[0], num_places=num_places):
-                entered.append(name)
-                await done.wait()
-
-        doors = {name: asyncio.Event() for name in ("a1", "a2", "a3", "b1", "c1")}
-        tasks = []
-        for name, places in (("a1", 3), ("a2", 64), ("a3", 64), ("b1", 1), ("c1", 2)):
-            tasks.append(asyncio.create_task(request(name, places, doors[name])))
-            await asyncio.sleep(0)
-        assert entered == ["a1", "a2"], "one place was free, which is enough for any"
-        assert turnstile.num_waiting == 3
-        turnstile._mean_stay_s = 4.0
-        assert turnstile.expected_wait_s("d") == 4.0 * (64 + 1 + 2 + 1 + 63) / 4
-        doors["a1"].set()
-        await asyncio.sleep(0.001)
-        assert entered == ["a1", "a2"]
-        for name, now_inside in (("a2", ["a3"]), ("a3", ["b1", "c1"])):
-            doors[name].set()
-            await asyncio.sleep(0.001)
-            assert entered[-len(now_inside) :] == now_inside
-        for door in doors.values():
-            door.set()
-        await asyncio.gather(*tasks)
-        assert turnstile._num_free == 4
+        turnstile = after_a_stay(Turnstile(1, 1, max_wait_s=3.0), 10.0).turnstile
+        entered_at = await turnstile.enter("a")
+        more = [asyncio.create_task(turnstile.enter("a", begun=True)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert turnstile.num_waiting == 0, "it is inside"
+        with pytest.raises(QueueFullError, match=r"about 20\.0 s"):
+            await turnstile.enter("b")
+        turnstile.leave(entered_at - 10.0)
+        assert await more[0]
+        for one in more:
+            one.cancel()
 
     run(test)

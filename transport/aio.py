@@ -1,10 +1,18 @@
-"""gRPC's event loop side, made safe to end."""
+"""Settings that all gRPC servers share, and gRPC's event loop side made safe to end."""
 
 from __future__ import annotations
 
 from functools import cache
 
 from grpc import aio
+
+# Of every server. Clients may ping as often as they like, with and without a call: by default gRPC cuts off those that
+# ping every ten seconds. Load lets pings arrive in clumps, so that no limit on them is safe.
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a port shared in silence
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+]
 
 
 @cache

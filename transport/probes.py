@@ -14,6 +14,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 
 from speclen.transport.address import check_free, split_address
+from speclen.transport.aio import SERVER_OPTIONS
 
 MOST_CALLS = 16  # probes at once; one more is refused
 
@@ -42,7 +43,7 @@ async def probed(address: str, servicer: health.aio.HealthServicer) -> AsyncIter
         return
     check_free("--probe-listen", address)
     split_address("--probe-listen", address)
-    server = aio.server(maximum_concurrent_rpcs=MOST_CALLS, options=[("grpc.so_reuseport", 0)])
+    server = aio.server(maximum_concurrent_rpcs=MOST_CALLS, options=SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(CheckAlone(servicer), server)
     port = server.add_insecure_port(address)
     await server.start()

@@ -116,7 +116,6 @@ class PlanBench:
             max_batch_size=rows,
             max_speculation_length=max(plan.draft_length for plan in self.plans),
             max_copied_tokens=max(plan.copy_max_tokens for plan in self.plans),
-            max_waiting=rows,
             max_cached_tokens=0,
             backend=self.settings.backend,
         )

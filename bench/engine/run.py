@@ -53,7 +53,6 @@ class EngineBench:
         config = EngineConfig(
             max_batch_size=max_batch_size,
             max_speculation_length=max_length,
-            max_waiting=max_batch_size,
             backend=backend,
         )
         self.engine = Engine(pair, config, self.chooser, prepare(pair, config, recorder))

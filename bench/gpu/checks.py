@@ -83,9 +83,7 @@ def widest_miss(model: object, prompt: Prompt, output: Sequence[int], device: to
 def run_checks(pair: ModelPair, sizes: Sizes, recorder: Recorder | None) -> list[Check]:
     """All checks on a float32 pair, where tokens can be compared exactly."""
     prompts, max_tokens = ragged(PromptSource(pair.tokenizer, held_out_texts(), 1), sizes.num_checked)
-    config = EngineConfig(
-        max_batch_size=12, max_speculation_length=6, max_waiting=sizes.num_checked, seed=1, backend="torch"
-    )
+    config = EngineConfig(max_batch_size=12, max_speculation_length=6, seed=1, backend="torch")
     plain = Engine(pair, replace(config, max_recordings=0), VaryingLengths(2, 6))
     recorded = Engine(pair, config, VaryingLengths(2, 6), prepare(pair, config, recorder))
     expected = generate(plain, prompts, max_tokens)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from speclen.bench.profile.analysis import Analysis, BatchAnalysis, expected_tokens, ms_per_token
 from speclen.bench.profile.document import ProfileDocument
+from speclen.console.learned.columns import Column, column, folded
 from speclen.controller.analysis.paper_model import LONGEST, PaperModel
 
 
@@ -27,7 +28,8 @@ def show(document: ProfileDocument, analysis: Analysis) -> None:
         f"{context.engine_fingerprint}; {document.measured_at} UTC; {document.profile.source}{prior}", soft_wrap=True
     )
     out.print("\nms per token and row, by batch size and speculation length; * is least")
-    out.print(time_table(analysis))
+    for table in folded(time_columns(analysis), out.width):
+        out.print(table)
     out.print(survival_line(document))
     if analysis.paper is None:
         out.print(f"The paper's model is not determined: {analysis.paper_failure}.")
@@ -37,17 +39,13 @@ def show(document: ProfileDocument, analysis: Analysis) -> None:
     out.print(choice_table(analysis))
 
 
-def time_table(analysis: Analysis) -> Table:
+def time_columns(analysis: Analysis) -> list[Column]:
     lengths = sorted({length for batch in analysis.batches for length in batch.ms_per_token})
-    table = Table()
-    table.add_column("batch", justify="right")
-    for length in lengths:
-        table.add_column(str(length), justify="right")
-    table.add_column("gain over 0", justify="right")
-    for batch in analysis.batches:
-        cells = [time_cell(batch, length) for length in lengths]
-        table.add_row(str(batch.batch_size), *cells, "" if batch.gain is None else f"{batch.gain:.2f}x")
-    return table
+    return [
+        column("batch", [str(batch.batch_size) for batch in analysis.batches]),
+        *(column(str(length), [time_cell(batch, length) for batch in analysis.batches]) for length in lengths),
+        column("gain over 0", ["" if batch.gain is None else f"{batch.gain:.2f}x" for batch in analysis.batches]),
+    ]
 
 
 def time_cell(batch: BatchAnalysis, length: int) -> Text:

@@ -25,7 +25,7 @@ from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import StoredState
 from speclen.store.retention import Retention
-from speclen.transport.aio import prepare_aio
+from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
 from speclen.transport.supervision import Supervisor
 from speclen.transport.version import installed_version
 from speclen.v1 import control_pb2, control_pb2_grpc
@@ -34,8 +34,8 @@ SERVICE = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 
 MAX_MESSAGE_BYTES = 4 * 2**20  # 1,024 reports of length 64 take 200 kB, the largest profile 2 MB
 SPARE_CALLS = 1024  # unary calls in progress beside the streams
-SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a port shared in silence
+OPTIONS = [
+    *SERVER_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     # What is read ahead per stream. It bounds memory (64 MB at 4,096 streams), and the time for which pings stay unread
@@ -49,10 +49,6 @@ SERVER_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 40_000),
     ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Workers ping, too, and may do so with no call open.
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
 ]
 
 
@@ -106,7 +102,7 @@ async def create_server(
     prepare_aio()
     security = config.security
     server = aio.server(
-        options=SERVER_OPTIONS,
+        options=OPTIONS,
         interceptors=security.interceptors(),
         maximum_concurrent_rpcs=config.max_streams + SPARE_CALLS,
     )

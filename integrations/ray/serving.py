@@ -147,7 +147,7 @@ def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
     if keyring is None and not config.insecure:
         log.warning("this fleet answers nobody: give it token_file, or insecure", worker=config.worker_id)
         keyring = Keyring([])
-    return Guard(create_app(front), keyring)
+    return Guard(create_app(front), keyring, refuse=front.engine.metrics.refuse)
 
 
 async def follow_controller(control: ControlClient, config: WorkerConfig, find: FindController) -> None:

@@ -228,6 +228,7 @@ def attend_rows(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention output [rows, queries, heads, head_dim]. query: [rows, heads, queries, head_dim]; key, value: kv_heads.
@@ -235,7 +236,7 @@ def attend_rows(
     Of a packed pass rows is 1 and queries all of its tokens.
     """
     index: int = module.layer_idx  # type: ignore[assignment]
-    return attend(index, row_attention, query, key, value, scaling, sliding_window, softcap), None
+    return attend(index, row_attention, query, key, value, scaling, sliding_window, softcap, s_aux), None
 
 
 def attend(
@@ -247,13 +248,14 @@ def attend(
     scaling: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As attend_rows, for a layer by its place. window: tokens seen, itself included."""
+    """As attend_rows, for a layer by its place. window: tokens seen, itself included. sinks: [heads], see `_sunk`."""
     if isinstance(row_attention, RowAttention):
-        return _attend(layer_index, row_attention, query, key, value, scaling, window, softcap)
+        return _attend(layer_index, row_attention, query, key, value, scaling, window, softcap, sinks)
     queries, keys, values = (row_attention.split(tensor) for tensor in (query, key, value))
     outputs = [
-        _attend(layer_index, part, q, k, v, scaling, window, softcap)
+        _attend(layer_index, part, q, k, v, scaling, window, softcap, sinks)
         for part, q, k, v in zip(row_attention.parts, queries, keys, values, strict=True)
     ]
     return row_attention.join(outputs)
@@ -268,6 +270,7 @@ def _attend(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of one group of rows, as `attend`.
 
@@ -279,7 +282,10 @@ def _attend(
     kv_heads = keys.shape[1]
     repeats = heads // kv_heads
     folded = query.reshape(rows, kv_heads, repeats * queries, head_dim)
-    if softcap is not None:
+    if sinks is not None:
+        sinks = sinks.view(1, kv_heads, repeats, 1).expand(rows, -1, -1, queries).reshape(*folded.shape[:3], 1)
+        output = _sunk(folded, keys, values, row_attention.mask(window, repeats), scaling, sinks)
+    elif softcap is not None:
         output = _softcapped(folded, keys, values, row_attention.mask(window, repeats), scaling, softcap)
     elif folded.shape[2] == 1 and query.dtype != torch.float32 and query.device.type == "cpu":
         # torch's CPU kernel takes 2 to 3.5 times as long for one 16-bit query as for two.
@@ -290,7 +296,8 @@ def _attend(
         mask = row_attention.mask(window, repeats)
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
     value_dim = output.shape[-1]
-    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2)
+    # In one piece, as transformers' own functions give it: some families take a view of it.
+    return output.reshape(rows, heads, queries, value_dim).transpose(1, 2).contiguous()
 
 
 def _softcapped(
@@ -309,7 +316,43 @@ def _softcapped(
     return torch.matmul(weights, values)
 
 
+def _sunk(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention with one more score for every query, `sinks`, which takes its share of the weight and has no value."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, keys.transpose(2, 3)) * scale + mask
+    weights = torch.softmax(torch.cat([scores, sinks.to(scores.dtype)], dim=-1), dim=-1, dtype=torch.float32)
+    return torch.matmul(weights[..., :-1].to(query.dtype), values)
+
+
 def install(model: Any) -> None:
-    """Make the model's attention go through `attend_rows`. Whether that worked is for `model_check` to find out."""
+    """Make the model's attention go through `attend_rows`. Whether that worked is for `check_model` to find out."""
     AttentionInterface.register(IMPLEMENTATION, attend_rows)
     model.set_attn_implementation(IMPLEMENTATION)
+    hand_on_arguments(model)
+
+
+# Layers that are given further arguments for their attention, and do not hand them on.
+FORGETFUL_LAYERS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
+
+
+def hand_on_arguments(model: Any) -> None:
+    """Let forgetful layers hand on what their attention is to be given besides transformers' own arguments."""
+    for layer in model.modules():
+        if type(layer).__name__ in FORGETFUL_LAYERS and not layer._forward_pre_hooks:
+            layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(_add_arguments, with_kwargs=True)
+
+
+def _keep_arguments(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    layer.self_attn.handed_on = {name: kwargs[name] for name in ("row_attention", "paged") if name in kwargs}
+
+
+def _add_arguments(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | attention.handed_on

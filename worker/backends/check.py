@@ -60,7 +60,7 @@ class _Recorder:
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         self.num_calls += 1
-        others = {name for name, option in options.items() if option is not None and name in ("s_aux", "position_bias")}
+        others = {name for name, option in options.items() if option is not None and name == "position_bias"}
         self.calls[getattr(module, "layer_idx", -1)] = _Call(
             key.shape, value.shape, options.get("sliding_window"), frozenset(others), _num_visible(attention_mask)
         )

@@ -139,6 +139,12 @@ class KVPool:
         self.note_written(second, most)
 
     @torch.inference_mode()
+    def clear_beyond(self, row: int, length: int) -> None:
+        """As RowStore: masked places are read, and 0 times what is not finite is not 0."""
+        for layer in self.layers:
+            layer[row, :, :, length : int(self._touched[row])].zero_()
+
+    @torch.inference_mode()
     def release(self, row: int) -> None:
         """Forget the row's contents, and hand its memory back where that can be.
 

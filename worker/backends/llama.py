@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 # and keys, too.
 KNOWN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SILUS = (nn.SiLU, SiLUActivation)
+FIRST_POSITIONS = 4096  # on a CPU, whose angles are computed before they are needed
 
 
 def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> LlamaDecoder | None:
@@ -197,8 +198,9 @@ class Layer(nn.Module):
 class LlamaDecoder(nn.Module):
     """A Llama-style model of transformers, with the part of its interface that the engine uses.
 
-    angles: [max_context_length, 2, head_dim], of every position the cosines and the sines, the first half of these
-    negated: turning a head by them is x * cos + (x with its halves exchanged) * sin.
+    angles: [positions, 2, head_dim], of each position the cosines and the sines, the first half of these negated: turning a
+    head by them is x * cos + (x with its halves exchanged) * sin. On a CPU those of positions that have occurred; elsewhere,
+    where passes are recorded and places in memory stay, all max_context_length.
     """
 
     angles: torch.Tensor
@@ -216,11 +218,23 @@ class LlamaDecoder(nn.Module):
         )
         self.norm = RMSNorm(model.model.norm)
         self.head = model.lm_head
+        self.rotary = model.model.rotary_emb
+        self._most_positions = max_context_length
+        on_cpu = self.embedding.weight.device.type == "cpu"
+        num_positions = min(FIRST_POSITIONS, max_context_length) if on_cpu else max_context_length
+        self.register_buffer("angles", self._angles_of(num_positions))
+
+    def _angles_of(self, num_positions: int) -> torch.Tensor:
         weight = self.embedding.weight
-        positions = torch.arange(max_context_length, device=weight.device)[None]
-        cos, sin = model.model.rotary_emb(weight[:1], positions)
+        cos, sin = self.rotary(weight[:1], torch.arange(num_positions, device=weight.device)[None])
         sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
-        self.register_buffer("angles", torch.stack([cos[0], sin[0]], dim=1))
+        return torch.stack([cos[0], sin[0]], dim=1)
+
+    def reach(self, position_ids: torch.Tensor) -> None:
+        """Have the angles of all these positions, which is amortised: each time for twice as many."""
+        needed = int(position_ids.max()) + 1
+        if needed > len(self.angles):
+            self.angles = self._angles_of(min(self._most_positions, max(needed, 2 * len(self.angles))))
 
     def leave_out_kernels(self, reason: str) -> None:
         """Use torch's alone from now on, after a warning."""
@@ -247,6 +261,8 @@ class LlamaDecoder(nn.Module):
 
         logits_to_keep: how many of the last positions, or which. use_cache: there is none but row_attention's pool.
         """
+        if len(self.angles) < self._most_positions:
+            self.reach(position_ids)
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
         # Starting one of them from Python takes longer than starting all that it stands for from C++.
         kernels = self.kernels if isinstance(row_attention, RecordedRows) else None

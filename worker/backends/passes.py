@@ -144,6 +144,9 @@ class RowStore(Protocol):
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Exchange two rows of the given lengths."""
 
+    def clear_beyond(self, row: int, length: int) -> None:
+        """Let what was written beyond the row's first `length` tokens, and may not be finite, disturb no pass."""
+
     def release(self, row: int) -> None:
         """The row holds nothing any more."""
 

@@ -17,7 +17,6 @@ class EngineConfig:
     max_speculation_length: int = 8  # draft tokens per row and step, at most
     max_copied_tokens: int = 0  # copied from a row's own text per row and step, at most; 0: plans that copy do not
     max_shared_tokens: int = 0  # of the outputs of requests that have ended, for others to copy from; 0: none
-    max_waiting: int = 256  # requests that may wait for a row; one more is refused
     max_context_length: int | None = None  # tokens of prompt and output; None: the models' limit, or what fits on a GPU
     max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
     max_cached_tokens: int = 8192  # of prompts and outputs remembered for requests that begin alike; OpenVINO only

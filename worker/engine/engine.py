@@ -1,6 +1,6 @@
 """The engine: continuous batching with one speculative step per iteration.
 
-The life of a request: `submit` checks it and puts it in the inbox; `step` gives its sequences rows and lets all decoding
+The life of a request: `submit` checks it and puts its sequences in the inbox; `step` gives them rows and lets all decoding
 rows take one speculative step together, in which prompts are fed along in chunks; every new token goes to the request's
 callback; a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called
 from any.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -38,7 +38,7 @@ from speclen.worker.engine.step_plan import PromptChunk, StepPlan, plan_lengths,
 from speclen.worker.engine.step_runner import StepRunner, StepTokens
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode
-from speclen.worker.requests.request import EngineFailedError, GenerationRequest
+from speclen.worker.requests.request import EngineFailedError, GenerationRequest, TokenLogprobs
 from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
 from speclen.worker.requests.validation import check_request
 from speclen.worker.reviewing.reviewer import Reviewer
@@ -109,8 +109,8 @@ class Engine:
         # Where rows may copy from others' outputs, too, one output does not tell what they would have.
         self._reviewer = None if shared else Reviewer(self.target, self.draft, config.prefill_chunk, pair.vocab_size)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
-        self._inbox = Inbox(config.max_waiting)
-        self._outbox = Outbox(self._inbox.forget)
+        self._inbox = Inbox()
+        self._outbox = Outbox(self._inbox.forget, config.max_speculation_length + config.max_copied_tokens)
 
     @property
     def _reads_texts(self) -> bool:
@@ -124,21 +124,32 @@ class Engine:
         check_request(request, self.pair.vocab_size, *limits, self.pair.eos_token_ids)
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
-        """Queue a request. on_output is called from the engine's thread and must not block.
+        """Take all sequences of a request. Raises as `sequences` and `take`."""
+        self.take(list(self.sequences(request, on_output)))
 
-        Raises ValueError naming the field, QueueFullError, DrainingError, or EngineFailedError.
+    def sequences(self, request: GenerationRequest, on_output: OnOutput) -> Iterator[SequenceState]:
+        """Make the sequences of a request one by one. Raises ValueError naming the field.
+
+        on_output is called from the engine's thread and must not block.
         """
         self.check(request)
-        sequences = make_sequences(
+        for sequence in make_sequences(
             request,
             on_output,
             decode=self._decode_text[not request.sampling.include_special_tokens],
             eos_token_ids=self.pair.eos_token_ids,
             max_context_length=self.max_context_length,
-            may_draft=self.draft is not None,
-        )
-        self.scheduler.check_fits(sequences[0])
-        self._inbox.put(request.request_id, sequences, self.scheduler.num_waiting)
+            draft_context_length=0 if self.draft is None else self.draft.max_context_length,
+        ):
+            self.scheduler.check_fits(sequence)
+            yield sequence
+
+    def take(self, sequences: Sequence[SequenceState]) -> None:
+        """Let sequences of one request wait for rows, first come first served.
+
+        Raises DrainingError, EngineFailedError, or ValueError for an id that another request has.
+        """
+        self._inbox.put(sequences)
 
     def abort(self, request_id: str) -> bool:
         """End a request after the running step; whether it was running or waiting."""
@@ -245,8 +256,7 @@ class Engine:
     def _take_in(self) -> None:
         """Queue what was submitted and end what was aborted since the last step."""
         incoming, aborting = self._inbox.take()
-        for sequences in incoming:
-            self.scheduler.add(sequences)
+        self.scheduler.add(incoming)
         if aborting:
             for request_id in aborting:
                 self._outbox.abort(self.scheduler.drop_waiting(request_id))
@@ -267,7 +277,7 @@ class Engine:
         wanted = (choice.plan or Plan(choice.speculation_length)).within(
             self.config.max_speculation_length, self.config.max_copied_tokens
         )
-        context, copies = self.target.max_context_length, None
+        copies = None
         read: tuple[tuple[int, int, int], ...] = ()
         if wanted.copies or self._reads_texts:
             most_rows = None if wanted.copies else READ_ROWS
@@ -275,8 +285,8 @@ class Engine:
             if rows and self._reading.num_tokens >= READ_TOGETHER:  # without rows nothing is reported
                 read, self._reading = self._reading.counts, Reading()
         if wanted.copies:
-            copies = find_copies(rows, wanted, context)
-        lengths = plan_lengths(rows, wanted.draft_length, context, copies)
+            copies = find_copies(rows, wanted, self.target.max_context_length)
+        lengths = plan_lengths(rows, wanted.draft_length, (self.draft or self.target).max_context_length, copies)
         plan = StepPlan(
             rows,
             self.scheduler.num_drafting,
@@ -314,7 +324,7 @@ class Engine:
 
         A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other, and
         what is proposed for them may fail without them. A part that fails ends its requests, not the engine. Every try makes
-        its rules and its batch anew, and finds the rows where they are by then.
+        its rules and its batch anew, and finds the rows where they are by then; its time is its own.
         """
         try:
             tokens = self.runner.run(plan)
@@ -323,14 +333,14 @@ class Engine:
                 log.exception(
                     "%d rows and %d prompts failed together; they run apart", len(plan.rows), len(plan.chunks)
                 )
-                results = [self._run_and_commit(part, started) for part in parts]
+                results = [self._run_and_commit(part, time.perf_counter()) for part in parts]
                 return results[0]
             if plan.proposes:
                 self._num_plain_steps = PLAIN_STEPS
                 log.exception(
                     "what was proposed for %d rows failed; they go on without for %d steps", len(plan.rows), PLAIN_STEPS
                 )
-                self._run_and_commit(plan.plainly(), started)
+                self._run_and_commit(plan.plainly(), time.perf_counter())
                 return None  # what a step takes is not what this one took
             log.exception("a step of %d rows and %d prompts failed; it ends them", len(plan.rows), len(plan.chunks))
             self._end(plan.sequences, error)
@@ -342,7 +352,7 @@ class Engine:
         mean_context_length = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_copied)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
-        kept = [self._outbox.hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids]
+        kept = [self._hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids is not None]
         self._feed_draft(plan.chunks)
         read_ends(plan.rows, self._reading, self._past)
         ended = time.perf_counter()
@@ -374,6 +384,15 @@ class Engine:
             num_new_rows=plan.num_new_rows,
             num_idle_rows=plan.num_idle_rows,
         )
+
+    def _hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
+        """As Outbox.hand_out. A row that got no token is tried again without proposals: one of these may be why."""
+        if not ids and sequence.num_output_tokens and sequence.may_propose:
+            log.warning("request %s goes on without proposals: its logits were NaN", sequence.request.request_id)
+            sequence.go_on_plainly()
+            self.target.pool.clear_beyond(sequence.row, sequence.target_length)
+            return 0
+        return self._outbox.hand_out(sequence, ids, logprobs)
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         """Feed the draft the step's prompts. What fails here costs nobody a token: the draft is behind until it is asked."""

@@ -1,21 +1,21 @@
-"""What callers hand to the engine's thread: requests, aborts, and the wish that it drain or stop. Safe from any thread."""
+"""What callers hand to the engine's thread: sequences, aborts, and the wish that it drain or stop. Safe from any thread."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
-from speclen.worker.requests.request import DrainingError, EngineFailedError, QueueFullError
+from speclen.worker.requests.request import DrainingError, EngineFailedError
 from speclen.worker.requests.sequence import SequenceState
 
 
 class Inbox:
-    """Knows every request that has been accepted and not ended yet. max_waiting: requests that may wait for a row."""
+    """Knows every sequence that has been accepted and not ended yet."""
 
-    def __init__(self, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         # Guarded by _changed:
-        self._incoming: list[list[SequenceState]] = []
+        self._incoming: list[SequenceState] = []
         self._aborting: set[str] = set()
         self._unfinished: dict[str, list[SequenceState]] = {}  # sequences left of each request
         self._draining = False
@@ -27,22 +27,22 @@ class Inbox:
         with self._changed:
             return len(self._incoming)
 
-    def put(self, request_id: str, sequences: list[SequenceState], num_waiting: int) -> None:
-        """Accept a request. num_waiting: those that were taken and wait for a row.
+    def put(self, sequences: Sequence[SequenceState]) -> None:
+        """Accept sequences of one request, all of them or some.
 
-        Raises EngineFailedError, DrainingError, ValueError for an id that is in use, or QueueFullError.
+        Raises EngineFailedError, DrainingError, or ValueError for an id that another request has.
         """
+        request = sequences[0].request
         with self._changed:
             if self.failure is not None:
                 raise EngineFailedError(str(self.failure)) from self.failure
             if self._draining:
                 raise DrainingError("the worker is draining and takes no new requests")
-            if request_id in self._unfinished:
-                raise ValueError(f"request_id {request_id!r} is already running: choose another")
-            if len(self._incoming) + num_waiting >= self._max_waiting:
-                raise QueueFullError(f"{self._max_waiting} requests are waiting already: try again later")
-            self._unfinished[request_id] = list(sequences)
-            self._incoming.append(sequences)
+            unfinished = self._unfinished.setdefault(request.request_id, [])
+            if unfinished and unfinished[0].request is not request:
+                raise ValueError(f"request_id {request.request_id!r} is already running: choose another")
+            unfinished += sequences
+            self._incoming += sequences
             self._changed.notify()
 
     def abort(self, request_id: str) -> bool:
@@ -74,8 +74,8 @@ class Inbox:
             self._changed.wait_for(lambda: busy or self._incoming or self._aborting or self._stopping)
             return self._stopping
 
-    def take(self) -> tuple[list[list[SequenceState]], set[str]]:
-        """Requests put in, and ids of requests to abort, since the last call."""
+    def take(self) -> tuple[list[SequenceState], set[str]]:
+        """Sequences put in, and ids of requests to abort, since the last call."""
         with self._changed:
             incoming, self._incoming = self._incoming, []
             aborting, self._aborting = self._aborting, set()

@@ -4,54 +4,65 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from speclen.worker.requests.request import EngineFailedError, SequenceOutput, TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 
+NO_TOKEN = "the model gave logits that are NaN or infinite, from which no token can be chosen"
+
 
 @dataclass(slots=True)
 class Totals:
     """Counts since the start. Generated and accepted tokens are those that went to callers.
 
-    num_draft_tokens: proposed, num_copied_tokens of them copied from the row's own text.
+    num_draft_tokens: proposed, num_copied_tokens of them copied from a text. num_drafts: proposals of a row in a step.
+    num_accepted_by_position[j]: proposals whose token at position j was accepted; together num_accepted_tokens.
     """
 
     num_steps: int = 0
     num_row_steps: int = 0  # decoding rows, summed over steps
     num_generated_tokens: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_copied_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_by_position: list[int] = field(default_factory=list)
 
 
 class Outbox:
-    """on_end: called with every sequence before its last output is told."""
+    """on_end: called with every sequence before its last output is told. max_proposed: tokens per row and step."""
 
-    def __init__(self, on_end: Callable[[SequenceState], None]) -> None:
-        self.totals = Totals()
+    def __init__(self, on_end: Callable[[SequenceState], None], max_proposed: int) -> None:
+        self.totals = Totals(num_accepted_by_position=[0] * max_proposed)
         self._on_end = on_end
 
     def count_step(
         self, rows: Sequence[SequenceState], draft_lengths: Sequence[int], num_copied: Sequence[int]
     ) -> None:
         """Before any delivery: whoever is told divides one count by another. num_copied: proposed without a draft model."""
+        num_proposed = [drafted + copied for drafted, copied in zip(draft_lengths, num_copied, strict=True)]
         self.totals.num_steps += bool(rows)
         self.totals.num_row_steps += len(rows)
-        self.totals.num_draft_tokens += sum(draft_lengths) + sum(num_copied)
+        self.totals.num_drafts += sum(number > 0 for number in num_proposed)
+        self.totals.num_draft_tokens += sum(num_proposed)
         self.totals.num_copied_tokens += sum(num_copied)
-        for row, num_drafts, copied in zip(rows, draft_lengths, num_copied, strict=True):
+        for row, number in zip(rows, num_proposed, strict=True):
             row.num_steps += 1
-            row.num_draft_tokens += num_drafts + copied
+            row.num_draft_tokens += number
 
     def hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
         """Append new tokens to a sequence and tell its caller; returns how many of them it owes to the draft.
 
         That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
-        a longer length. Tokens that cannot be taken in end their sequence.
+        a longer length. Tokens that cannot be taken in end their sequence, and so does it that there are none.
         """
+        if not ids:
+            log.warning("request %s ends: %s", sequence.request.request_id, NO_TOKEN)
+            self._tell(sequence, sequence.abort(NO_TOKEN))
+            return 0
         num_tokens, num_accepted = sequence.num_output_tokens, sequence.num_accepted_tokens
         try:
             output = sequence.accept(ids, logprobs)
@@ -64,6 +75,8 @@ class Outbox:
         num_accepted = sequence.num_accepted_tokens - num_accepted
         self.totals.num_generated_tokens += sequence.num_output_tokens - num_tokens
         self.totals.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.totals.num_accepted_by_position[position] += 1
         self._tell(sequence, output)
         return num_accepted
 

@@ -28,8 +28,9 @@ from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)
 
-# Share of a GPU's free memory that the pools may take: they are allocated in full, and passes need room too.
+# Share of the free memory that keys and values may take. A GPU's pools are allocated in full, and passes need room too.
 GPU_POOL_SHARE = 0.8
+CPU_POOL_SHARE = 0.5
 # Queries and logits a row of a draft's passes: it lacks a token, or two after a step that accepted everything.
 DRAFT_WIDTHS = ((1, 1), (2, 1))
 # Tokens that a row should hold at least: rather fewer rows than less than that.
@@ -53,11 +54,15 @@ class PreparedPair:
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A model of the pair as transformers runs it, by the name that its user gave, with its layers' shapes."""
+    """A model of the pair as transformers runs it, by the name that its user gave, with its layers' shapes.
+
+    context: tokens that it has positions for.
+    """
 
     model: Any
     name: str
     layers: list[LayerShape]
+    context: int
 
 
 @torch.inference_mode()
@@ -69,26 +74,29 @@ def prepare(pair: ModelPair, config: EngineConfig, recorder: Recorder | None = N
     """
     if config.backend not in BACKENDS:
         raise ModelError(f"--backend {config.backend!r} is not known; use {', '.join(BACKENDS)}")
-    named = [_Named(pair.target, pair.target_name, inspect_layers(private_copy(pair.target), pair.target_name))]
+    named = [_named(pair.target, pair.target_name, pair.max_context_length)]
     if pair.draft is not None and config.max_speculation_length:
-        named.append(_Named(pair.draft, pair.draft_name, inspect_layers(private_copy(pair.draft), pair.draft_name)))
+        named.append(_named(pair.draft, pair.draft_name, pair.draft_context_length or pair.max_context_length))
     bytes_per_token = sum(shape.elements_per_token for one in named for shape in one.layers) * pair.dtype.itemsize
     num_rows, context = _rows_and_context(pair, config, bytes_per_token)
     config = replace(config, max_batch_size=num_rows)
+    named = [replace(one, context=min(context, one.context)) for one in named]
     if pair.weights == "int8" and (config.backend == "torch" or recorder is not None):
         raise ModelError("--weights int8 saves nothing on torch: use --backend openvino, or --weights full")
     kv_tokens = _kv_tokens(pair.device, config, bytes_per_token, num_rows * (context + config.max_proposed_tokens))
     models = None
     if config.backend != "torch" and recorder is None:
-        models, backend = _on_openvino(named, config, context, pair), f"openvino {openvino.installed_version()}"
+        models, backend = _on_openvino(named, config, pair), f"openvino {openvino.installed_version()}"
     if models is None:
-        models, backend = _on_torch(named, config, context, pair, recorder), f"torch {version('torch')}"
+        models, backend = _on_torch(named, config, pair, recorder), f"torch {version('torch')}"
     return PreparedPair(models[0], models[1] if len(models) == 2 else None, num_rows, context, kv_tokens, backend)
 
 
-def _on_openvino(
-    named: Sequence[_Named], config: EngineConfig, context: int, pair: ModelPair
-) -> list[PassModel] | None:
+def _named(model: Any, name: str, context: int) -> _Named:
+    return _Named(model, name, inspect_layers(private_copy(model), name), context)
+
+
+def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair) -> list[PassModel] | None:
     """The models on OpenVINO, found to compute what transformers does; None when torch is to run them.
 
     Raises ModelError when OpenVINO was asked for by name, or weights that only it makes use of.
@@ -96,7 +104,7 @@ def _on_openvino(
     reason = openvino.why_not(pair.device, pair.dtype)
     if reason is None:
         try:
-            return [_load_openvino(one, config, context, pair) for one in named]
+            return [_load_openvino(one, config, pair) for one in named]
         except Exception as error:  # It knows some operators and not others, and what it raises is of all kinds.
             reason = _last_line(error)
     if config.backend == "openvino":
@@ -117,15 +125,14 @@ def _last_line(error: Exception) -> str:
     return lines[-1][:300]
 
 
-def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelPair) -> PassModel:
-    length = context + config.max_proposed_tokens
+def _load_openvino(one: _Named, config: EngineConfig, pair: ModelPair) -> PassModel:
     with quiet_transformers():
         model = openvino.load(
             one.model,
             one.layers,
             config.max_batch_size,
-            length,
-            context,
+            one.context + config.max_proposed_tokens,
+            one.context,
             pair.dtype,
             torch.get_num_threads(),
             config.max_cached_tokens,
@@ -136,9 +143,9 @@ def _load_openvino(one: _Named, config: EngineConfig, context: int, pair: ModelP
 
 
 def _on_torch(
-    named: Sequence[_Named], config: EngineConfig, context: int, pair: ModelPair, recorder: Recorder | None
+    named: Sequence[_Named], config: EngineConfig, pair: ModelPair, recorder: Recorder | None
 ) -> list[PassModel]:
-    cached = [_make_ready(one, _make_pool(one.layers, config, context, pair), context, config) for one in named]
+    cached = [_make_ready(one, _make_pool(one, config, pair), config) for one in named]
     if recorder is None and pair.device.type == "cuda" and config.max_recordings:
         recorder = GraphRecorder(pair.device)
     if recorder is None:
@@ -175,20 +182,20 @@ def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -
         captured.leave_out_kernels(str(error))
 
 
-def _make_ready(one: _Named, pool: KVPool, context: int, config: EngineConfig) -> CachedModel:
+def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
     """The model as the engine runs it, found to compute what transformers does. Raises ModelError."""
     model = private_copy(one.model)
     install(model)
 
     def checked(ours: Any) -> CachedModel:
-        cached = CachedModel(_pack(ours, config), pool, context)
+        cached = CachedModel(_pack(ours, config), pool, one.context)
         if config.check_models:
             check_model(cached, one.model, one.name)
         return cached
 
     if config.rewrite_models:
         try:
-            rewritten = rewrite(model, pool.shapes, context)
+            rewritten = rewrite(model, pool.shapes, one.context)
             if rewritten is not None:
                 return checked(rewritten)
         except Exception as error:  # Whatever a version of transformers has changed, its own operators still do.
@@ -203,10 +210,10 @@ def _pack(model: Any, config: EngineConfig) -> Any:
     return model
 
 
-def _make_pool(shapes: Sequence[LayerShape], config: EngineConfig, context: int, pair: ModelPair) -> KVPool:
-    length = context + config.max_proposed_tokens + _spare_tokens(config)
+def _make_pool(one: _Named, config: EngineConfig, pair: ModelPair) -> KVPool:
+    length = one.context + config.max_proposed_tokens + _spare_tokens(config)
     try:
-        return KVPool(shapes, config.max_batch_size, length, pair.dtype, pair.device)
+        return KVPool(one.layers, config.max_batch_size, length, pair.dtype, pair.device)
     except MemoryError as error:
         raise ModelError(str(error)) from error
 
@@ -220,12 +227,12 @@ def _spare_tokens(config: EngineConfig) -> int:
 
 
 def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: int) -> tuple[int, int]:
-    """Rows, and tokens that each may hold. On a GPU, where pools are allocated in full, they are cut to what fits."""
+    """Rows, and tokens that each may hold, cut to what fits."""
     wanted = config.max_batch_size, min(pair.max_context_length, config.max_context_length or pair.max_context_length)
-    if pair.device.type == "cpu":
-        return wanted
-    budget = int(GPU_POOL_SHARE * free_memory(pair.device))
     spare = config.max_proposed_tokens + _spare_tokens(config)
+    if pair.device.type == "cpu":
+        return wanted[0], _context_on_cpu(wanted[1], free_memory(pair.device), bytes_per_token, spare)
+    budget = int(GPU_POOL_SHARE * free_memory(pair.device))
     least = wanted[1] if config.max_context_length else min(LEAST_CONTEXT, wanted[1])
     fitting = fit_rows(*wanted, least, spare, budget // bytes_per_token)
     if not fitting[0]:
@@ -238,6 +245,14 @@ def _rows_and_context(pair: ModelPair, config: EngineConfig, bytes_per_token: in
             "%.1f GiB are left on %s: %d rows of %d tokens fit, not %d of %d",
             *(budget / 2**30, pair.device, *fitting, *wanted),
         )
+    return fitting
+
+
+def _context_on_cpu(wanted: int, free: int, bytes_per_token: int, spare: int) -> int:
+    """Tokens that one row may hold: pages come when they are written to, so that rows share the memory."""
+    fitting = min(wanted, max(LEAST_CONTEXT, int(CPU_POOL_SHARE * free) // bytes_per_token - spare))
+    if fitting < wanted:
+        log.warning("%.1f GiB are free: sequences may hold %d tokens, not %d", free / 2**30, fitting, wanted)
     return fitting
 
 
@@ -258,4 +273,4 @@ def _kv_tokens(device: torch.device, config: EngineConfig, bytes_per_token: int,
         return min(rows_tokens, config.max_kv_tokens)
     if device.type != "cpu":
         return rows_tokens
-    return min(rows_tokens, free_memory(device) // 2 // bytes_per_token)
+    return min(rows_tokens, int(CPU_POOL_SHARE * free_memory(device)) // bytes_per_token)

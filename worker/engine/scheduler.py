@@ -24,8 +24,7 @@ class Scheduler:
     """First come first served. A sequence gets a row when one is free and the tokens that it may hold at most fit.
 
     slack: tokens that a step may write beyond a row's own. max_kv_tokens: over all rows. vocab_size: for what a sequence
-    needs to choose its tokens, which is made with its row. prefill_chunk: tokens of prompts fed in one step. A request of
-    n sequences goes behind the others that wait after each of them, so that it does not hold up the queue.
+    needs to choose its tokens, which is made with its row. prefill_chunk: tokens of prompts fed in one step.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Scheduler:
         self._slack = slack
         self._vocab_size = vocab_size
         self._prefill_chunk = prefill_chunk
-        self.waiting: deque[list[SequenceState]] = deque()  # requests; their sequences that have no row yet
+        self.waiting: deque[SequenceState] = deque()  # for a row
         self.rows: list[SequenceState] = []
         self.num_drafting = 0
         self.num_decoding = 0
@@ -58,7 +57,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which any sequence waits for a row."""
+        """Sequences that wait for a row."""
         return len(self.waiting)
 
     @property
@@ -90,16 +89,16 @@ class Scheduler:
     # Joining.
 
     def add(self, sequences: Iterable[SequenceState]) -> None:
-        """Let the sequences of a request wait for rows."""
-        self.waiting.append(list(sequences))
+        """Let sequences wait for rows."""
+        self.waiting.extend(sequences)
 
     def admit(self) -> list[tuple[SequenceState, Exception]]:
         """Give rows to waiting sequences while they fit; returns those that got none, since they failed, and why."""
         failed = []
         while self.waiting and len(self.rows) < self._max_batch_size:
-            if self.num_reserved_tokens + self.kv_need(self.waiting[0][0]) > self.max_kv_tokens:
+            if self.num_reserved_tokens + self.kv_need(self.waiting[0]) > self.max_kv_tokens:
                 break  # Nobody overtakes: a large request would wait forever.
-            sequence = self._next_waiting()
+            sequence = self.waiting.popleft()
             try:
                 sequence.start_sampling(self._vocab_size, self._pools[0].device)
             except Exception as error:
@@ -120,13 +119,6 @@ class Scheduler:
     def _remember(self, sequence: SequenceState) -> None:
         for pool, length in zip(self._pools, lengths(sequence), strict=False):
             pool.remember(sequence.row, sequence.tokens[:length])
-
-    def _next_waiting(self) -> SequenceState:
-        group = self.waiting.popleft()
-        sequence = group.pop(0)
-        if group:
-            self.waiting.append(group)
-        return sequence
 
     def next_copy(self) -> tuple[SequenceState, SequenceState | None] | None:
         """The first prefilling sequence and a decoding one that holds the prompt they share, if so it is.
@@ -150,12 +142,18 @@ class Scheduler:
     # After a step.
 
     def settle(self, sequences: Iterable[SequenceState]) -> None:
-        """Free the rows of those that have ended, and let those decode that have their first token."""
+        """Free the rows of those that have ended, and let those decode that have their first token.
+
+        Those that have become too long for the draft go on among the rows that do not draft.
+        """
         for sequence in sequences:
             if sequence.finished:
                 self._remove(sequence)
             elif sequence.row >= self.num_decoding and sequence.num_output_tokens:
                 self._start_decoding(sequence)
+            elif sequence.row < self.num_drafting and not sequence.may_draft:
+                self.num_drafting -= 1
+                self._exchange(sequence.row, self.num_drafting)
 
     def _start_decoding(self, sequence: SequenceState) -> None:
         assert sequence.row == self.num_decoding, "prompts are completed in the order of their rows"
@@ -163,15 +161,15 @@ class Scheduler:
         self._remember(sequence)
         if not sequence.may_draft:
             return
-        if sequence.row != self.num_drafting:
-            self._swap(sequence.row, self.num_drafting)
+        self._exchange(sequence.row, self.num_drafting)
         self.num_drafting += 1
 
     def _remove(self, sequence: SequenceState) -> None:
         """Free the sequence's row and its reservation, if it has them."""
         if sequence.row < 0:
             return
-        self._remember(sequence)
+        if not sequence.failed:
+            self._remember(sequence)
         sequence.copy_index = sequence.past_reader = None
         hole, sequence.row = sequence.row, -1
         self._release(hole)
@@ -189,8 +187,8 @@ class Scheduler:
 
     def drop_waiting(self, request_id: str) -> list[SequenceState]:
         """Take a request's waiting sequences out of the queue."""
-        dropped = [s for group in self.waiting for s in group if s.request.request_id == request_id]
-        self.waiting = deque(group for group in self.waiting if group[0].request.request_id != request_id)
+        dropped = [sequence for sequence in self.waiting if sequence.request.request_id == request_id]
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.request.request_id != request_id)
         return dropped
 
     def clear(self) -> None:
@@ -217,7 +215,9 @@ class Scheduler:
         for pool in self._pools:
             pool.release(row)
 
-    def _swap(self, first: int, second: int) -> None:
+    def _exchange(self, first: int, second: int) -> None:
+        if first == second:
+            return
         one, other = self.rows[first], self.rows[second]
         for pool, one_length, other_length in zip(self._pools, lengths(one), lengths(other), strict=False):
             pool.swap(first, second, one_length, other_length)

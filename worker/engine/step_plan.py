@@ -130,7 +130,7 @@ def plan_lengths(
 ) -> list[int]:
     """Draft tokens per row, for a step whose table says `chosen_length`.
 
-    A row's own length goes before the table's, and no row drafts beyond the context. Nothing is drafted that no row
+    A row's own length goes before the table's, and no row drafts beyond the draft's context. Nothing is drafted that no row
     could use: the length is cut when all rows are that near to their last token. A single row near its end drafts on
     with the others, and what it does not need is cut from its output: so its step still teaches. A row that copies
     drafts where the plan says so, unless its settings look at the tokens before: drafts come after what was copied.
@@ -142,7 +142,7 @@ def plan_lengths(
         if copied and not (copies is not None and copies.plan.draft_after_copy and not row.sampling.looks_back):
             own = 0
         may_draft = row.may_draft and not row.has_slow_grammar
-        length = min(own, max_context_length - len(row.tokens) - copied) if may_draft else 0
+        length = max(0, min(own, max_context_length - len(row.tokens) - copied)) if may_draft else 0
         lengths.append(length)
         useful = max(useful, min(length, row.num_left - 1 - copied))
     return [min(length, useful) for length in lengths]

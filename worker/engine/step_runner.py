@@ -34,12 +34,13 @@ RAGGED_CATCH_UP_WIDTH = 64
 
 @dataclass(slots=True)
 class StepTokens:
-    """New tokens of each of the plan's sequences, in its order; none where a prompt goes on.
+    """New tokens of each of the plan's sequences, in its order; None where a prompt goes on.
 
-    logprobs: likewise, None where nobody asked for them. flags: what the runner knows of why the step must not teach.
+    Empty where no token can be chosen, since the model gave logits that are NaN or infinite. logprobs: likewise, None
+    where nobody asked for them. flags: what the runner knows of why the step must not teach.
     """
 
-    ids: list[list[int]] = field(default_factory=list)
+    ids: list[list[int] | None] = field(default_factory=list)
     logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     flags: set[StepFlag] = field(default_factory=set)
 
@@ -73,7 +74,7 @@ class StepRunner:
         prompts = self._prompt_parts(plan.chunks)
         prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.forward(prompts)
         for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
-            ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else ([], None)
+            ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else (None, None)
             tokens.ids.append(ids)
             tokens.logprobs.append(logprobs)
         self._note_held(plan, tokens)
@@ -109,7 +110,7 @@ class StepRunner:
         """Move on how much of the sequences the models hold: all but the pending token, which is the last new one."""
         length, is_ragged, num_copied = plan.speculation_length, self._is_ragged(plan), plan.num_copied
         for at, row in enumerate(plan.rows):
-            num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at])
+            num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at] or ())
             row.target_length = num_fed + num_new
             if is_ragged and plan.draft_lengths[at]:
                 row.draft_length = num_fed + min(num_new, num_copied[at] + plan.draft_lengths[at])
@@ -288,8 +289,8 @@ class StepRunner:
         """Choose the token that follows the prompt. logits: [1, 1, vocab]."""
         rule = self._rule(BatchSampling([sequence.sampling], self._device), [sequence])
         nothing_drafted = torch.zeros((1, 0), dtype=torch.long, device=self._device)
-        _, ids = rule.decide(logits, nothing_drafted, None)
-        return ids[0].tolist(), self._logprobs([sequence], logits, ids)[0]
+        num_accepted, ids = rule.decide(logits, nothing_drafted, None)
+        return new_tokens(num_accepted, ids)[0], self._logprobs([sequence], logits, ids)[0]
 
     # Choosing.
 

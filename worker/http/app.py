@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.chat import chat_prompt
-from speclen.worker.http.errors import ApiError, from_exception, from_invalid, no_json
-from speclen.worker.http.guard import CALLER
+from speclen.worker.http.errors import INTERNAL, ApiError, from_exception, from_invalid, no_json
+from speclen.worker.http.guard import CALLER, JsonRoute
 from speclen.worker.http.openapi import DESCRIPTION, describe, errors
-from speclen.worker.http.responses import JobResponse, error_response, json_response
+from speclen.worker.http.responses import JobResponse, error_response, json_response, refusal
 from speclen.worker.http.schema import (
     Body,
     ChatRequest,
@@ -61,15 +61,23 @@ def create_app(front: Front) -> FastAPI:
     """The application, without the guard that belongs before it."""
     # Neither of the pages that show the schema: they load scripts from elsewhere.
     app = FastAPI(title="speclen", version=front.version, description=DESCRIPTION, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     add_generation(app, front)
     add_tokenizing(app, front)
     add_facts(app, front)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ApiError, on_error)
-    app.add_exception_handler(Exception, on_error)
+    for kind, make_error in ERRORS.items():
+        app.add_exception_handler(kind, counted(front, make_error))
     describe(app)
+    add_head(app)
     return app
+
+
+def add_head(app: FastAPI) -> None:
+    """Answer HEAD wherever GET is, as probes and proxies ask; not described beside it in the schema."""
+    for route in app.routes:
+        methods = getattr(route, "methods", None) or set()
+        if "GET" in methods:
+            methods.add("HEAD")
 
 
 def add_generation(app: FastAPI, front: Front) -> None:
@@ -127,11 +135,13 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
 
     @app.post("/tokenize", responses=errors(), response_class=Response)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        return await refusing(body, tokenized(body, caller_of(request)))
+        caller = caller_of(request)
+        return await refusing(tokenized(body, caller), body, engine, caller)
 
     @app.post("/detokenize", responses=errors(), response_class=Response)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        return await refusing(body, detokenized(body, caller_of(request)))
+        caller = caller_of(request)
+        return await refusing(detokenized(body, caller), body, engine, caller)
 
 
 def add_facts(app: FastAPI, front: Front) -> None:
@@ -158,7 +168,8 @@ def add_facts(app: FastAPI, front: Front) -> None:
     @app.get("/health", responses=errors(empty=True), response_class=Response)
     async def health() -> Response:
         if not front.healthy():
-            raise ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy")
+            # Not raised: a probe is no request that is refused.
+            return error_response(ApiError(503, "the worker is stopping or its engine has failed", code="unhealthy"))
         return Response()
 
     @app.get("/version", responses=errors(), response_class=Response)
@@ -204,34 +215,51 @@ def unknown_model(name: str, front: Front) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-async def refusing(body: Body, answer: Any) -> Response:
+async def refusing(answer: Awaitable[Response], body: Body, engine: AsyncEngine, caller: str) -> Response:
     """The answer, or the error that it raised, with the field that it is about."""
     try:
-        response: Response = await answer
-        return response
+        return await answer
     except (ApiError, ValueError, QueueFullError) as error:
-        return error_response(from_exception(error, type(body).model_fields))
+        return error_response(refusal(error, body, engine, caller))
 
 
-async def on_invalid(request: Request, error: Exception) -> Response:
+def counted(front: Front, make_error: Callable[[Request, Any], ApiError]) -> Callable[..., Awaitable[Response]]:
+    """A handler of errors before a job was made, or outside of it."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        told = make_error(request, error)
+        front.engine.metrics.refuse(error if told.code == INTERNAL else told)
+        response = error_response(told)
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})  # the methods that a path has
+        return response
+
+    return handle
+
+
+def from_invalid_body(request: Request, error: RequestValidationError) -> ApiError:
     """A body that is no JSON, or not of the right shape: the first thing that is wrong."""
-    assert isinstance(error, RequestValidationError)
     complaints = error.errors()
     if complaints[0]["type"] == "json_invalid":
         reason = complaints[0]["ctx"]["error"]
-        return error_response(ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json"))
+        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if isinstance(error.body, bytes):  # FastAPI reads a body only where its Content-Type is that of JSON
-        return error_response(no_json(request.headers.get("content-type")))
-    return error_response(from_invalid(complaints, error.body))
+        return no_json(request.headers.get("content-type"))
+    return from_invalid(complaints, error.body)
 
 
-async def on_http_error(request: Request, error: Exception) -> Response:
+def from_http_error(request: Request, error: HTTPException) -> ApiError:
     """A path or a method that does not exist."""
-    assert isinstance(error, HTTPException)
-    response = error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-    response.headers.update(error.headers or {})
-    return response
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
-async def on_error(request: Request, error: Exception) -> Response:
-    return error_response(from_exception(error))
+def from_any(request: Request, error: Exception) -> ApiError:
+    return from_exception(error)
+
+
+ERRORS: dict[type[Exception], Callable[[Request, Any], ApiError]] = {
+    RequestValidationError: from_invalid_body,
+    HTTPException: from_http_error,
+    ApiError: from_any,
+    Exception: from_any,
+}

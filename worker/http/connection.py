@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from speclen.worker.http.guard import MAX_BODY_BYTES
 
@@ -97,6 +98,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._headers_due.cancel()
             self._headers_due = None
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = send_until_closed(self.cycle)  # type: ignore[method-assign, assignment]
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -131,3 +134,14 @@ class BoundedConnection(HttpToolsProtocol):
         if self._headers_due is None:
             self._num_header_bytes = 0
             self._headers_due = self.loop.call_later(self.header_timeout_s, self.transport.abort)
+
+
+def send_until_closed(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """The cycle's `send` for HTTP/1.0, which has no chunks: a body ends where the connection does."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def send_plainly(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_plainly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -9,13 +10,15 @@ from typing import Any, TypeAlias
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
+    OverloadedError,
     QueueFullError,
     RequestFailedError,
     SlowReaderError,
+    UnauthenticatedError,
 )
 
 INTERNAL = "internal_error"  # code of what nobody expected
-RETRY_AFTER_S = 1  # what a refused client is told to wait
+LEAST_RETRY_S = 1  # that a refused client is told to wait
 
 TYPES = {
     400: "invalid_request_error",
@@ -29,9 +32,11 @@ TYPES = {
     503: "service_unavailable_error",
 }
 
-# What a worker may have against a request that is right: status and code.
+# What a worker may have against a request whose body is right: status and code.
 ANSWERS: dict[type[Exception], tuple[int, str]] = {
+    UnauthenticatedError: (401, "invalid_api_key"),
     QueueFullError: (429, "queue_full"),
+    OverloadedError: (503, "overloaded"),
     DrainingError: (503, "draining"),
     EngineFailedError: (503, "engine_failed"),
     RequestFailedError: (500, "request_failed"),
@@ -49,7 +54,10 @@ Complaint: TypeAlias = Mapping[str, Any]  # one of pydantic's: loc, type, msg
 
 
 class ApiError(ValueError):
-    """An answer that is an error. param: the field of the body it is about. code: for programs."""
+    """An answer that is an error. param: the field of the body it is about. code: for programs.
+
+    retry_after_s: seconds until the same request is expected to be taken, where the queue is full.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -57,13 +65,15 @@ class ApiError(ValueError):
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = 0.0
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}
+        retry_s = max(LEAST_RETRY_S, math.ceil(self.retry_after_s))
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(retry_s)}}
         return headers.get(self.status, {})
 
 
@@ -156,6 +166,13 @@ def no_json(content_type: str | None) -> ApiError:
     kind = (content_type or "").partition(";")[0][:MAX_PART]
     given = f"is {kind!r} by its Content-Type" if kind else "has no Content-Type"
     return ApiError(415, f"the body {given}: send JSON, with the header `Content-Type: application/json`")
+
+
+def encoded(encoding: str) -> ApiError:
+    """For a body that is compressed, which would have to be bounded a second time."""
+    return ApiError(
+        415, f"the body has the Content-Encoding {encoding[:MAX_PART]!r}: send it as it is, without that header"
+    )
 
 
 def too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:

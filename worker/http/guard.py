@@ -1,14 +1,22 @@
-"""What stands before the routes: the API key, and bounds on what a request may send and how long that may take."""
+"""What stands before the routes: the API key, bounds on what a request may send and how long, and strict JSON."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speclen.transport.keyring import Keyring
-from speclen.worker.http.errors import ApiError
+from speclen.worker.http.errors import ApiError, encoded, from_exception
 from speclen.worker.http.responses import error_response
+from speclen.worker.requests.request import OverloadedError, UnauthenticatedError
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # as over gRPC
 CALLER = "speclen.caller"  # of the scope: whose key it was, nothing where there is one key
@@ -17,16 +25,23 @@ MAX_ARRIVING_BYTES = 64 * MAX_BODY_BYTES  # of all bodies that have not arrived 
 
 
 class Guard:
-    """Answers 401, 408 and 413 itself; what reaches the routes has proved itself and holds its whole body.
+    """Answers 401, 408, 413 and 415 itself; what reaches the routes has proved itself and holds its whole body.
 
     keyring: of keys, one of which `Authorization: Bearer KEY` must carry on every path; None: anybody may call. Where there
-    are several, the scope says whose it was.
+    are several, the scope says whose it was. refuse: called with every error that is answered.
     """
 
-    def __init__(self, app: ASGIApp, keyring: Keyring | None, body_timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keyring: Keyring | None,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+        refuse: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         self._app = app
         self._keyring = keyring
         self._body_timeout_s = body_timeout_s
+        self._refuse = refuse
         self._num_arriving = 0  # bytes of bodies that are not here entirely
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,9 +50,11 @@ class Guard:
             return
         try:
             self._check_key(scope)
+            check_encoding(scope)
             body = await self._read(scope, receive)
-        except ApiError as error:
-            response = error_response(error)
+        except (ApiError, OverloadedError, UnauthenticatedError) as error:
+            self._refuse(error)
+            response = error_response(from_exception(error))
             response.headers["Connection"] = "close"  # what else it sends is not read
             await response(scope, receive, send)
             return
@@ -52,9 +69,7 @@ class Guard:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         caller = self._keyring.caller(given[0]) if len(given) == 1 else None
         if caller is None:
-            raise ApiError(
-                401, "send the header `Authorization: Bearer API_KEY` with the right key", None, "invalid_api_key"
-            )
+            raise UnauthenticatedError("send the header `Authorization: Bearer API_KEY` with the right key")
         scope[CALLER] = caller
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
@@ -77,14 +92,19 @@ class Guard:
                     if len(body) > MAX_BODY_BYTES:
                         raise too_large()
                     if more and self._num_arriving > MAX_ARRIVING_BYTES:
-                        raise ApiError(
-                            503, "too many bodies are being sent at once: try again later", code="overloaded"
-                        )
+                        raise OverloadedError("too many bodies are being sent at once: try again later")
         except TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {self._body_timeout_s:g} s") from error
         finally:
             self._num_arriving -= len(body)
         return bytes(body)
+
+
+def check_encoding(scope: Scope) -> None:
+    """Raises ApiError for a body that is not sent as it is."""
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise encoded(value.decode("latin-1"))
 
 
 def too_large() -> ApiError:
@@ -99,3 +119,46 @@ def replaying(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return first_the_body
+
+
+class JsonRoute(APIRoute):
+    """A route whose requests read their body by `from_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return read_strictly
+
+
+class JsonRequest(Request):
+    async def json(self) -> Any:
+        return from_json(await self.body())
+
+
+def from_json(body: bytes) -> Any:
+    """The value. Raises JSONDecodeError, whose msg is the reason, for whatever cannot be read."""
+    try:
+        return json.loads(body, parse_constant=not_a_number, parse_float=finite)
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError(f"byte {error.start} is not UTF-8", "", 0) from error
+    except RecursionError as error:
+        raise json.JSONDecodeError("it is nested too deeply", "", 0) from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python's bound on digits
+        raise json.JSONDecodeError("a number has too many digits", "", 0) from error
+
+
+def not_a_number(name: str) -> NoReturn:
+    raise json.JSONDecodeError(f"{name} is no number of JSON", "", 0)
+
+
+def finite(digits: str) -> float:
+    """A number with a fraction or an exponent. Raises JSONDecodeError for one that becomes infinite."""
+    value = float(digits)
+    if math.isinf(value):
+        raise json.JSONDecodeError(f"the number {digits[:20]} is too large", "", 0)
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from speclen.worker.requests.detokenize import REPLACEMENT, Decode
 from speclen.worker.requests.request import TokenLogprobs
 
 TokenBytes = Callable[[int], bytes | None]
-LEAST = -9999.0  # JSON has no -inf
+LEAST = -9999.0  # JSON has no -inf, nor NaN
 
 
 def completion_logprobs(
@@ -65,4 +66,4 @@ def pairs(one: TokenLogprobs) -> list[tuple[int, float]]:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+    return max(logprob, LEAST) if math.isfinite(logprob) else LEAST

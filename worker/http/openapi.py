@@ -30,7 +30,7 @@ STATUSES = {
     404: "No such model or path.",
     408: "The body came too slowly.",
     413: "The body is too large.",
-    415: "The body has another Content-Type than application/json.",
+    415: "The body has another Content-Type than application/json, or a Content-Encoding.",
     429: "The queue is full: try again later.",
     500: "An error inside the server: try it again.",
     503: "The worker is stopping, has failed, or is sent too many bodies at once.",

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception
-from speclen.worker.http.schema import ChatRequest, Sampling
+from speclen.worker.http.schema import Body, ChatRequest, Sampling
 from speclen.worker.observing.tracing import Origin
 from speclen.worker.requests.request import SequenceOutput
 from speclen.worker.service.async_engine import AsyncEngine
@@ -29,6 +29,7 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would gather the events
 ]
+QUEUE_FULL = 429  # the status that says when to come back
 DONE = b"data: [DONE]\n\n"
 PIECE_BYTES = 2**16
 LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -103,11 +104,19 @@ class JobResponse(Response):
             await send_events(send, objects)
 
     def _told(self, error: Exception) -> ApiError:
-        self._engine.metrics.refuse(error)
-        told = from_exception(error, type(self._body).model_fields)
+        told = refusal(error, self._body, self._engine, self._caller)
         if told.code == INTERNAL:
             log.error("a request over HTTP failed", exc_info=error)
         return told
+
+
+def refusal(error: Exception, body: Body, engine: AsyncEngine, caller: str) -> ApiError:
+    """The answer to a request that ends with the error, which is counted."""
+    engine.metrics.refuse(error)
+    told = from_exception(error, type(body).model_fields)
+    if told.status == QUEUE_FULL:
+        told.retry_after_s = engine.entrance.expected_wait_s(caller)
+    return told
 
 
 def origin_of(scope: Scope, body: Sampling) -> Origin:
@@ -125,8 +134,14 @@ async def send_events(send: Send, objects: Iterable[Any]) -> None:
 
 
 def to_json(content: Any) -> bytes:
-    """One line for every reader of lines, also one that takes Unicode's ends of lines for such."""
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    """One line for every reader of lines, also one that takes Unicode's ends of lines for such.
+
+    Raises ArithmeticError for NaN and infinity, which JSON has not.
+    """
+    try:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:  # which would be the caller's
+        raise ArithmeticError(f"an answer holds a number that JSON has not: {error}") from error
     for end, escaped in LINE_ENDS.items():
         text = text.replace(end, escaped)
     return text.encode("utf-8", errors="replace")

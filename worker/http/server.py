@@ -49,7 +49,8 @@ async def http_front(
         int(time.time()),
     )
     bound = listen(config.http_listen)
-    server = make_server(create_app(front), config.http_security(), unread_timeout_s=config.unread_timeout_s)
+    app, security, refuse = create_app(front), config.http_security(), engine.metrics.refuse
+    server = make_server(app, security, unread_timeout_s=config.unread_timeout_s, refuse=refuse)
     async with serving(server, bound, on_failure):
         scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]
         yield f"worker serving {scheme}://{host}:{bound.getsockname()[1]}/v1"
@@ -85,15 +86,19 @@ def make_server(
     security: ServerSecurity,
     body_timeout_s: float = BODY_TIMEOUT_S,
     unread_timeout_s: float = UNREAD_TIMEOUT_S,
+    refuse: Callable[[Exception], None] = lambda error: None,
 ) -> HttpServer:
-    """A server with key and certificates as configured. Raises ValueError when they cannot be read."""
+    """A server with key and certificates as configured. Raises ValueError when they cannot be read.
+
+    refuse: called with the error of every request that does not come to the app.
+    """
     longest_s = unread_timeout_s + UNREAD_GRACE_S
 
     class Connection(BoundedConnection):
         unread_timeout_s = longest_s
 
     config = uvicorn.Config(
-        Guard(app, security.keyring(KEY_FLAG), body_timeout_s),
+        Guard(app, security.keyring(KEY_FLAG), body_timeout_s, refuse),
         loop="none",
         http=Connection,
         ws="none",

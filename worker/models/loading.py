@@ -6,6 +6,9 @@ the engine is built; only what can never work is refused here.
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +17,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speclen.worker.models.naming import ModelError
 from speclen.worker.models.quantize import WEIGHTS, round_weights
-from speclen.worker.models.source import ModelSource, locate, one_sentence, refuse_unsuitable
+from speclen.worker.models.source import (
+    ModelSource,
+    locate,
+    out_of_memory,
+    read_generation_config,
+    reading,
+    refuse_unsuitable,
+)
 from speclen.worker.models.widen import widen
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this many parameters a CPU runs float32 as fast as bfloat16: the weights stay in the cache either way.
 CPU_FLOAT32_PARAMETERS = 20_000_000
 # Text whose encodings are compared when two tokenizers have the same vocabulary: words, code, digits, other scripts.
 TOKENIZER_PROBE = "def f(x):\n    return  x + 1234.5  # naïve café, 北京 и Москва 🙂\tEND"
+# Tensors of older checkpoints that hold no weights: angles of rotary embeddings and causal masks.
+NO_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.\w+|(attn|attention)\.(bias|masked_bias))$")
+NUM_NAMED = 3  # of many tensors in an error
 
 
 @dataclass(slots=True)
@@ -29,7 +44,8 @@ class ModelPair:
     """A target and the draft that proposes for it, in eval mode on one device and in one dtype.
 
     draft: None when no speculation is possible. vocab_size: entries of the logits of both models.
-    max_context_length: prompt and output together, the smaller of the two models' limits.
+    max_context_length: prompt and output together, by the target's limit. draft_context_length: tokens up to which the draft
+    proposes; None: all.
     eos_token_ids: ascending; any of them ends a sequence. weights: "full", or "int8" where they have been rounded.
     """
 
@@ -44,6 +60,7 @@ class ModelPair:
     max_context_length: int
     vocab_size: int
     weights: str = "full"
+    draft_context_length: int | None = None
 
 
 def load_pair(
@@ -66,6 +83,7 @@ def load_pair(
         _check_same_tokenizer(sources, tokenizers)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, sources[0].num_parameters)
+    generation_config = read_generation_config(sources[0])
     models = [_load_model(source, torch_device, torch_dtype) for source in sources]
     vocab_size = models[0].get_output_embeddings().weight.shape[0]
     if len(models) == 2:
@@ -80,10 +98,11 @@ def load_pair(
         draft_name=draft or "",
         device=torch_device,
         dtype=torch_dtype,
-        eos_token_ids=_eos_token_ids(models[0], tokenizers[0]),
-        max_context_length=min(source.max_context_length for source in sources),
+        eos_token_ids=_end_ids(sources[0].name, generation_config, tokenizers[0], vocab_size),
+        max_context_length=sources[0].max_context_length,
         vocab_size=vocab_size,
         weights=weights,
+        draft_context_length=_draft_context(*sources) if len(sources) == 2 else None,
     )
 
 
@@ -135,8 +154,10 @@ def cpu_has_bfloat16() -> bool:
 
 
 def _load_tokenizer(source: ModelSource) -> Any:
-    with one_sentence(source.name, "its tokenizer cannot be read"):
-        return AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
+    with reading(source.name, "its tokenizer (tokenizer.json, tokenizer_config.json) cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(source.place, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode(TOKENIZER_PROBE))  # parts that another version wrote fail only in use
+        return tokenizer
 
 
 def _check_same_tokenizer(sources: list[ModelSource], tokenizers: list[Any]) -> None:
@@ -155,11 +176,16 @@ def _check_same_tokenizer(sources: list[ModelSource], tokenizers: list[Any]) -> 
 
 
 def _load_model(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Any:
-    with one_sentence(source.name, f"it cannot be loaded on {device} as {str(dtype).removeprefix('torch.')}"):
+    problem = f"its weights (*.safetensors) cannot be loaded on {device} as {str(dtype).removeprefix('torch.')}"
+    with reading(source.name, problem):
         if source.shape is None:
             return _read_weights(source, dtype).to(device).eval()
-        # The small model is read in float32 and widened straight into the device's memory and dtype.
-        return widen(_read_weights(source, torch.float32), source.shape, device, dtype)
+        # Read in float32 and widened straight into the device's memory and dtype.
+        small = _read_weights(source, torch.float32)
+    try:
+        return widen(small, source.shape, device, dtype)
+    except (RuntimeError, MemoryError):
+        raise out_of_memory(source.name, f"it cannot be widened on {device}") from None
 
 
 def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
@@ -167,10 +193,32 @@ def _read_weights(source: ModelSource, dtype: torch.dtype) -> Any:
         source.place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
     )
     model, info = loaded
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{source.name}: {len(missing)} weights are missing from its files, {missing[0]} among them")
+    if unused := unused_weights(info["unexpected_keys"]):
+        raise ModelError(
+            f"{source.name}: its files hold {len(unused)} weights for which {source.config.model_type} has no use by its "
+            f"config.json, so its output would be wrong ({', '.join(unused[:NUM_NAMED])}): use a checkpoint and a "
+            "configuration that fit together, with weights that are not quantised"
+        )
     return model
+
+
+def unused_weights(names: Iterable[str]) -> list[str]:
+    """Tensors of a checkpoint, left over by its model, without which the model is another one; sorted."""
+    return sorted(name for name in names if not NO_WEIGHTS.search(name))
+
+
+def _draft_context(target: ModelSource, draft: ModelSource) -> int | None:
+    """Positions of a draft that has fewer than its target."""
+    most = draft.max_context_length
+    if most >= target.max_context_length:
+        return None
+    log.warning(
+        "the draft %s has %d positions and the target %s %d: longer sequences go on without drafts",
+        *(draft.name, most, target.name, target.max_context_length),
+    )
+    return most
 
 
 @torch.no_grad()
@@ -188,11 +236,12 @@ def _match_vocabulary(draft: Any, vocab_size: int) -> None:
         embedding.weight[old_size:] = embedding.weight[min(old_size, vocab_size) - 1]
 
 
-def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a sequence: those of the generation configuration, or else the tokenizer's."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return ()
-    return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+def _end_ids(name: str, generation_config: Any, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """Every token that ends a sequence: those of the generation configuration, and the tokenizer's own."""
+    named = getattr(generation_config, "eos_token_id", None)
+    named = [*(named if isinstance(named, list | tuple) else [named]), tokenizer.eos_token_id]
+    known = [one for one in named if type(one) is int and 0 <= one < vocab_size]
+    if unknown := [one for one in named if one is not None and one not in known]:
+        told = ", ".join(map(repr, unknown))
+        log.warning("%s: end tokens %s are not among the ids 0 to %d, and are left out", name, told, vocab_size - 1)
+    return tuple(sorted(set(known)))

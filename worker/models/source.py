@@ -1,4 +1,7 @@
-"""Where a model's files lie, what they say of it, and whether it can be served; nothing of its weights."""
+"""Where a model's files lie, what they say of it, and whether it can be served; nothing of its weights.
+
+`reading` is the boundary around files that others wrote: whatever reading them raises is one sentence for the user.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from speclen.worker.models.naming import ModelError, Shape, find_place
 from speclen.worker.models.widen import count_parameters
 
+# Families whose attention goes through transformers' AttentionInterface, although their classes do not say so.
+UNDECLARED = {"biogpt", "stablelm"}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a named model is: its directory or hub id, its configuration, and the shape it is to be widened to."""
+    """Where a named model is: its directory or hub id, its configuration, and the shape it is to be widened to.
+
+    text_config: of the language model alone, where others stand beside it; else config itself.
+    """
 
     name: str
     place: str
     shape: Shape | None
     config: Any
-
-    @property
-    def text_config(self) -> Any:
-        return self.config.get_text_config()
+    text_config: Any
 
     @property
     def num_parameters(self) -> int:
         """Computed from the configuration without allocating anything."""
-        with one_sentence(self.name, "its configuration cannot be used"):
-            if self.shape is not None:
-                return count_parameters(self.config, self.shape)
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(self.config).num_parameters()
+        with reading(self.name, "its configuration (config.json) cannot be used"), torch.device("meta"):
+            number: int = AutoModelForCausalLM.from_config(self.config).num_parameters()
+        if self.shape is None:
+            return number
+        try:
+            return count_parameters(self.config, self.shape)
+        except ValueError as error:
+            raise ModelError(f"{self.name}: {error}") from None
 
     @property
     def max_context_length(self) -> int:
@@ -54,9 +62,18 @@ class ModelSource:
 def locate(name: str) -> ModelSource:
     """Find the model's files and read its configuration."""
     place, shape = find_place(name)
-    with one_sentence(name, "its configuration cannot be read"):
+    with reading(name, "its configuration (config.json) cannot be read"):
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    return ModelSource(name, place, shape, config)
+        return ModelSource(name, place, shape, config, config.get_text_config())
+
+
+def read_generation_config(source: ModelSource) -> Any:
+    """Defaults for generation, of which the end tokens matter here; taken from config.json where they have no file."""
+    with reading(source.name, "its generation_config.json cannot be read"):
+        optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        if cached_file(source.place, "generation_config.json", **optional) is None:
+            return GenerationConfig.from_model_config(source.config)
+        return GenerationConfig.from_pretrained(source.place)
 
 
 def refuse_unsuitable(source: ModelSource) -> None:
@@ -75,7 +92,7 @@ def refuse_unsuitable(source: ModelSource) -> None:
         raise ModelError(
             f"{source.name}: {kind} keeps a recurrent state, which cannot be rolled back to the last accepted token"
         )
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if not getattr(model_class, "_supports_attention_backend", False) and kind not in UNDECLARED:
         raise ModelError(
             f"{source.name}: {kind} computes attention in its own code, so rows of different lengths would be wrong"
         )
@@ -91,17 +108,26 @@ def refuse_latent_attention(config: Any, name: str) -> None:
 
 
 @contextmanager
-def one_sentence(name: str, what: str) -> Iterator[None]:
-    """Turn whatever transformers, the hub or the file system raise into one ModelError, quietly."""
+def reading(name: str, problem: str) -> Iterator[None]:
+    """Turn whatever libraries raise while they read a model's files into one ModelError, quietly.
+
+    For calls into libraries alone: they raise every kind of exception for a file that is damaged or too new. problem: as
+    in "its weights cannot be read", with the file's name.
+    """
     try:
         with quiet_transformers(), _without_progress_bars():
             yield
     except ModelError:
         raise
-    except torch.OutOfMemoryError:
-        raise ModelError(f"{name}: {what}: out of memory; use a smaller model or --dtype bfloat16") from None
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, HFValidationError) as error:
-        raise ModelError(f"{name}: {what}: {_reason(error)}") from error
+    except (torch.OutOfMemoryError, MemoryError):
+        raise out_of_memory(name, problem) from None
+    except Exception as error:
+        raise ModelError(f"{name}: {problem}: {_reason(error)}") from error
+
+
+def out_of_memory(name: str, problem: str) -> ModelError:
+    """An error that tells how to need less."""
+    return ModelError(f"{name}: {problem}: out of memory; use a smaller model or --dtype bfloat16")
 
 
 @contextmanager
@@ -127,11 +153,16 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of an error, without addresses, at most 200 characters."""
-    text = str(error).strip() or type(error).__name__
+    """The first line of an error, without addresses, at most 200 characters; with its kind if that is not told by it."""
+    text = str(error).strip()
+    if not text or not isinstance(error, OSError | ValueError | RuntimeError | ImportError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
     if _is_offline() and re.search(r"cached files|internet|offline|connect", text, re.IGNORECASE):
         return "it is neither a local directory nor in the hub's cache, and HF_HUB_OFFLINE is set"
-    first_line = re.sub(r"https?://\S+", "the hub", text.splitlines()[0])
+    first, *others = [line.strip() for line in text.splitlines()]
+    if others and first.endswith(":"):
+        first = f"{first} {others[0]}"
+    first_line = re.sub(r"https?://\S+", "the hub", first)
     return first_line if len(first_line) <= 200 else first_line[:197] + "..."
 
 

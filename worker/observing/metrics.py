@@ -70,7 +70,6 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         load, control = self._engine.load(), self._control
-        accepted_runs = tuple(control.accepted_runs)  # the engine counts on meanwhile: one moment for both below
         yield gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
         yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting + self._num_at_entrance())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
@@ -78,10 +77,12 @@ class EngineCollector:
         yield counter("prefix_cache_queries", "Prompt tokens that were looked up", load.num_looked_up_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens that were remembered and not fed", load.num_reused_tokens)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
-        yield counter("spec_decode_num_drafts", "Rows that had draft tokens verified", sum(accepted_runs))
-        yield counter("spec_decode_num_draft_tokens", "Tokens drafted", load.num_draft_tokens)
-        yield counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted", load.num_accepted_tokens)
-        yield per_position(accepted_runs)
+        yield counter("spec_decode_num_drafts", "Proposals verified, one a row and step", load.num_drafts)
+        yield counter(
+            "spec_decode_num_draft_tokens", "Tokens proposed, by a draft model or copied", load.num_draft_tokens
+        )
+        yield counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted", load.num_accepted_tokens)
+        yield per_position(load.num_accepted_by_position)
         yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
         yield counter("decode_steps", "Decoding steps", load.num_steps)
         yield counter("decode_step_seconds", "Wall time of decoding steps, all that belongs to them", control.step_s)
@@ -108,13 +109,12 @@ def counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"speclen_{name}", text, value=value)
 
 
-def per_position(accepted_runs: Sequence[int]) -> Metric:
-    """accepted_runs[j]: rows whose accepted run was exactly j."""
+def per_position(num_accepted: Sequence[int]) -> Metric:
     family = CounterMetricFamily(
-        "speclen_spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position", labels=["position"]
+        "speclen_spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by position", labels=["position"]
     )
-    for position in range(1, len(accepted_runs)):
-        family.add_metric([str(position - 1)], sum(accepted_runs[position:]))
+    for position, number in enumerate(num_accepted):
+        family.add_metric([str(position)], number)
     return family
 
 

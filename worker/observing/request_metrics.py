@@ -11,10 +11,12 @@ from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
     FinishReason,
+    OverloadedError,
     QueueFullError,
     RequestFailedError,
     SequenceOutput,
     SlowReaderError,
+    UnauthenticatedError,
 )
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
@@ -24,7 +26,9 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 # Why a request ends with an error, in words of the page. Anything else is a fault of ours.
 REASONS: dict[type[Exception], str] = {
     ValueError: "invalid",
+    UnauthenticatedError: "unauthenticated",
     QueueFullError: "queue_full",
+    OverloadedError: "overloaded",
     SlowReaderError: "slow_reader",
     DrainingError: "draining",
     EngineFailedError: "engine_failed",
@@ -55,7 +59,7 @@ class RequestMetrics:
         self.time_to_first_token = seconds("time_to_first_token", "From arrival to the first token", registry)
         self.step_gap = seconds("inter_token_latency", "Between two steps that gave tokens", registry, STEP_BUCKETS)
         self.token_time = seconds(
-            "request_time_per_output_token", "Mean time between tokens of a request", registry, STEP_BUCKETS
+            "request_time_per_output_token", "Mean time between tokens of a request's sequences", registry, STEP_BUCKETS
         )
         self.e2e_latency = seconds("e2e_request_latency", "From arrival to the last token", registry)
         self.queue_time = seconds("request_queue_time", "From arrival to a row", registry)
@@ -82,10 +86,12 @@ class RequestTimeline:
         self._metrics = metrics
         self._num_unfinished = num_sequences
         self._num_tokens = 0
+        self._between_s, self._num_between = 0.0, 0  # from first to last tokens of sequences that have ended
         self._arrived_at = arrived_at
         self._admitted_at: float | None = None
         self._first_token_at: float | None = None
-        self._newest_at: dict[int, float] = {}  # by sequence, of its newest tokens
+        self._begun_at: dict[int, float] = {}  # by sequence, of its first token
+        self._newest_at: dict[int, float] = {}  # and of its newest ones
 
     def saw(self, output: SequenceOutput) -> None:
         """Take note of every output of the request, in order."""
@@ -103,6 +109,7 @@ class RequestTimeline:
         if self._first_token_at is None:
             self._first_token_at, self._admitted_at = output.made_at, output.admitted_at
             self._metrics.time_to_first_token.observe(output.made_at - self._arrived_at)
+        self._begun_at.setdefault(output.index, output.made_at)
         before = self._newest_at.get(output.index)
         if before is None or output.token_ids:
             self._newest_at[output.index] = output.made_at
@@ -113,6 +120,9 @@ class RequestTimeline:
         assert output.finish_reason is not None
         self._metrics.success.labels(output.finish_reason.value).inc()
         self._num_tokens += output.num_completion_tokens
+        if output.num_completion_tokens > 1:
+            self._between_s += output.made_at - self._begun_at[output.index]
+            self._num_between += output.num_completion_tokens - 1
         self._num_unfinished -= 1
         if not self._num_unfinished:
             self._all_ended(output.num_prompt_tokens, output.made_at)
@@ -127,8 +137,8 @@ class RequestTimeline:
         metrics.prefill_time.observe(self._first_token_at - self._admitted_at)
         metrics.decode_time.observe(ended_at - self._first_token_at)
         metrics.inference_time.observe(ended_at - self._admitted_at)
-        if self._num_tokens > 1:
-            metrics.token_time.observe((ended_at - self._first_token_at) / (self._num_tokens - 1))
+        if self._num_between:
+            metrics.token_time.observe(self._between_s / self._num_between)
         metrics.num_prompt_tokens.observe(num_prompt_tokens)
         metrics.num_generation_tokens.observe(self._num_tokens)
 

@@ -87,7 +87,6 @@ class Profiler:
             config = EngineConfig(
                 max_batch_size=largest,
                 max_speculation_length=self.settings.lengths[-1],
-                max_waiting=largest,
                 backend=self.settings.backend,
                 check_models=self.settings.check_models,
             )

@@ -56,9 +56,10 @@ def fit_settings(pair: ModelPair, settings: ProfileSettings) -> ProfileSettings:
     check_ascending("lengths", settings.lengths, 0)
     if pair.draft is None and settings.lengths != (0,):
         raise ValueError("lengths over 0 need a draft; without one only length 0 can be profiled")
-    room = pair.max_context_length - 4 * (settings.lengths[-1] + 1)
+    context = pair.draft_context_length or pair.max_context_length
+    room = context - 4 * (settings.lengths[-1] + 1)
     if room < 2:
-        raise ValueError(f"length {settings.lengths[-1]} does not fit in a context of {pair.max_context_length} tokens")
+        raise ValueError(f"length {settings.lengths[-1]} does not fit in a context of {context} tokens")
     prompts = sorted({min(tokens, room // 2) for tokens in settings.prompt_tokens})
     return replace(settings, prompt_tokens=tuple(prompts))
 

@@ -71,6 +71,9 @@ class ControlSettings:
 NEWEST_EPOCH = "speclen-newest-epoch"
 # Between two messages, however long a window is: a controller ends streams after 30 s of silence.
 LONGEST_PAUSE_S = 10.0
+MAX_PROBES = (
+    16  # that wait for a step: nobody takes them while all steps feed prompts. A controller sends one at a time
+)
 MAX_WINDOW_S = 60.0  # of steps that a controller may ask for at once
 
 
@@ -151,11 +154,9 @@ class ControlClient:
         self.controller: pb.ServerIdentity | None = None  # whose it was that answered last
         self.num_refused = 0
         self.window_s = 0.0  # steps of so long are added up before they are sent; 0: every step is sent by itself
-        # accepted_runs[j]: rows that had draft tokens and whose accepted run was exactly j, since the start.
-        self.accepted_runs = [0] * (card.max_speculation_length + 1)
         self.step_s = 0.0  # wall time of all steps
         self._steady = SteadyDrafts()
-        self._incoming: deque[PendingProbe] = deque()  # event loop to engine
+        self._incoming: deque[PendingProbe] = deque(maxlen=MAX_PROBES)  # event loop to engine; the newest ones
         self._probes: list[PendingProbe] = []  # the engine's own
         self._begun: PendingProbe | None = None  # one of them, of which steps are left
         self._last_answer = 0.0
@@ -185,10 +186,6 @@ class ControlClient:
     def report(self, choice: LengthChoice, result: StepResult) -> None:
         self.buffer.append(choice, result)
         self.step_s += result.latency_s
-        if result.speculation_length:
-            for run, num_rows in enumerate(result.accepted_histogram):
-                self.accepted_runs[run] += num_rows
-            self.accepted_runs[0] -= result.num_idle_rows
 
     def _take_probe(self, batch_size: int, begun: PendingProbe | None) -> PendingProbe | None:
         """The probe that was begun, or else the first live one for the batch size, removed: a probe is used once."""

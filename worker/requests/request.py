@@ -144,6 +144,14 @@ class QueueFullError(Exception):
     """The waiting queue is at its bound: try again later."""
 
 
+class OverloadedError(Exception):
+    """Too much is being sent to the worker at once: try again later."""
+
+
+class UnauthenticatedError(Exception):
+    """The caller has not proved who it is."""
+
+
 class SlowReaderError(Exception):
     """The client does not take what is sent to it."""
 

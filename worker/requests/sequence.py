@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +38,8 @@ class SequenceState:
 
     tokens: prompt and output. target_length, draft_length: how many of them, from the first on, have keys and values in
     the models' pools. row: of the pools, -1 while it has none; the scheduler sets it. limit: tokens it may hold at most,
-    prompt included. may_draft: False for rows that opted out. fixed_length: the request's own speculation length, None
-    where the table decides; then alone it may copy from itself. shared: None when n is 1.
+    prompt included. draft_context_length: tokens up to which a draft can propose, 0 without one. fixed_length: the request's
+    own speculation length, None where the table decides; then alone it may copy from itself. shared: None when n is 1.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SequenceState:
         decode: Decode,
         eos_token_ids: tuple[int, ...],
         max_context_length: int,
-        may_draft: bool,
+        draft_context_length: int,
         shared: SharedPrompt | None = None,
     ) -> None:
         sampling = request.sampling
@@ -64,7 +64,7 @@ class SequenceState:
         self.limit = min(self.num_prompt_tokens + sampling.max_tokens, max_context_length)
         self.fixed_length = request.fixed_length
         self.request_class = sampling.request_class
-        self.may_draft = may_draft and request.fixed_length != 0
+        self._drafts_below = draft_context_length if request.fixed_length != 0 else 0
         self.may_copy = request.fixed_length is None
         self.copy_index: CopyIndex | None = None  # made when a plan first copies
         self.past_reader: PastReader | None = None  # likewise, where rows copy from past outputs
@@ -76,6 +76,7 @@ class SequenceState:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.finished = False
+        self.failed = False  # by an error that is not the caller's: what its row holds may be damaged
         self.admitted_at: float | None = None  # by time.monotonic, when it got its row
         self.sampling = RowSampling()  # its own is made when it gets its row
         # A grammar allows the end token last, or where nothing else may follow: whatever is ignored, that is the end.
@@ -88,6 +89,20 @@ class SequenceState:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def may_draft(self) -> bool:
+        """True if a draft may propose its next tokens; False for ever once it is too long for the draft."""
+        return len(self.tokens) < self._drafts_below
+
+    @property
+    def may_propose(self) -> bool:
+        """True if anything may be proposed for it, by a draft or from its own text."""
+        return self.may_draft or self.may_copy
+
+    def go_on_plainly(self) -> None:
+        """Let nothing be proposed for it from now on."""
+        self._drafts_below, self.may_copy, self.copy_index, self.past_reader = 0, False, None, None
 
     @property
     def num_left(self) -> int:
@@ -138,6 +153,7 @@ class SequenceState:
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
         self.finished = True
+        self.failed = error is not None
         try:
             text = self._rest()
         except Exception:
@@ -219,23 +235,21 @@ def make_sequences(
     decode: Decode,
     eos_token_ids: tuple[int, ...],
     max_context_length: int,
-    may_draft: bool,
-) -> list[SequenceState]:
-    """The n sequences of a request. decode: ids to text; may_draft: whether there is a draft."""
+    draft_context_length: int,
+) -> Iterator[SequenceState]:
+    """The n sequences of a request, made one by one. decode: ids to text."""
     shared = SharedPrompt() if request.sampling.n > 1 else None
-    return [
-        SequenceState(
+    for index in range(request.sampling.n):
+        yield SequenceState(
             request,
             index,
             on_output,
             decode=decode,
             eos_token_ids=eos_token_ids,
             max_context_length=max_context_length,
-            may_draft=may_draft,
+            draft_context_length=draft_context_length,
             shared=shared,
         )
-        for index in range(request.sampling.n)
-    ]
 
 
 def make_row_sampling(

@@ -58,7 +58,8 @@ class HostRule:
         if not self._rows.any_samples:
             return logits.argmax(-1)
         ahead = np.full(len(rows), num_drafted) + (0 if self._num_copied is None else self._num_copied[rows])
-        ids = self._choose(logits, rows, ahead)
+        logits, likeliest, _ = _usable(logits)
+        ids = self._choose(logits, likeliest, rows, ahead)
         if self._rows.any_draws:
             (drawing,) = np.nonzero(self._rows.draws[rows])
             uniform = self._uniform(len(drawing))
@@ -73,9 +74,10 @@ class HostRule:
         if self._rows.any_samples:
             num_proposed = np.full(len(proposed), proposed.shape[1])
             return self.verify(logits.reshape(-1, logits.shape[-1]), *places_of(num_proposed), proposed, num_proposed)
-        chosen = logits.argmax(-1)
+        _, likeliest, broken = _usable(logits.reshape(-1, logits.shape[-1]))
+        chosen = likeliest.reshape(logits.shape[0], logits.shape[1])
         accepted = num_matching(proposed, chosen) if proposed.shape[1] else np.zeros(len(proposed), np.int64)
-        return accepted, chosen
+        return _cut(accepted, *np.divmod(broken, chosen.shape[1])), chosen
 
     def verify(
         self, logits: np.ndarray, rows: np.ndarray, columns: np.ndarray, proposed: np.ndarray, num_proposed: np.ndarray
@@ -85,8 +87,9 @@ class HostRule:
         logits: [n, vocab], row after row: what follows columns[i] of the proposed tokens [b, k] of rows[i]; row r proposes
         the first num_proposed[r] of them.
         """
+        logits, likeliest, broken = _usable(logits)
         tokens = np.zeros((len(proposed), proposed.shape[1] + 1), np.int64)
-        tokens[rows, columns] = self._choose(logits, rows, columns)
+        tokens[rows, columns] = self._choose(logits, likeliest, rows, columns)
         num_accepted = num_matching(proposed, tokens, num_proposed)
         if self._rows.any_draws:
             shares = self._uniform(len(rows))
@@ -96,11 +99,13 @@ class HostRule:
                 num_accepted[row], following = self._accept(row, logits[mine], proposed[row], shares[mine])
                 tokens[row, : num_accepted[row]] = proposed[row, : num_accepted[row]]
                 tokens[row, num_accepted[row]] = following
-        return num_accepted, tokens
+        return _cut(num_accepted, rows[broken], columns[broken]), tokens
 
-    def _choose(self, logits: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-        """The largest logit, or for rows with seeds what wins the race; of rows that draw the first, too."""
-        ids = logits.argmax(-1)
+    def _choose(self, logits: np.ndarray, ids: np.ndarray, rows: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+        """The largest logit, or for rows with seeds what wins the race; of rows that draw the first, too.
+
+        ids: [n], of the largest logits, written over.
+        """
         if self._rows.any_races:
             (racing,) = np.nonzero(self._rows.races[rows])
             if len(racing):
@@ -182,6 +187,25 @@ def places_of(num_proposed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     counts = num_proposed + 1
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - (counts.cumsum() - counts)[rows]
+
+
+def _usable(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits [n, vocab], the ids [n] of their largest ones, and the indices of those whose largest is NaN or infinite.
+
+    These are all equal then: what is drafted from them is judged like any draft, and what the target chooses is cut.
+    """
+    likeliest = logits.argmax(-1)  # NaN counts as the largest
+    (broken,) = np.nonzero(~np.isfinite(logits[np.arange(len(logits)), likeliest]))
+    if len(broken):
+        logits = logits.copy()
+        logits[broken] = 0.0
+    return logits, likeliest, broken
+
+
+def _cut(num_accepted: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """As `verification.cut_at_broken`, by the places of what cannot be used."""
+    np.minimum.at(num_accepted, rows, columns - 1)
+    return num_accepted
 
 
 def on_host(logits: torch.Tensor) -> np.ndarray:

@@ -13,7 +13,14 @@ from speclen.worker.sampling import noise
 from speclen.worker.sampling.grammar import GrammarState, StepGrammars
 from speclen.worker.sampling.host import HostSettings
 from speclen.worker.sampling.logits import LogitEdits, RowEdits
-from speclen.worker.sampling.verification import accept_matching, choose, distribution, most_likely, verify
+from speclen.worker.sampling.verification import (
+    accept_matching,
+    choose,
+    cut_at_broken,
+    distribution,
+    most_likely,
+    verify,
+)
 
 
 @dataclass(slots=True)
@@ -56,6 +63,7 @@ class TokenRule(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Accepted lengths [rows], and tokens [rows, k + 1] of which row r's first accepted + 1 are its output.
 
+        The length is -1 for a row that gets no token, since its logits are NaN or infinite: see `cut_at_broken`.
         logits: [rows, k + 1, vocab] of the target; draft_ids: [rows, k]; caps: [rows] or None for k.
         """
 
@@ -73,7 +81,7 @@ class GreedyRule:
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         target_ids = self._most_likely(logits, draft_ids, 0, caps)
-        return accept_matching(draft_ids, target_ids, caps), target_ids
+        return cut_at_broken(accept_matching(draft_ids, target_ids, caps), logits), target_ids
 
     def _most_likely(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int, caps: torch.Tensor | None = None
@@ -164,7 +172,12 @@ class SamplingRule:
     def decide(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        probs = self._probs(logits, draft_ids, 0, caps)
+        num_accepted, tokens = self._decide(self._probs(logits, draft_ids, 0, caps), draft_ids, caps)
+        return cut_at_broken(num_accepted, logits), tokens
+
+    def _decide(
+        self, probs: torch.Tensor, draft_ids: torch.Tensor, caps: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.batch.all_matching:
             return self._match(probs, draft_ids, caps)
         num_accepted, following = verify(probs, self._drafted(probs, draft_ids), draft_ids, caps, self.generator)

@@ -28,12 +28,15 @@ def distribution(
     logits: [rows, columns, vocab]; the others: [rows]. Temperature 0 puts everything on the most likely token. Then the
     temperature, then the k most likely tokens (0: all), of these the fewest that reach top_p (the one that reaches it
     included), of these the ones at least min_p times as likely as the most likely one. Ties go to the lower token id.
+    Where the largest logit is NaN or infinite, that counts as temperature 0.
     """
     logits = logits.float()
     greedy = (temperature == 0)[:, None, None]
     # Below 1e-6 the division could overflow, and nothing but the most likely token is left anyway.
     scale = torch.where(greedy, 1.0, temperature[:, None, None].clamp_min(1e-6))
-    logits = (logits - logits.amax(-1, keepdim=True)) / scale
+    largest = logits.amax(-1, keepdim=True)
+    greedy = greedy | ~torch.isfinite(largest)
+    logits = (logits - largest) / scale
     if top_k is not None or top_p is not None:
         logits = _keep_most_likely(logits, top_k, top_p)
     if min_p is not None:
@@ -100,6 +103,15 @@ def num_matching(draft_ids: np.ndarray, target_ids: np.ndarray, caps: np.ndarray
     if caps is not None:
         agree &= np.arange(agree.shape[1]) < caps[:, None]
     return np.logical_and.accumulate(agree, axis=1).sum(axis=1)
+
+
+def cut_at_broken(num_accepted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Accepted lengths [rows] cut to where the logits [rows, k + 1, vocab] are usable; -1 where none of a row's are.
+
+    Usable: their largest is a finite number. NaN counts as the largest.
+    """
+    num_usable = torch.isfinite(logits.amax(-1)).cumprod(dim=1).sum(dim=1)
+    return torch.minimum(num_accepted, num_usable - 1)
 
 
 def acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,9 @@ class Aside:
     def num_waiting(self) -> int:
         return self._turnstile.num_waiting
 
+    def expected_wait_s(self, caller: str) -> float:
+        return self._turnstile.expected_wait_s(caller)
+
     async def do(self, caller: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """What the function gives. Raises what it raises, and QueueFullError when too many wait."""
         async with self._turnstile.turn(caller):

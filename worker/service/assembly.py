@@ -109,7 +109,6 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
         max_speculation_length=config.max_length if pair.draft is not None else 0,
         max_copied_tokens=max_copied(config),
         max_shared_tokens=config.max_shared_tokens,
-        max_waiting=config.max_waiting + config.max_batch_size,  # the queue's bound is kept by the service
         max_kv_tokens=config.max_kv_tokens or None,
         max_cached_tokens=config.max_cached_tokens,
         backend=config.backend,

@@ -11,17 +11,15 @@ import contextlib
 import copy
 import functools
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from speclen.worker.engine.engine import Engine
-from speclen.worker.observing.request_metrics import RequestMetrics, RequestTimeline
+from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.observing.tracing import Origin, Tracing, Untraced
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
-    FinishReason,
     GenerationRequest,
     GrammarFailedError,
     RequestFailedError,
@@ -30,35 +28,12 @@ from speclen.worker.requests.request import (
 )
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import OutputRelay, OutputStream
-from speclen.worker.service.turnstile import Places
+from speclen.worker.service.run import Run
 
 FAILURE_GRACE_S = 0.3  # for the last errors to reach their clients when the worker has failed
 LOOK_S = 0.01  # between two looks whether a request has ended
 # Tokens of one message: with twenty log probabilities each some 200 kB, which a client that reads takes in time.
 MOST_AT_ONCE = 128
-
-
-class Run:
-    """One request from its place in the queue to its end."""
-
-    def __init__(self, request: GenerationRequest, timeline: RequestTimeline, trace: Untraced) -> None:
-        self.request = request
-        self.timeline = timeline
-        self.trace = trace
-        self.ended = asyncio.Event()
-        self.places: Places | None = None  # while it is inside
-        self._num_unfinished = request.sampling.n
-
-    def saw(self, output: SequenceOutput) -> None:
-        """Take note of every output of the request, in order."""
-        self.timeline.saw(output)
-        self.trace.saw(output)
-        if output.finish_reason is not None:
-            self._num_unfinished -= 1
-            if self.places is not None:
-                self.places.give_back()
-        if not self._num_unfinished:
-            self.ended.set()
 
 
 class AsyncEngine:
@@ -83,7 +58,7 @@ class AsyncEngine:
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
         self._unread_timeout_s = unread_timeout_s
         self._open: dict[str, OutputStream] = {}  # by id of what is being answered
-        self._waiting: dict[str, tuple[Run, OutputStream]] = {}  # by id, requests whose turn has not come
+        self._runs: dict[str, Run] = {}  # by id of the request
         self._refusal: Exception | None = None  # of whatever comes
         self._engine_ends = False  # nobody waits for it
 
@@ -122,12 +97,8 @@ class AsyncEngine:
 
         One that is still made of its text, or whose grammar is tried, ends as soon as that is done.
         """
-        if self.engine.abort(request_id):
-            return True
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            put_aborted(waiting[0].request, waiting[1])
-            return True
+        if request_id in self._runs:
+            return self.engine.abort(request_id) | self._runs[request_id].abort_outside()
         being_made = self._open.get(request_id)
         if being_made is None or being_made.begun:
             return False
@@ -172,14 +143,16 @@ class AsyncEngine:
     ) -> AsyncIterator[AsyncIterator[Sequence[SequenceOutput]]]:
         """Run requests for the length of the block, each from its turn on. The value: their outputs, until all have ended.
 
-        arrived_at: by time.monotonic. on_submit: called whenever one goes to the engine. patience_s: after which the
-        caller gives up. The block begins as soon as all have a place in the queue. Raises ValueError naming the field,
-        QueueFullError, or the stream's failure; while outputs are read, these and RequestFailedError.
+        arrived_at: by time.monotonic. on_submit: called when the first sequence of a request goes to the engine.
+        patience_s: after which the caller gives up. The block begins as soon as all have a place in the queue. Raises
+        ValueError naming the field, QueueFullError, or the stream's failure; while outputs are read, these and
+        RequestFailedError.
         """
         for one in requests:
             self.engine.check(one)
-        runs = {one.request_id: self._noted(one, arrived_at, origin) for one in requests}
-        tasks = [asyncio.create_task(self._run(run, stream, caller, on_submit, patience_s)) for run in runs.values()]
+        runs = {one.request_id: self._noted(one, stream, arrived_at, origin) for one in requests}
+        stream.on_output = lambda output: runs[output.request_id].saw(output)
+        tasks = [asyncio.create_task(self._run(run, caller, on_submit, patience_s)) for run in runs.values()]
         try:
             await asyncio.sleep(
                 0
@@ -189,52 +162,54 @@ class AsyncEngine:
             yield self._outputs(stream, runs)
         finally:
             # Reached early when the client went away or its deadline passed.
-            stream.ending = True
+            stream.ending, stream.on_output = True, None
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _noted(self, request: GenerationRequest, arrived_at: float, origin: Origin) -> Run:
+    def _noted(self, request: GenerationRequest, stream: OutputStream, arrived_at: float, origin: Origin) -> Run:
         trace = Untraced() if self._tracing is None else self._tracing.request(request, origin, arrived_at)
-        return Run(request, self.metrics.timeline(request.sampling.n, arrived_at), trace)
+        timeline = self.metrics.timeline(request.sampling.n, arrived_at)
+        return Run(request, stream, timeline, trace, self.entrance.turnstile.leave)
 
-    async def _run(
-        self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
-    ) -> None:
-        """Wait for the turn, then keep it until the request has ended; what goes wrong is the stream's failure."""
-        stream.begun = True
+    async def _run(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
+        """Bring the request to its end; what goes wrong is the stream's failure."""
+        run.stream.begun = True
         try:
-            if stream.aborted:
-                put_aborted(run.request, stream)
+            if run.stream.aborted:
+                run.abort_outside()
             else:
-                await self._serve(run, stream, caller, on_submit, patience_s)
-            await run.ended.wait()
+                await self._serve(run, caller, on_submit, patience_s)
         except Exception as error:
-            stream.fail(error)
+            run.stream.fail(error)
             run.trace.end(error)
         finally:
             run.timeline.abandon()
             run.trace.end()
 
-    async def _serve(
-        self, run: Run, stream: OutputStream, caller: str, on_submit: Callable[[], None], patience_s: float
-    ) -> None:
-        """Wait for the turn, and keep it until the engine is done with the request, or somebody aborts it before."""
-        request_id = run.request.request_id
-        if request_id in self._waiting:  # over HTTP a request's name is not its caller's
-            raise ValueError(f"request_id {request_id!r} is already waiting: choose another")
-        self._waiting[request_id] = run, stream
+    async def _serve(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
+        """Let one sequence in after the other, each in its turn, until the engine is done with all or somebody aborts."""
+        request_id, turnstile = run.request.request_id, self.entrance.turnstile
+        if request_id in self._runs:  # over HTTP a request's name is not its caller's
+            raise ValueError(f"request_id {request_id!r} is already running: choose another")
+        self._runs[request_id] = run
         try:
-            async with self.entrance.turnstile.turn(caller, patience_s, run.request.sampling.n) as run.places:
-                if self._waiting.pop(request_id, None) is not None:  # else it was aborted
-                    self.engine.submit(run.request, functools.partial(self._relay.put, stream))
-                    try:
-                        on_submit()
-                        await run.ended.wait()
-                    finally:
-                        await self._until_let_go(request_id)
+            for sequence in self.engine.sequences(run.request, functools.partial(self._relay.put, run.stream)):
+                entered_at = await turnstile.enter(caller, patience_s, begun=sequence.index > 0)
+                if not run.num_outside:  # it was aborted
+                    turnstile.leave(entered_at)
+                    break
+                run.enter(entered_at)
+                self.engine.take([sequence])
+                if not sequence.index:
+                    on_submit()
+            await run.ended.wait()
         finally:
-            self._waiting.pop(request_id, None)
+            try:
+                await self._until_let_go(request_id)
+            finally:
+                run.leave()
+                del self._runs[request_id]
 
     async def _until_let_go(self, request_id: str) -> None:
         """Until the engine has ended the request, its id and its place are taken: nobody else may have the turn."""
@@ -242,10 +217,8 @@ class AsyncEngine:
             await asyncio.sleep(LOOK_S)
 
     async def _outputs(self, stream: OutputStream, runs: dict[str, Run]) -> AsyncIterator[Sequence[SequenceOutput]]:
-        while not all(run.ended.is_set() for run in runs.values()):
+        while stream.waiting or not all(run.ended.is_set() for run in runs.values()):
             outputs = await stream.next()
-            for output in outputs:
-                runs[output.request_id].saw(output)
             failed = [output for output in outputs if output.error is not None]
             told = [output for output in outputs if output.error is None] + [
                 replace(output, finish_reason=None, error=None) for output in failed if output.token_ids
@@ -289,19 +262,6 @@ def in_parts(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOut
         if num_tokens >= MOST_AT_ONCE or at == len(outputs):
             yield outputs[begin:at]
             begin, num_tokens = at, 0
-
-
-def put_aborted(request: GenerationRequest, stream: OutputStream) -> None:
-    """The end of a request that never came to the engine."""
-    for index in range(request.sampling.n):
-        stream.put(
-            SequenceOutput(
-                *(request.request_id, index, (), ""),
-                finish_reason=FinishReason.ABORT,
-                num_prompt_tokens=len(request.prompt_ids),
-                made_at=time.monotonic(),
-            )
-        )
 
 
 def error_of(output: SequenceOutput) -> Exception:

@@ -29,8 +29,15 @@ class Entrance:
     @property
     def num_waiting(self) -> int:
         """Requests that wait here."""
-        stages = self.templates, self.encoder, self.grammars, self.turnstile
-        return sum(stage.num_waiting for stage in stages)
+        return sum(stage.num_waiting for stage in self._stages)
+
+    def expected_wait_s(self, caller: str) -> float:
+        """Seconds until one more request of the caller would have passed everything at which requests wait."""
+        return sum(stage.expected_wait_s(caller) for stage in self._stages)
+
+    @property
+    def _stages(self) -> tuple[Aside, TextEncoder, Grammars, Turnstile]:
+        return self.templates, self.encoder, self.grammars, self.turnstile
 
     def close(self) -> None:
         self.templates.close()

@@ -68,6 +68,9 @@ class Grammars:
     def num_waiting(self) -> int:
         return self._turnstile.num_waiting
 
+    def expected_wait_s(self, caller: str) -> float:
+        return self._turnstile.expected_wait_s(caller)
+
     async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
         """Raises ValueError with one sentence when it cannot be served, QueueFullError when too many new ones wait."""
         if wanted not in self._prepared:

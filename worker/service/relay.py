@@ -28,6 +28,8 @@ class OutputStream:
     begun: whether its requests have their place in the queue; aborted: whether they were to end before that; ending: whether
     nobody waits for them any more.
 
+    on_output: called with every output as it arrives, whether or not anybody reads.
+
     task: of the caller, which is cancelled when it gives up; its prompt or grammar may have to be finished before it ends.
     until_end: what comes between the first tokens and the end of a sequence may wait for that. num_tokens: in `waiting`.
     on_overflow: called when they are more than MAX_WAITING_TOKENS.
@@ -42,6 +44,7 @@ class OutputStream:
     begun: bool = False
     aborted: bool = False
     ending: bool = False
+    on_output: Callable[[SequenceOutput], None] | None = None
     on_overflow: Callable[[], None] | None = None
 
     @property
@@ -52,6 +55,8 @@ class OutputStream:
     def put(self, output: SequenceOutput) -> None:
         self.waiting.append(output)
         self.num_tokens += len(output.token_ids)
+        if self.on_output is not None:
+            self.on_output(output)
         if not self.until_end or is_urgent(output):
             self.arrived.set()
         if self.num_tokens > MAX_WAITING_TOKENS and self.on_overflow is not None:

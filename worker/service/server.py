@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from speclen.transport.address import check_exposure
-from speclen.transport.aio import prepare_aio
+from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.transport.probes import probed
 from speclen.transport.stopping import stop_event
@@ -48,12 +48,11 @@ log = structlog.get_logger()
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a port shared in silence
+OPTIONS = [
+    *SERVER_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
 STREAM_INTERVAL_S = 0.02  # chunks of a stream are gathered for this long
 # The engine's thread takes the interpreter back from the event loop between any two operators. At the default of 5 ms
@@ -89,7 +88,7 @@ async def create_server(
     Raises OSError when the address cannot be bound, ValueError when certificates or token cannot be read.
     """
     prepare_aio()
-    server = aio.server(options=SERVER_OPTIONS, interceptors=security.interceptors())
+    server = aio.server(options=OPTIONS, interceptors=security.interceptors())
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -41,6 +41,9 @@ class TextEncoder:
         """Long texts that wait."""
         return self._aside.num_waiting
 
+    def expected_wait_s(self, caller: str) -> float:
+        return self._aside.expected_wait_s(caller)
+
     async def encode(
         self, text: str, caller: str, *, add_special_tokens: bool = True, any_length: bool = False
     ) -> list[int]:

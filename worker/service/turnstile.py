@@ -1,4 +1,4 @@
-"""Lets a bounded number of requests through at a time; the others wait, and their callers take turns."""
+"""The admission queue: a bounded number of sequences is inside, the others wait, and their callers take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar
 
 from speclen.worker.requests.request import QueueFullError
@@ -35,32 +34,16 @@ async def done_by(thread: Executor, function: Callable[..., Result], *arguments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A request that waits. come: done when it may come in, or when it is pushed out."""
+    """A request that waits. come: done when it may come in, or when it is pushed out. begun: it is inside already."""
 
     come: asyncio.Future[None]
-    num_places: int
-
-
-@dataclass(slots=True)
-class Places:
-    """Those that a request inside has."""
-
-    _leave: Callable[[int], None]
-    num_left: int
-
-    def give_back(self, num_places: int = 1) -> None:
-        """For the next ones, before the request has ended: of its sequences some end sooner."""
-        num_places = min(num_places, self.num_left)
-        if num_places:
-            self.num_left -= num_places
-            self._leave(num_places)
+    begun: bool
 
 
 class Turnstile:
-    """For one event loop. width: places inside. max_waiting: requests that wait for that at most.
+    """For one event loop. width: places inside. max_waiting: requests that wait for their first place at most.
 
-    A request takes as many places as it has sequences, and comes in as soon as one is free: so what is inside is less than
-    one request more than the width, and none is too large to come in.
+    A request of several sequences asks for a place for one after the other, so that others come in between.
 
     max_wait_s: a request that is expected to wait longer is refused at once, since whoever hears it early can go elsewhere;
     0: none is.
@@ -79,37 +62,45 @@ class Turnstile:
 
     @property
     def num_waiting(self) -> int:
-        """May be asked from any thread: a metrics page is."""
-        return sum(len(queue) for queue in list(self._waiting.values()))
+        """Requests of which nothing is inside yet. May be asked from any thread: a metrics page is."""
+        return sum(num_new(queue) for queue in list(self._waiting.values()))
 
     def expected_wait_s(self, caller: str) -> float:
         """How long one more request of a caller would wait if stays go on being as long (Little's law)."""
         if self._num_free > 0:
             return 0.0
         own = len(self._waiting.get(caller, ()))
-        before = [queue if name == caller else islice(queue, own + 1) for name, queue in self._waiting.items()]
-        ahead = sum(turn.num_places for queue in before for turn in queue)
-        return (ahead + 1 - self._num_free) * self._mean_stay_s / self._width
+        ahead = sum(len(queue) if name == caller else min(len(queue), own + 1) for name, queue in self._waiting.items())
+        return (ahead + 1) * self._mean_stay_s / self._width
 
     @contextlib.asynccontextmanager
-    async def turn(self, caller: str, patience_s: float = math.inf, num_places: int = 1) -> AsyncIterator[Places]:
-        """Wait for the turn, and be inside for the length of the block. The value: the places, to give back some earlier.
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait for the turn, and be inside for the length of the block. Raises QueueFullError."""
+        entered_at = await self.enter(caller)
+        try:
+            yield
+        finally:
+            self.leave(entered_at)
 
-        patience_s: after which the caller gives up. num_places: that the request takes. Raises QueueFullError, at once where
-        it would be in vain to wait.
+    async def enter(self, caller: str, patience_s: float = math.inf, begun: bool = False) -> float:
+        """Wait for the turn. The value is for `leave`, which frees the place.
+
+        patience_s: after which the caller gives up. begun: the request is inside with another sequence, so that this one
+        is neither refused nor pushed out. Raises QueueFullError, at once where it would be in vain to wait.
         """
         if self._num_free > 0:
-            self._num_free -= num_places
+            self._num_free -= 1
         else:
-            self._check_wait(caller, patience_s)
-            await self._wait(caller, num_places)
-        entered, places = time.monotonic(), Places(self._leave, num_places)
-        try:
-            yield places
-        finally:
-            stay_s = time.monotonic() - entered
-            self._mean_stay_s += (SMOOTHING if self._mean_stay_s else 1.0) * (stay_s - self._mean_stay_s)
-            places.give_back(places.num_left)
+            if not begun:
+                self._check_wait(caller, patience_s)
+            await self._wait(caller, begun)
+        return time.monotonic()
+
+    def leave(self, entered_at: float) -> None:
+        """Give the place to the next one."""
+        stay_s = time.monotonic() - entered_at
+        self._mean_stay_s += (SMOOTHING if self._mean_stay_s else 1.0) * (stay_s - self._mean_stay_s)
+        self._pass_on()
 
     def _check_wait(self, caller: str, patience_s: float) -> None:
         """Raises QueueFullError for a request whose turn is expected too late."""
@@ -123,10 +114,10 @@ class Turnstile:
                 f"{limit}: try again later"
             )
 
-    async def _wait(self, caller: str, num_places: int) -> None:
-        if self.num_waiting >= self._max_waiting:
+    async def _wait(self, caller: str, begun: bool) -> None:
+        if not begun and self.num_waiting >= self._max_waiting:
             self._make_room(caller)
-        turn = Turn(asyncio.get_running_loop().create_future(), num_places)
+        turn = Turn(asyncio.get_running_loop().create_future(), begun)
         self._waiting.setdefault(caller, deque()).append(turn)
         started = time.monotonic()
         try:
@@ -137,29 +128,29 @@ class Turnstile:
         except asyncio.CancelledError:
             if turn.come.done() and not turn.come.cancelled():
                 if turn.come.exception() is None:
-                    self._leave(num_places)  # The turn had come in the same moment.
+                    self._pass_on()  # The turn had come in the same moment.
             else:
                 self._forget(caller, turn)
             raise
 
     def _make_room(self, caller: str) -> None:
         """Push out a request of the caller with the most. Raises QueueFullError when that would not be fairer."""
-        greediest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=caller)
-        own = len(self._waiting.get(caller, ()))
-        if greediest == caller or len(self._waiting[greediest]) < own + 2:
+        numbers = {name: num_new(queue) for name, queue in self._waiting.items()}
+        greediest = max(numbers, key=lambda name: numbers[name], default=caller)
+        if greediest == caller or numbers[greediest] < numbers.get(caller, 0) + 2:
             expected_s = self.expected_wait_s(caller)
             about = f", for about {expected_s:.1f} s" if expected_s else ""
             raise QueueFullError(
                 f"{self.num_waiting} requests are waiting already{about}, and --max-waiting lets no more: try again later"
             )
-        turn = self._waiting[greediest][-1]
+        turn = next(turn for turn in reversed(self._waiting[greediest]) if not turn.begun)
         self._forget(greediest, turn)
         if not turn.come.done():  # else it gave up in the same moment
             turn.come.set_exception(QueueFullError("pushed out by a caller with fewer requests"))
 
-    def _leave(self, num_places: int) -> None:
-        """Give the places to the first of the caller whose turn it is, who then goes behind the other callers."""
-        self._num_free += num_places
+    def _pass_on(self) -> None:
+        """Give the place to the first of the caller whose turn it is, who then goes behind the other callers."""
+        self._num_free += 1
         while self._num_free > 0 and self._waiting:
             caller = next(iter(self._waiting))
             queue = self._waiting.pop(caller)
@@ -168,7 +159,7 @@ class Turnstile:
             if queue:
                 turn = queue.popleft()
                 turn.come.set_result(None)
-                self._num_free -= turn.num_places
+                self._num_free -= 1
                 if queue:
                     self._waiting[caller] = queue
 
@@ -178,3 +169,8 @@ class Turnstile:
             queue.remove(turn)
             if not queue:
                 del self._waiting[caller]
+
+
+def num_new(queue: deque[Turn]) -> int:
+    """Those that are not inside yet. From any thread: a copy is made in one go."""
+    return sum(not turn.begun for turn in tuple(queue))

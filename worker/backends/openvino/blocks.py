@@ -165,6 +165,9 @@ class BlockPool:
         for array in (self._tables, self._held):
             array[[first, second]] = array[[second, first]]
 
+    def clear_beyond(self, row: int, length: int) -> None:
+        """As RowStore: nothing reads beyond a row's end."""
+
     def release(self, row: int) -> None:
         """As RowStore."""
         self._reached_for = None

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
+from speclen.worker.backends.attention import hand_on_arguments
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS
 from speclen.worker.models.quantize import Int8Weight, int8_of
@@ -85,6 +86,7 @@ def attend_blocks(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention output [tokens, 1, heads, head_dim]. query: [tokens, heads, 1, head_dim]; key, value: kv_heads."""
@@ -92,6 +94,8 @@ def attend_blocks(
         raise NotConvertibleError(
             "squeezes its attention scores (softcap), for which OpenVINO's attention has no input"
         )
+    if s_aux is not None:
+        raise NotConvertibleError("attends to sinks (s_aux), which are not handed to OpenVINO's attention")
     tokens, heads, _, head_dim = query.shape
     index: int = module.layer_idx  # type: ignore[assignment]
     output = _paged_attention(
@@ -156,6 +160,7 @@ class Traceable(nn.Module):
         copied.set_output_embeddings(self.head)
         AttentionInterface.register(IMPLEMENTATION, attend_blocks)
         copied.set_attn_implementation(IMPLEMENTATION)
+        hand_on_arguments(copied)
 
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, *paged: torch.Tensor

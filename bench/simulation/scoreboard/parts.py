@@ -1,0 +1,115 @@
+"""Parts of the scoreboard: each is one situation, played by the estimator and by constant arms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from speclen.bench.simulation import policy
+from speclen.bench.simulation.copying import plans
+from speclen.bench.simulation.worlds.own_h200 import OwnH200
+from speclen.bench.simulation.worlds.play import World, best_arm, play
+from speclen.bench.simulation.worlds.records import Arm, Constant, Learner
+from speclen.bench.simulation.worlds.today import Today
+from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
+from speclen.controller.estimator.policies import ADAPTIVE
+
+LEARNERS: dict[str, dict[str, Callable[[], Learner]]] = {
+    "today": {"vllm-h200": lambda: Today(32), "own-h200": lambda: Today(16, ngram=True, probe_steps=1)}
+}
+H200: dict[str, Callable[[int, float], World]] = {"vllm-h200": VllmH200, "own-h200": OwnH200}
+# Situations that users meet, one of each kind that `bench policy` has.
+POLICY = (
+    *("stationary", "cold", "throttled", "steady-x3", "acceptance", "other-hardware", "never", "tails", "neighbour"),
+    *("cliffs", "correlated", "first-minute-cold", "classes", "unlike-2", "liar-all"),
+)
+CONSTANTS = ("none", *(f"fixed:{length}" for length in range(1, 9)))
+SEEDS = {"h200": 20, "policy": 8, "plans": 4}
+LOADS = (1, 2, 4, 8, 16)
+SEED_0 = 1000  # no estimator was tuned on it
+STEPS = {"policy": 12_000, "plans": 6000}
+INF = float("inf")
+NUM_CONSTANTS = 4  # constant arms that are played: those with the most true goodput over all batch sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One seed of a part. learner: only for worlds made from recordings; the others play the estimator in use."""
+
+    part: str
+    name: str
+    seed: int
+    seconds: float
+    learner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """By segment: the estimator's goodput and the best constant arm's, in percent of the oracle's."""
+
+    seed: int
+    scores: dict[str, tuple[float, float]]
+
+
+def run(job: Job) -> Result:
+    """Play a job in this process."""
+    return Result(job.seed, {"h200": _h200, "policy": _policy, "plans": _plans}[job.part](job))
+
+
+def _h200(job: Job) -> dict[str, tuple[float, float]]:
+    def world() -> World:
+        return H200[job.name](job.seed, job.seconds)
+
+    learned = play(world(), LEARNERS[job.learner][job.name]())
+    constants = [play(world(), Constant(arm)) for arm in best_constants(world())]
+    third = job.seconds / 3
+    segments = {"all": (0.0, INF), "first 40 s": (0.0, 40.0), "after 40 s": (40.0, INF), "last third": (2 * third, INF)}
+    return {
+        name: (learned.percent(*segment), max(each.percent(*segment) for each in constants))
+        for name, segment in segments.items()
+    }
+
+
+def best_constants(world: World) -> list[Arm]:
+    """The arms with the most true goodput relative to the best of each load, best first."""
+    found = dict.fromkeys(world.arms, 0.0)
+    for batch_size in LOADS:
+        best_s, best_tokens = world.expected(batch_size, best_arm(world, batch_size))
+        for arm in found:
+            seconds, tokens = world.expected(batch_size, arm)
+            found[arm] += (tokens / seconds) / (best_tokens / best_s)
+    return sorted(found, key=found.__getitem__, reverse=True)[:NUM_CONSTANTS]
+
+
+def _policy(job: Job) -> dict[str, tuple[float, float]]:
+    outcomes = policy.play(policy.Job(job.name, job.seed, (ADAPTIVE, *CONSTANTS), STEPS["policy"]))
+    return {"all": (outcomes[0].score, max(each.score for each in outcomes[1:]))}
+
+
+def _plans(job: Job) -> dict[str, tuple[float, float]]:
+    played = plans.play(plans.Job(job.name, job.seed, STEPS["plans"]))
+    return {"all": (played.adaptive, played.best_plan)}
+
+
+def rows_of(job: Job, results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Rows of the file: one a segment. against_constant: median of the ratio to the best constant arm of each seed."""
+    rows = []
+    for segment in results[0].scores:
+        pairs = [result.scores[segment] for result in sorted(results, key=lambda each: each.seed)]
+        scores = [score for score, _ in pairs]
+        ratios = [100.0 * score / constant for score, constant in pairs]
+        values = {"median": median(scores), "mean": fmean(scores), "worst": min(scores)}
+        values |= {"against_constant": median(ratios), "worst_against_constant": min(ratios)}
+        row: dict[str, Any] = {"part": job.part, "name": job.name, "segment": segment, "num_seeds": len(pairs)}
+        row |= {key: round(value, 2) for key, value in values.items()}
+        rows.append(row | {"scores": [round(score, 2) for score in scores]})
+    return rows
+
+
+def parts(learner: str) -> list[tuple[str, str]]:
+    """Names of all parts, by kind."""
+    policies = [("policy", name) for name in POLICY]
+    texts = [("plans", name) for name in plans.NAMES]
+    return [("h200", name) for name in LEARNERS[learner]] + policies + texts

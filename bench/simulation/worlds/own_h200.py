@@ -1,0 +1,161 @@
+"""Our own engine on the same H200: lengths and n-grams, with off-policy evaluation of some finished outputs.
+
+own-h200.json has sums over blocks of 5 s, not steps. Milliseconds a step (tokens a row), recorded and here, by requests at
+a time; fixed lengths and n-grams alone:
+
+    at once   plain   1           3           5           8           n-gram
+    2         6.0     7.2 (1.9)   9.6 (2.8)   12.1 (3.3)  13.7 (3.8)  6.2 (1.8)
+    4         6.5     8.8 (1.8)   11.6 (2.6)  14.6 (3.2)  17.4 (3.5)  7.3 (1.9)
+    8         6.9     10.8 (1.7)  13.3 (2.5)  15.5 (2.8)  17.5 (3.0)  8.0 (1.5)
+
+So a draft pass takes some 1.1 ms, and drafting as such as much again per doubling of its rows beyond two. There are no
+times of single steps: level and noise are vLLM's (same machine, see `level.py`). Texts are made up to have these tokens.
+A step that drafts after one without is longer (`catch_up`), one with prompts takes PREFILL_S more (`prefill`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
+from speclen.bench.simulation.worlds.play import Step, best_arm
+from speclen.bench.simulation.worlds.records import CATCH_UP, FIRST_USE, PREFILL, Arm, EvaluatedOutput, Record
+from speclen.bench.simulation.worlds.texts import ARMS, draw_text, proposals
+
+MAX_BATCH = 16
+OVERHEAD_S, ROW_S, PASS_S, DRAFTING_S, TOKEN_S = 0.0057, 0.00012, 0.00108, 0.0011, 0.00002
+PREFILL_S = 0.004
+SWEEP, BURST_S = (1, 2, 4, 8, 16), (3.0, 5.0)
+NUM_TEXTS = 250  # drawn per world; requests take any of them
+EVALUATED = 0.5  # share of outputs that the worker has time to evaluate
+PROMPT_TOKENS = 100
+NUM_CLASSES = 3
+
+
+def step_s(batch: float, drafting: float, passes: float, verified: float) -> float:
+    """Mean seconds of a step where no time is slow."""
+    drafts_s = PASS_S * passes + drafting_s(drafting) if passes else 0.0
+    return float(OVERHEAD_S + ROW_S * batch + drafts_s + TOKEN_S * (verified - batch))
+
+
+def drafting_s(num_rows: float) -> float:
+    """Seconds that a step with so many drafting rows takes beside its draft passes."""
+    return DRAFTING_S * float(np.log2(max(num_rows, 2.0) / 2.0))
+
+
+class OwnH200:
+    """One worker that drafts, proposes n-grams, and evaluates outputs."""
+
+    arms = ARMS
+
+    def __init__(self, seed: int = 0, duration_s: float = 120.0) -> None:
+        rng = np.random.default_rng([seed, 23])
+        self.now_s, self.duration_s = 0.0, duration_s
+        self._bursts = Bursts(rng, duration_s, SWEEP, BURST_S)
+        self._level = Level(rng, duration_s, self._bursts.starts)
+        self._rng, self._requests = np.random.default_rng([seed, 24]), np.random.default_rng([seed, 25])
+        self._texts = [draw_text(rng) for _ in range(NUM_TEXTS)]
+        self._place = {arm: at for at, arm in enumerate(ARMS)}
+        self._walks = np.array([text.walk for text in self._texts])  # [texts, 3, arms]
+        self._num_tokens = np.array([text.arrays.shape[1] for text in self._texts])
+        self._worth = self._num_tokens[:, None] / self._walks[:, 0]  # tokens per step, [texts, arms]
+        self._arrays = _padded([text.arrays for text in self._texts])
+        self._kinds = np.array([text.evaluated.request_class for text in self._texts])
+        self._best = [0] + [self._place[best_arm(self, batch)] for batch in range(1, MAX_BATCH + 1)]
+        self._best_s = [0.0] + [self.expected(batch, ARMS[self._best[batch]])[0] for batch in range(1, MAX_BATCH + 1)]
+        self._last, self._used = Arm(0), set[tuple[int, Arm]]()
+        self._burst = -1
+        self._begin_burst(0)
+
+    def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
+        """Mean seconds of a step outside slow seconds, and tokens per row."""
+        steps, drafting, verified = self._walks[:, :, self._place[arm]].sum(axis=0)
+        share = drafting / steps
+        passes = arm.draft_length * (1.0 - (1.0 - share) ** batch_size)
+        seconds = step_s(batch_size, share * batch_size, passes, batch_size * verified / steps)
+        return seconds, float(self._num_tokens.sum() / steps)
+
+    def _begin_burst(self, index: int) -> None:
+        self._burst, load = index, self._bursts.loads[index]
+        self._text, self._at = self._requests.integers(NUM_TEXTS, size=load), np.zeros(load, dtype=int)
+        self._new = load
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that decode in the next step."""
+        return len(self._text)
+
+    @property
+    def with_prompts(self) -> bool:
+        """True if the next step follows the prefill of new requests."""
+        return self._new > 0
+
+    def step(self, arm: Arm, probe_id: int = 0) -> Step:
+        """Take a step."""
+        batch, level = self.batch_size, self._level.at(self.now_s)
+        here, left = self._arrays[:, self._text, self._at], self._num_tokens[self._text] - 1 - self._at
+        by_ngram, offered, accepted = proposals(here, arm.ngram, arm.draft_length, left)
+        drafts = ~by_ngram & (arm.draft_length > 0)
+        num_drafting, num_verified = int(drafts.sum()), batch + int(offered.sum())
+        passes = arm.draft_length if num_drafting else 0
+        flags, extra_s = self._flags(arm, passes, num_drafting)
+        mean_s = step_s(batch, num_drafting, passes, num_verified)
+        spent_s, work_s = level * (mean_s + extra_s), level * self._oracle_s(arm)
+        happened_s = noisy(spent_s + PREFILL_S * self.with_prompts, self._rng)
+        runs = np.where(drafts, accepted, 0)
+        by_class = self._by_class(runs, passes)
+        told = Counter(zip(*(each[by_ngram].tolist() for each in (here[0], offered, accepted)), strict=True))
+        held = float(PROMPT_TOKENS + self._at.mean())
+        record = Record(
+            *(batch, arm, happened_s, tuple(np.bincount(runs, minlength=passes + 1).tolist()), held, flags, probe_id),
+            *(num_drafting, num_verified, by_class, tuple((*run, rows) for run, rows in told.items())),
+            self._advance(1 + accepted, happened_s),
+        )
+        return Step(record, spent_s, work_s)
+
+    def _oracle_s(self, arm: Arm) -> float:
+        """The oracle's time for what the arm's step does on average for these requests."""
+        best, worth = self._best[self.batch_size], self._worth[self._text]
+        share = float((worth[:, self._place[arm]] / worth[:, best]).mean())
+        return share * self._best_s[self.batch_size]
+
+    def _flags(self, arm: Arm, passes: int, num_drafting: int) -> tuple[tuple[str, ...], float]:
+        """Flags of a step, and seconds that the change of arm costs."""
+        found, extra_s = [], 0.0
+        if passes and not self._last.draft_length:
+            found.append(CATCH_UP)
+            extra_s = PASS_S + drafting_s(num_drafting)
+        if (self.batch_size, arm) not in self._used:
+            self._used.add((self.batch_size, arm))
+            found.append(FIRST_USE)
+        self._last = arm
+        return tuple(found + [PREFILL] * self.with_prompts), extra_s
+
+    def _by_class(self, runs: np.ndarray, passes: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        kinds = self._kinds[self._text]
+        counts = np.bincount(kinds * (passes + 1) + runs, minlength=NUM_CLASSES * (passes + 1))
+        rows = counts.reshape(NUM_CLASSES, -1).tolist()
+        return tuple((kind, tuple(row)) for kind, row in enumerate(rows) if any(row))
+
+    def _advance(self, tokens: np.ndarray, seconds: float) -> tuple[EvaluatedOutput, ...]:
+        """Go on by a step; returns the outputs that ended and were evaluated."""
+        self.now_s += seconds
+        self._at += tokens
+        ended = (self._at >= self._num_tokens[self._text]).nonzero()[0]
+        seen = [at for at in ended.tolist() if self._rng.random() < EVALUATED]
+        outputs = tuple(self._texts[self._text[at]].evaluated for at in seen)
+        self._text[ended], self._at[ended] = self._requests.integers(NUM_TEXTS, size=len(ended)), 0
+        self._new = len(ended)
+        if (index := self._bursts.index_at(self.now_s)) != self._burst:
+            self._begin_burst(index)
+        return outputs
+
+
+def _padded(arrays: list[np.ndarray]) -> np.ndarray:
+    """Arrays of all texts, by position, [arrays, texts, longest]."""
+    whole = np.zeros((len(arrays[0]), len(arrays), max(each.shape[1] for each in arrays)), dtype=np.int64)
+    for at, each in enumerate(arrays):
+        whole[:, at, : each.shape[1]] = each
+    return whole

@@ -1,0 +1,111 @@
+"""Plays a learner in a world: reports arrive in groups, probes are offered after each, every step is scored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from speclen.bench.simulation.worlds.records import Arm, Learner, Record
+
+GROUP_S = 0.2  # between two deliveries, as recorded: 7 reports each in recording a, 12 in b
+PROBE_VALID_S = 2.0
+
+
+class Step(NamedTuple):
+    """A step as it happened. spent_s: its expected time; work_s: the oracle's for the same tokens of the same requests."""
+
+    record: Record
+    spent_s: float
+    work_s: float
+
+
+class World(Protocol):
+    """A simulated worker. batch_size, with_prompts: of the next step; now_s: when it starts."""
+
+    now_s: float
+    duration_s: float
+    arms: tuple[Arm, ...]
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def with_prompts(self) -> bool: ...
+
+    def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
+        """True mean seconds of a step, and tokens per row, where no time is slow."""
+
+    def step(self, arm: Arm, probe_id: int = 0) -> Step:
+        """Take a step."""
+
+
+class Score:
+    """What a learner did, step by step."""
+
+    def __init__(self) -> None:
+        self.start_s: list[float] = []
+        self.spent_s: list[float] = []
+        self.work_s: list[float] = []
+        self.arms: list[tuple[int, Arm]] = []  # with the batch size
+        self.num_probe_steps = 0
+
+    def percent(self, from_s: float = 0.0, to_s: float = float("inf")) -> float:
+        """Goodput in percent of the oracle's over steps that start in [from_s, to_s)."""
+        start = np.array(self.start_s)
+        here = (start >= from_s) & (start < to_s)
+        return 100.0 * float(np.array(self.work_s)[here].sum() / np.array(self.spent_s)[here].sum())
+
+
+def best_arm(world: World, batch_size: int) -> Arm:
+    """The oracle's arm: the most true tokens per second."""
+
+    def goodput(arm: Arm) -> float:
+        seconds, tokens = world.expected(batch_size, arm)
+        return tokens / seconds
+
+    return max(world.arms, key=goodput)
+
+
+class _Probe:
+    """A probe on its way to the worker: starts at its batch size, goes on near it."""
+
+    def __init__(self, arm: Arm, num_steps: int, batch_size: int, until_s: float) -> None:
+        self.arm, self.steps_left, self.batch_size, self.until_s = arm, num_steps, batch_size, until_s
+        self.begun = False
+
+    def fits(self, world: World) -> bool:
+        near = abs(world.batch_size - self.batch_size) <= (max(1, self.batch_size // 8) if self.begun else 0)
+        return near and (self.begun or not world.with_prompts)
+
+    def is_over(self, world: World) -> bool:
+        return not self.steps_left or (not self.fits(world) if self.begun else world.now_s > self.until_s)
+
+
+def play(world: World, learner: Learner) -> Score:
+    """Let a learner select every arm until the world's time is over."""
+    score, waiting, probe, num_probes, due_s = Score(), list[Record](), None, 0, GROUP_S
+    while world.now_s < world.duration_s:
+        if world.now_s >= due_s and waiting:
+            learner.observe(waiting)
+            waiting, due_s = [], world.now_s + GROUP_S
+            if probe is None and (offer := learner.probe_for(world.batch_size)) is not None:
+                probe, num_probes = _Probe(*offer, world.batch_size, world.now_s + PROBE_VALID_S), num_probes + 1
+        explores = probe is not None and probe.fits(world)
+        arm = probe.arm if probe is not None and explores else learner.arm_for(world.batch_size)
+        waiting.append(_scored(world, score, arm, num_probes if explores else 0))
+        if probe is not None and explores:
+            probe.begun, probe.steps_left = True, probe.steps_left - 1
+        if probe is not None and probe.is_over(world):
+            probe = None
+    return score
+
+
+def _scored(world: World, score: Score, arm: Arm, probe_id: int) -> Record:
+    score.start_s.append(world.now_s)
+    score.arms.append((world.batch_size, arm))
+    step = world.step(arm, probe_id)
+    score.spent_s.append(step.spent_s)
+    score.work_s.append(step.work_s)
+    score.num_probe_steps += probe_id > 0
+    return step.record

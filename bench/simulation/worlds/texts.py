@@ -1,0 +1,91 @@
+"""Made-up outputs, and how many steps every arm takes through them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from speclen.bench.simulation.worlds.records import Arm, EvaluatedOutput
+
+MAX_LENGTH, NGRAM_MATCH, NGRAM_TOKENS, KNOWN_NGRAM = 8, 3, 8, 16
+ARMS = tuple(Arm(length, ngram) for ngram in (False, True) for length in range(MAX_LENGTH + 1))
+# By request class (greedy, low and high temperature): share of outputs, and the draft model's chance to be right about a
+# token in easy and in hard outputs. Chance that an output is easy; sd of an output's chance.
+SHARES, EASY, HARD = (0.5, 0.25, 0.25), (0.85, 0.81, 0.74), (0.54, 0.48, 0.42)
+EASY_SHARE, SPREAD = 0.6, 0.04
+# Repetition: chances of a token to begin one and to go on; of a wrong match elsewhere; share of outputs that repeat at all;
+# chance of the draft model inside a repetition.
+BEGINS, GOES_ON, WRONG_MATCH, REPEATING, REPEATED = 0.07, 0.965, 0.02, 0.8, 0.93
+OUTPUT_TOKENS = (32, 128)
+
+
+class Walk(NamedTuple):
+    """Steps of every arm through an output, and of them those that draft; verified tokens. [arms]."""
+
+    steps: np.ndarray
+    drafting: np.ndarray
+    verified: np.ndarray
+
+
+class Text(NamedTuple):
+    """An output. arrays: matches, proposed, copied, and how many tokens on the draft model is right, by position."""
+
+    evaluated: EvaluatedOutput
+    arrays: np.ndarray
+    walk: Walk
+
+
+def run_ahead(right: np.ndarray) -> np.ndarray:
+    """By position: how many values from there on are true, one after the other."""
+    place = np.arange(len(right))
+    wrong = np.where(right, len(right), place)
+    ahead: np.ndarray = np.minimum.accumulate(wrong[::-1])[::-1] - place
+    return ahead
+
+
+def draw_text(rng: np.random.Generator) -> Text:
+    """An output of a request of any class."""
+    kind, num_tokens = int(rng.choice(3, p=SHARES)), int(rng.integers(*OUTPUT_TOKENS))
+    chance = (EASY if rng.random() < EASY_SHARE else HARD)[kind] + SPREAD * rng.standard_normal()
+    repeats, uniform = np.zeros(num_tokens, dtype=bool), rng.random(num_tokens)
+    if rng.random() < REPEATING:
+        for at in range(1, num_tokens):
+            repeats[at] = uniform[at] < (GOES_ON if repeats[at - 1] else BEGINS)
+    drafted = rng.random(num_tokens) < np.where(repeats, REPEATED, chance)
+    behind = np.concatenate([[0], run_ahead(repeats[::-1])[::-1][:-1]])  # repeated tokens right before a position
+    wrong = (behind < NGRAM_MATCH) & (rng.random(num_tokens) < WRONG_MATCH)
+    matches = np.where(wrong, rng.integers(NGRAM_MATCH, 6, num_tokens), np.minimum(behind, KNOWN_NGRAM))
+    proposed = np.where(matches > 0, KNOWN_NGRAM, 0)
+    copied = np.where(wrong, 0, np.where(matches > 0, np.minimum(run_ahead(repeats), KNOWN_NGRAM), 0))
+    arrays = np.array([matches, proposed, copied, run_ahead(drafted)])
+    told = (np.asarray(each, dtype=np.uint8).tobytes() for each in (matches, proposed, copied, drafted))
+    return Text(EvaluatedOutput(kind, *told), arrays, walk_of(arrays))
+
+
+def proposals(
+    arrays: np.ndarray, ngram: np.ndarray | bool, lengths: np.ndarray | int, left: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of sequences at some positions: True where n-grams propose, tokens proposed, and of them accepted.
+
+    arrays: as in `Text`, at those positions. left: tokens that the output has after this one.
+    """
+    matches, proposed, copied, ahead = arrays
+    by_ngram = ngram & (matches >= NGRAM_MATCH)
+    offered = np.where(by_ngram, np.minimum(proposed, NGRAM_TOKENS), lengths)
+    return by_ngram, offered, np.minimum(np.where(by_ngram, copied, ahead), np.minimum(offered, left))
+
+
+def walk_of(arrays: np.ndarray) -> Walk:
+    """Step through an output with every arm at once."""
+    num_tokens = arrays.shape[1]
+    lengths, ngram = np.array([arm.draft_length for arm in ARMS]), np.array([arm.ngram for arm in ARMS])
+    at, steps, drafting, verified = np.zeros((4, len(ARMS)), dtype=np.int64)
+    while (going := at < num_tokens).any():
+        here = np.minimum(at, num_tokens - 1)
+        by_ngram, offered, accepted = proposals(arrays[:, here], ngram, lengths, num_tokens - 1 - here)
+        steps += going
+        drafting += going & ~by_ngram & (lengths > 0)
+        verified += np.where(going, 1 + offered, 0)
+        at += 1 + accepted
+    return Walk(steps, drafting, verified)

@@ -1,0 +1,156 @@
+"""vLLM 0.32 with a draft model on an H200, as recorded: target of 6.7 B, draft of 125 M, at most 32 rows, length up to 8.
+
+Usage: see the package. `learner.observe` gets groups of some 5 to 15 `Record`s; a probe's first steps carry
+`changed_length` and teach nothing of time, so it wants SETTLE_STEPS + 1 steps at least.
+
+Step times are those of the blocks at fixed lengths (vllm-h200-b.json), relative to length 3 in the same round, since
+recorded latencies are shifted by a step; absolute times of length 3 are those of the fast blocks. Length 5 comes from the
+blocks of recording a, other lengths are interpolated. Recorded, and here:
+- `prefill` and `first_use` steps take as long as others (ratios 1.00 and 1.05), they are only flagged.
+- 1.4% of the unflagged steps report 0.5 to 3 ms: their result arrived right after the one before.
+- Requests keep their acceptance for life: easy ones accept 0.88 of the tokens at each position, hard ones 0.55, in equal
+  shares of steps at length 3. Mean tokens per row then are 1.7, 2.2, 2.7, 3.3, 3.9 at lengths 1, 2, 3, 5, 8, as recorded.
+- Bursts of 1.5 to 3.5 s sweep over 1 to 32 requests at a time. Off-policy evaluation is not available.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
+from speclen.bench.simulation.worlds.play import Step, best_arm
+from speclen.bench.simulation.worlds.records import CHANGED_LENGTH, FIRST_USE, PREFILL, Arm, Record
+
+MAX_LENGTH, MAX_BATCH = 8, 32
+BATCHES = (1, 4, 16, 32)
+LENGTH_3_S = (0.0160, 0.0158, 0.0166, 0.0171)
+LENGTHS = (0, 1, 2, 3, 5, 8)
+RELATIVE_TO_3 = (  # by batch size, of LENGTHS
+    (0.62, 0.71, 0.86, 1.0, 1.33, 1.74),
+    (0.62, 0.73, 0.86, 1.0, 1.33, 1.70),
+    (0.62, 0.72, 0.86, 1.0, 1.33, 1.66),
+    (0.62, 0.75, 0.86, 1.0, 1.45, 2.05),
+)
+SWEEP, BURST_S = (1, 2, 4, 8, 16, 32), (1.5, 3.5)
+EASY_SHARE, EASY, HARD, SPREAD = 0.62, 0.88, 0.55, 0.03  # share of requests; chances by position and their sd
+OUTPUT_TOKENS, PROMPT_TOKENS = (128, 256), 128
+SHORT_SHARE, SHORT_S = 0.014, (0.0005, 0.003)
+SETTLE_STEPS = 1
+
+
+def step_times() -> np.ndarray:
+    """Mean seconds by batch size and length where no time is slow, [MAX_BATCH + 1, MAX_LENGTH + 1]."""
+    load = np.log(np.maximum(np.arange(MAX_BATCH + 1), 1))
+    rows = np.array([np.interp(np.arange(MAX_LENGTH + 1), LENGTHS, row) for row in RELATIVE_TO_3])
+    known = rows * np.array(LENGTH_3_S)[:, None]
+    return np.stack([np.interp(load, np.log(BATCHES), column) for column in known.T], axis=1)
+
+
+class VllmH200:
+    """One worker. `settle_steps`: steps after a change of arm that are flagged; two where the plugin's rule is stricter."""
+
+    def __init__(self, seed: int = 0, duration_s: float = 120.0, settle_steps: int = SETTLE_STEPS) -> None:
+        rng = np.random.default_rng([seed, 13])
+        self.now_s, self.duration_s, self.settle_steps = 0.0, duration_s, settle_steps
+        self.arms = tuple(Arm(length) for length in range(MAX_LENGTH + 1))
+        self._bursts = Bursts(rng, duration_s, SWEEP, BURST_S)
+        self._level = Level(rng, duration_s, self._bursts.starts)
+        self._rng, self._requests = np.random.default_rng([seed, 14]), np.random.default_rng([seed, 15])
+        self._times = step_times()
+        self._mean_tokens = population_tokens()
+        self._best = [0] + [best_arm(self, batch).draft_length for batch in range(1, MAX_BATCH + 1)]
+        self._last, self._unchanged = Arm(0), 0
+        self._used: set[tuple[int, int]] = set()
+        self._burst = -1
+        self._begin_burst(0)
+
+    def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
+        """Mean seconds of a step outside slow seconds, and tokens per row."""
+        return float(self._times[batch_size, arm.draft_length]), float(self._mean_tokens[arm.draft_length])
+
+    def _begin_burst(self, index: int) -> None:
+        self._burst, load = index, self._bursts.loads[index]
+        self._chance, self._left, self._held = np.zeros(load), np.zeros(load, dtype=int), np.zeros(load)
+        self._tokens = np.ones((load, MAX_LENGTH + 1))
+        self._admit(np.arange(load))
+        self._decoding = np.arange(load)
+
+    def _admit(self, rows: np.ndarray) -> None:
+        count, rng = len(rows), self._requests
+        easy = rng.random(count) < EASY_SHARE
+        chance = np.where(easy, EASY, HARD) + SPREAD * rng.standard_normal(count)
+        self._chance[rows] = np.clip(chance, 0.05, 0.97)
+        self._left[rows] = rng.integers(*OUTPUT_TOKENS, size=count)
+        self._held[rows] = PROMPT_TOKENS
+        self._tokens[rows] = mean_tokens(self._chance[rows])
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that decode in the next step."""
+        return len(self._decoding)
+
+    @property
+    def with_prompts(self) -> bool:
+        """True if the next step computes prompts, too."""
+        return len(self._decoding) < len(self._left)
+
+    def step(self, arm: Arm, probe_id: int = 0) -> Step:
+        """Take a step; the drafts that it verifies and those that it makes are of this arm."""
+        batch, rows, level = self.batch_size, self._decoding, self._level.at(self.now_s)
+        mean_s = float(self._times[batch, arm.draft_length]) * level
+        happened_s = noisy(0.5 * (mean_s + float(self._times[batch, self._last.draft_length]) * level), self._rng)
+        flags = self._flags(arm, batch)
+        best = self._best[batch]
+        worth = (self._tokens[rows, arm.draft_length] / self._tokens[rows, best]).mean()
+        work_s = float(worth * self._times[batch, best]) * level
+        runs = self._runs(rows, arm.draft_length)
+        record = Record(
+            *(batch, arm, self._told(happened_s), tuple(np.bincount(runs, minlength=arm.draft_length + 1).tolist())),
+            *(float(self._held[rows].mean()), flags, probe_id),
+            num_drafting_rows=batch if arm.draft_length else 0,
+            num_verified_tokens=batch * (1 + arm.draft_length),
+        )
+        self._advance(rows, 1 + runs, happened_s)
+        return Step(record, mean_s, work_s)
+
+    def _flags(self, arm: Arm, batch: int) -> tuple[str, ...]:
+        self._unchanged = self._unchanged + 1 if arm == self._last else 1
+        self._last = arm
+        found = [CHANGED_LENGTH] if self._unchanged <= self.settle_steps else []
+        if (batch, arm.draft_length) not in self._used:
+            self._used.add((batch, arm.draft_length))
+            found.append(FIRST_USE)
+        return (*found, PREFILL) if self.with_prompts else tuple(found)
+
+    def _told(self, happened_s: float) -> float:
+        """The latency in the report."""
+        return float(self._rng.uniform(*SHORT_S)) if self._rng.random() < SHORT_SHARE else happened_s
+
+    def _runs(self, rows: np.ndarray, length: int) -> np.ndarray:
+        accepted = np.log(self._rng.random(len(rows))) / np.log(self._chance[rows])
+        return np.minimum(accepted.astype(int), length)
+
+    def _advance(self, rows: np.ndarray, tokens: np.ndarray, seconds: float) -> None:
+        self.now_s += seconds
+        self._left[rows] -= tokens
+        self._held[rows] += tokens
+        if (index := self._bursts.index_at(self.now_s)) != self._burst:
+            self._begin_burst(index)
+            return
+        rest = self._left > 0
+        self._admit((~rest).nonzero()[0])
+        # Where all end at once the next step decodes nothing, and is not reported.
+        self._decoding = rest.nonzero()[0] if rest.any() else np.arange(len(rest))
+
+
+def population_tokens() -> np.ndarray:
+    """Tokens per row and step of all requests, each for as many steps as it takes: a harmonic mean, [lengths]."""
+    steps = 1.0 / mean_tokens(np.array([EASY, HARD]))
+    mean: np.ndarray = 1.0 / (EASY_SHARE * steps[0] + (1.0 - EASY_SHARE) * steps[1])
+    return mean
+
+
+def mean_tokens(chance: np.ndarray) -> np.ndarray:
+    """Expected tokens of requests that accept each position with that chance, bonus included, [requests, lengths]."""
+    tokens: np.ndarray = np.cumsum(chance[:, None] ** np.arange(MAX_LENGTH + 1), axis=1)
+    return tokens

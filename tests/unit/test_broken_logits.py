@@ -1,0 +1,163 @@
+"""Logits that are NaN or infinite end the request that has them with an error, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from typing import Any
+
+import engines
+import numpy as np
+import pytest
+import torch
+from engines import BACKENDS, Collected, generate, make_engine, make_pair, request
+
+from speclen.worker.http.logprobs import completion_logprobs
+from speclen.worker.http.responses import to_json
+from speclen.worker.models.loading import ModelPair
+from speclen.worker.requests.request import FinishReason, RequestFailedError, TokenLogprobs
+from speclen.worker.sampling.host import HostRule
+from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule
+from speclen.worker.service.async_engine import error_of
+
+NAN, INF, DRAFT_NAN = 13, 14, 15  # tokens whose embeddings are not finite
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "with a seed": {"temperature": 1.0, "seed": 3},
+    "drawn": {"temperature": 1.0},
+    "penalised": {"repetition_penalty": 1.2},
+    "truncated": {"temperature": 1.0, "seed": 3, "top_k": 5},
+}
+
+
+def damaged(model: Any, **tokens: float) -> Any:
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for token, value in tokens.items():
+            model.get_input_embeddings().weight[int(token[1:])] = value
+    return model
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    target, draft = engines.models("llama")
+    broken = {f"t{NAN}": math.nan, f"t{INF}": math.inf}
+    return make_pair(target=damaged(target, **broken), draft=damaged(draft, **broken, **{f"t{DRAFT_NAN}": math.nan}))
+
+
+def harmless(seed: int) -> list[int]:
+    return [token for token in engines.random_prompt(random.Random(seed)) if token not in (NAN, INF)] + [20]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prompts_that_the_model_answers_with_no_numbers_fail_alone(pair: ModelPair, backend: str) -> None:
+    """Story: a damaged embedding gave an empty answer that was told to be complete, and JSON that no client reads."""
+    bias = {NAN: -100.0, INF: -100.0}
+    good = [
+        request(f"good {kind}", harmless(at), max_tokens=12, ignore_eos=True, logit_bias=bias, **settings)
+        for at, (kind, settings) in enumerate(KINDS.items())
+        if kind != "drawn"
+    ]
+    bad = [
+        request(f"bad {kind} {token}", [20, token, 21], max_tokens=12, logprobs=2, **settings)
+        for kind, settings in KINDS.items()
+        for token in (NAN, INF)
+    ]
+    bad.append(request("bad several", [NAN], max_tokens=12, n=2, temperature=1.0))
+    mixed = [one for both in zip(bad, [*good, *good, *good], strict=False) for one in both][: 2 * len(good)]
+    engine = make_engine(pair, 3, backend=backend)
+    collected = generate(engine, *mixed, *bad[len(good) :])
+    for name, index in collected.outputs:
+        if name.startswith("bad"):
+            check_failed(collected, name, index)
+    again = generate(engine, *good)  # in the same rows and blocks
+    alone = generate(make_engine(pair, 0, backend=backend), *good)
+    for one in good:
+        assert collected.ids(one.request_id) == again.ids(one.request_id) == alone.ids(one.request_id)
+        assert len(alone.ids(one.request_id)) == 12
+    assert engine.load().num_kv_tokens_used == 0
+
+
+def check_failed(collected: Collected, name: str, index: int = 0) -> None:
+    last = collected.last(name, index)
+    assert last.finish_reason is FinishReason.ABORT
+    assert last.error is not None
+    assert "NaN or infinite" in last.error
+    assert isinstance(error_of(last), RequestFailedError)
+    assert all(math.isfinite(one.logprob) for output in collected.outputs[name, index] for one in output.logprobs)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_what_comes_before_is_told_whatever_was_drafted(pair: ModelPair, length: int) -> None:
+    """The model is made to write the token that breaks it."""
+    plain = generate(make_engine(pair, 0), request("x", [30, 31, 32], max_tokens=9, ignore_eos=True)).ids("x")
+    target = damaged(pair.target, **{f"t{plain[5]}": math.nan})
+    engine = make_engine(make_pair(target=target), length)
+    collected = generate(engine, request("x", [30, 31, 32], max_tokens=9, ignore_eos=True))
+    first = plain.index(plain[5])
+    assert collected.ids("x") == plain[: first + 1]
+    check_failed(collected, "x")
+
+
+def test_a_draft_that_gives_no_numbers_changes_no_output(pair: ModelPair) -> None:
+    prompt = [30, DRAFT_NAN, 31, 32]
+    for kind, settings in KINDS.items():
+        if kind == "drawn":
+            continue
+        wanted = request("x", prompt, max_tokens=12, ignore_eos=True, **settings)
+        healthy = make_pair(draft=pair.draft)
+        assert generate(make_engine(healthy, 4), wanted).ids("x") == generate(make_engine(healthy, 0), wanted).ids("x")
+
+
+def rules(temperature: float, seed: int | None) -> list[Any]:
+    rows = [RowSampling(temperature, key=seed) for _ in range(3)]
+    batch = BatchSampling(rows, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    found: list[Any] = [HostRule(batch.for_host, [0, 0, 0], generator)]
+    found.append(SamplingRule(batch, torch.zeros(3, dtype=torch.long), generator))
+    return [*found, GreedyRule()] if temperature == 0 else found
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (1.0, 5), (1.0, None)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_are_cut_where_their_logits_break(temperature: float, seed: int | None, value: float) -> None:
+    """The draft agrees with the target everywhere: only what breaks cuts."""
+    certain = torch.full((3, 4, 8), -50.0)
+    certain[:, :, 2] = 50.0
+    broken = certain.clone()
+    broken[0, 2] = value
+    broken[1, 0] = value
+    for rule in rules(temperature, seed):
+        ids = torch.empty(3, 0, dtype=torch.long)
+        for _ in range(3):
+            ids = torch.cat([ids, rule.propose(certain[:, :1], ids)[:, None]], dim=1)
+        num_accepted, _ = rule.decide(broken, ids, None)
+        assert num_accepted.tolist() == [1, -1, 3]
+
+
+def test_drafts_from_broken_logits_leave_the_targets_distribution() -> None:
+    """20,000 draws of one token each; a share off by 0.02 would be six standard deviations."""
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    count = 20_000
+    for rule_at in (0, 1):
+        batch = BatchSampling([RowSampling(1.0) for _ in range(count)], torch.device("cpu"))
+        generator = torch.Generator().manual_seed(1)
+        host = HostRule(batch.for_host, [0] * count, generator)
+        rule: Any = (host, SamplingRule(batch, torch.zeros(count, dtype=torch.long), generator))[rule_at]
+        ids = rule.propose(torch.full((count, 1, 4), math.nan), torch.empty(count, 0, dtype=torch.long))[:, None]
+        num_accepted, tokens = rule.decide(probs.log().expand(count, 2, 4), ids, None)
+        assert num_accepted.min() >= 0
+        shares = np.bincount(tokens[:, 0].numpy(), minlength=4) / count
+        assert np.abs(shares - probs.numpy()).max() < 0.02
+
+
+def test_json_holds_no_numbers_that_it_has_not() -> None:
+    numbers = (math.nan, math.inf, -math.inf, -0.5)
+    logprobs = [TokenLogprobs(number, (1, 2), (number, -1.0)) for number in numbers]
+    shape = completion_logprobs([1] * len(numbers), logprobs, lambda ids: f"<{ids[0]}>", 0)
+    assert shape["token_logprobs"] == [-9999.0, -9999.0, -9999.0, -0.5]
+    json.loads(to_json(shape), parse_constant=pytest.fail)
+    with pytest.raises(ArithmeticError, match="JSON has not"):
+        to_json({"value": math.nan})

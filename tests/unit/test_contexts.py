@@ -1,0 +1,123 @@
+"""Sequences of all lengths: longer than the draft has positions for, and models that promise more than there is memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import engines
+import pytest
+import tiny_models
+import torch
+from engines import BACKENDS, generate, make_engine, make_pair, request
+
+from speclen.worker.backends.attention import install
+from speclen.worker.backends.check import inspect_layers
+from speclen.worker.backends.llama import FIRST_POSITIONS, rewrite
+from speclen.worker.drafting.plan import Plan
+from speclen.worker.engine.length_chooser import LengthChoice
+from speclen.worker.models.loading import load_pair
+
+DRAFT_CONTEXT = 48
+
+
+class SamePlan(engines.SameLength):
+    """One plan at every step."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(longest=0)
+        self.plan = plan
+
+    def choice_for(self, *_: object) -> LengthChoice:
+        return LengthChoice.of(self.plan)
+
+
+def shorter_draft() -> torch.nn.Module:
+    """A draft with learned positions, so that a position too many is an error."""
+    return tiny_models.build("opt", max_position_embeddings=DRAFT_CONTEXT)
+
+
+PLANS = [Plan(8), Plan(4, 2, 4), Plan(4, 2, 4, True)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_sequences_longer_than_the_drafts_context_write_what_they_would_without_it(plan: Plan, backend: str) -> None:
+    """Story: a draft with 256 positions cut the target's context of 2,048 in silence."""
+    pair = make_pair(draft=shorter_draft(), draft_context_length=DRAFT_CONTEXT)
+    generator = random.Random(5)
+    prompts = [engines.random_prompt(generator, 70) for _ in range(3)]
+    prompts += [[7] * length for length in (DRAFT_CONTEXT - 2, DRAFT_CONTEXT - 1, DRAFT_CONTEXT, DRAFT_CONTEXT + 1)]
+    requests = [request(str(at), prompt, max_tokens=50, ignore_eos=True) for at, prompt in enumerate(prompts)]
+    requests.append(request("several", prompts[0], max_tokens=50, ignore_eos=True, n=3, temperature=1.0, seed=3))
+    limits = {"max_speculation_length": 8, "max_copied_tokens": 8, "backend": backend}
+    drafted = generate(make_engine(pair, SamePlan(plan), **limits), *requests)
+    plain = generate(make_engine(pair, 0, **limits), *requests)
+    for key in plain.outputs:
+        assert drafted.ids(*key) == plain.ids(*key)
+        assert len(plain.ids(*key)) == 50
+
+
+def test_drafts_go_on_up_to_the_drafts_context_beside_sequences_that_are_longer() -> None:
+    pair = make_pair(draft_context_length=DRAFT_CONTEXT)
+    engine = make_engine(pair, 3)
+    assert engine.max_context_length == tiny_models.MAX_POSITIONS
+    long = [5 + at % 7 for at in range(DRAFT_CONTEXT)]
+    requests = [request("long", long, max_tokens=40, ignore_eos=True)]
+    requests.append(request("short", [5, 6], max_tokens=40, ignore_eos=True))
+    collected = generate(engine, *requests)
+    assert collected.last("long").num_draft_tokens == 0
+    assert collected.last("short").num_accepted_tokens > 0
+    growing = generate(engine, request("x", long[:-6], max_tokens=60, ignore_eos=True)).last("x")
+    assert 0 < growing.num_draft_tokens <= 3 * 6
+
+
+def test_a_draft_with_fewer_positions_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
+    draft = tiny_models.save(tiny_models.build("llama", max_position_embeddings=64), tmp_path / "draft")
+    with caplog.at_level(logging.WARNING):
+        pair = load_pair(target, draft, "cpu", "float32")
+        assert load_pair(draft, target, "cpu", "float32").draft_context_length is None
+    assert (pair.max_context_length, pair.draft_context_length) == (tiny_models.MAX_POSITIONS, 64)
+    (line,) = [one.message for one in caplog.records if "go on without drafts" in one.message]
+    assert "64" in line
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_billion_positions_cost_no_more_than_what_is_served(
+    tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Story: `max_position_embeddings` of a billion took 23 GB in 50 seconds."""
+    folder = Path(tiny_models.save(tiny_models.build("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**9}))
+    before = resident_bytes()
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(load_pair(str(folder), None, "cpu", "float32"), 0, backend=backend)
+    wanted = request("x", [5, 9, 7], max_tokens=8, ignore_eos=True)
+    found = generate(engine, wanted).ids("x")
+    assert resident_bytes() - before < 2**28
+    assert found == generate(make_engine(make_pair(), 0), wanted).ids("x")
+    assert engine.max_context_length < 10**9
+    assert [one for one in caplog.records if "sequences may hold" in one.message]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_angles_are_there_for_every_position_that_occurs() -> None:
+    model = tiny_models.build("llama", max_position_embeddings=4 * FIRST_POSITIONS)
+    shapes = inspect_layers(model, "llama")
+    install(model)
+    decoder = rewrite(model, shapes, 4 * FIRST_POSITIONS)
+    assert decoder is not None
+    assert len(decoder.angles) == FIRST_POSITIONS
+    for position, reached in ((FIRST_POSITIONS - 1, 1), (FIRST_POSITIONS, 2), (4 * FIRST_POSITIONS - 1, 4)):
+        decoder.reach(torch.tensor([[0, position]]))
+        assert len(decoder.angles) == reached * FIRST_POSITIONS
+    positions = torch.arange(4 * FIRST_POSITIONS)[None]
+    cos, _ = model.model.rotary_emb(torch.zeros(1), positions)
+    assert torch.equal(decoder.angles[:, 0], cos[0])

@@ -1,0 +1,89 @@
+"""Which families of transformers are served, and which are refused for what: the table of docs/serving.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engines import make_engine, make_pair
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speclen.worker.models.naming import ModelError
+from speclen.worker.models.source import ModelSource, refuse_unsuitable
+
+POSITIONS = {"max_position_embeddings": tiny_models.MAX_POSITIONS}
+LAYERED = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64} | POSITIONS
+GROUPED = LAYERED | {"num_key_value_heads": 2, "head_dim": 8}
+WINDOWED = GROUPED | {"sliding_window": tiny_models.SLIDING_WINDOW}
+EXPERTS = GROUPED | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": tiny_models.MAX_POSITIONS}
+LATENT = EXPERTS | {"q_lora_rank": 8, "kv_lora_rank": 8}
+PADDED = GROUPED | {"pad_token_id": 0}
+TOKENS = {"vocab_size": tiny_models.VOCAB_SIZE, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None}
+
+# Those of tiny_models.FAMILIES are run through every test of the engine.
+SERVED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gemma", "granite", "helium", "olmo", "olmo2", "smollm3", "cohere", "starcoder2"), GROUPED),
+    **dict.fromkeys(
+        ("apertus", "arcee", "ernie4_5", "hunyuan_v1_dense", "nanochat", "nemotron", "seed_oss", "stablelm"), GROUPED
+    ),
+    **dict.fromkeys(("cohere2", "exaone4", "ministral", "olmo3", "afmoe"), WINDOWED),
+    **dict.fromkeys(("glm", "glm4", "phi3"), PADDED),
+    **dict.fromkeys(("biogpt", "phi", "persimmon"), LAYERED),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "glm4_moe", "minimax_m2"), EXPERTS),
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
+    "gpt_bigcode": GPT2,
+    "gpt_oss": EXPERTS | {"sliding_window": tiny_models.SLIDING_WINDOW},
+}
+OWN = "attention in its own code"
+STATE = "recurrent state"
+KEPT = "keep more than keys and values"
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": (OWN, {"n_layer": 2, "hidden_size": 32, "n_head": 4}),
+    "codegen": (OWN, GPT2 | {"rotary_dim": 4}),
+    "gptj": (OWN, GPT2 | {"rotary_dim": 4}),
+    "gpt_neo": (
+        OWN,
+        {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    ),
+    "openai-gpt": (OWN, GPT2),
+    "falcon": (OWN, LAYERED),
+    "mpt": (OWN, {"n_layers": 2, "d_model": 32, "n_heads": 4}),
+    "xglm": (OWN, {"num_layers": 2, "d_model": 32, "attention_heads": 4, "ffn_dim": 64}),
+    "deepseek_v2": ("latent attention", LATENT),
+    "deepseek_v3": ("latent attention", LATENT),
+    "mamba": (STATE, {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 4}),
+    "rwkv": (STATE, {"num_hidden_layers": 2, "hidden_size": 32}),
+    "falcon_h1": (STATE, GROUPED),
+    "jamba": (STATE, EXPERTS),
+    "qwen3_next": (STATE, EXPERTS),
+    "recurrent_gemma": (STATE, GROUPED),
+    "lfm2": (KEPT, GROUPED | {"layer_types": ["conv", "full_attention"]}),
+    "llama4_text": (KEPT, EXPERTS),
+    "minimax": (KEPT, EXPERTS),
+}
+
+
+def build(family: str, settings: dict[str, Any]) -> None:
+    """Make an engine of a random model, as `load_pair` and `prepare` would of one that is loaded."""
+    config = AutoConfig.for_model(family, **TOKENS | settings)
+    refuse_unsuitable(ModelSource(family, family, None, config, config.get_text_config()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    make_engine(make_pair(target=model, target_name=family), 0, check_models=True, max_speculation_length=0)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_families_that_are_served(family: str) -> None:
+    build(family, SERVED[family])
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_are_refused_in_one_sentence(family: str) -> None:
+    reason, settings = REFUSED[family]
+    with pytest.raises(ModelError, match=f"^{family}: .*{reason}") as error:
+        build(family, settings)
+    assert "\n" not in str(error.value)

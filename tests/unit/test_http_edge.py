@@ -1,0 +1,174 @@
+"""Requests that the HTTP edge answers by itself: with a reason, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import tiny_models
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+
+from speclen.transport.credentials import ServerSecurity
+from speclen.transport.keyring import Keyring
+from speclen.worker.http.app import Front, create_app
+from speclen.worker.http.guard import Guard
+from speclen.worker.http.server import listen, make_server, serving
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.requests.request import QueueFullError
+
+JSON = {"Content-Type": "application/json"}
+
+
+class BusyEncoder:
+    """Refuses every text, as if too many waited."""
+
+    tokenizer = tiny_models.tokenizer()
+
+    async def encode(self, *_: Any, **__: Any) -> None:
+        raise QueueFullError("16 requests are waiting already")
+
+
+class Edge:
+    """Guard and routes before an engine that is busy and never reached. expected_wait_s: of its entrance."""
+
+    def __init__(self, keyring: Keyring | None = None, expected_wait_s: float = 0.0) -> None:
+        registry = CollectorRegistry()
+        self.metrics = RequestMetrics(SimpleNamespace(registry=registry))
+        entrance = SimpleNamespace(encoder=BusyEncoder(), expected_wait_s=lambda caller: expected_wait_s)
+        pair = SimpleNamespace(target_name="t", vocab_size=tiny_models.VOCAB_SIZE)
+        engine: Any = SimpleNamespace(
+            entrance=entrance, metrics=self.metrics, max_sequence_tokens=256, engine=SimpleNamespace(pair=pair)
+        )
+        app = create_app(Front(engine, "tiny", "1", registry, lambda: False))
+        self.app = Guard(app, keyring, body_timeout_s=0.05, refuse=self.metrics.refuse)
+        self.registry = registry
+
+    def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+                return await client.request(method, path, **request)
+
+        return asyncio.run(send())
+
+    def refused(self) -> dict[str, float]:
+        samples = [one for metric in self.registry.collect() for one in metric.samples]
+        totals = {one.labels["reason"]: one.value for one in samples if one.name == "speclen_request_refused_total"}
+        return {reason: count for reason, count in totals.items() if count}
+
+
+async def never_whole():
+    yield b"{"
+    await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "reason"),
+    [
+        (("POST", "/v1/completions", {"content": b"{", "headers": JSON}), 400, "invalid"),
+        (("POST", "/v1/completions", {"content": b"{}"}), 415, "invalid"),
+        (("POST", "/v1/completions", {"json": {"prompt": 7}}), 400, "invalid"),
+        (("POST", "/v1/completions", {"json": {"prompt": "a", "model": "gpt-9"}}), 404, "invalid"),
+        (("POST", "/v1/completions", {"json": {"prompt": "a" * 5 * 2**20}}), 413, "invalid"),
+        (("POST", "/v1/completions", {"content": never_whole(), "headers": JSON}), 408, "invalid"),
+        (("POST", "/tokenize", {"json": {}}), 400, "invalid"),
+        (("POST", "/tokenize", {"json": {"prompt": "a"}}), 429, "queue_full"),
+        (("POST", "/detokenize", {"json": {"tokens": [9999]}}), 400, "invalid"),
+        (("GET", "/v1/models/gpt-9", {}), 404, "invalid"),
+        (("GET", "/v1/nothing", {}), 404, "invalid"),
+    ],
+)
+def test_every_refusal_is_counted_once(request_, status, reason):
+    edge = Edge()
+    method, path, content = request_
+    assert edge.ask(method, path, **content).status_code == status
+    assert edge.refused() == {reason: 1.0}
+
+
+def test_a_wrong_key_is_counted_and_a_probe_is_not():
+    edge = Edge(Keyring(["0123456789abcdef"]))
+    assert edge.ask("GET", "/version").status_code == 401
+    assert edge.ask("GET", "/health", headers={"Authorization": "Bearer 0123456789abcdef"}).status_code == 503
+    assert edge.refused() == {"unauthenticated": 1.0}
+
+
+@pytest.mark.parametrize(("expected_wait_s", "told"), [(0.0, "1"), (0.4, "1"), (7.2, "8")])
+def test_a_full_queue_says_when_to_come_back(expected_wait_s, told):
+    answer = Edge(expected_wait_s=expected_wait_s).ask("POST", "/tokenize", json={"prompt": "a"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, told)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "words"),
+    [
+        (
+            gzip.compress(b'{"prompt": "a"}'),
+            {"Content-Encoding": "gzip"},
+            415,
+            "Content-Encoding 'gzip': send it as it is",
+        ),
+        (b"{}", {"Content-Encoding": "identity"}, 400, "prompt: field required"),
+        (b'{"prompt": NaN}', {}, 400, "the body is not valid JSON: NaN is no number of JSON"),
+        (b'{"a": [1, -2e400]}', {}, 400, "the number -2e400 is too large"),
+        (b'{"a": ' + b"9" * 5000 + b"}", {}, 400, "a number has too many digits"),
+        (b'{"a": "\xe4"}', {}, 400, "byte 7 is not UTF-8"),
+        (b"[" * 100_000, {}, 400, "nested too deeply"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_told_why(content, headers, status, words):
+    answer = Edge().ask("POST", "/v1/completions", content=content, headers=JSON | headers)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/tiny", "/version", "/metrics", "/openapi.json"])
+def test_head_is_answered_as_get(path):
+    edge = Edge()
+    got, head = edge.ask("GET", path), edge.ask("HEAD", path)
+    assert head.status_code == got.status_code
+    assert head.headers["content-type"] == got.headers["content-type"]
+    described = json.loads(edge.ask("GET", "/openapi.json").content)
+    assert not [path for path, operations in described["paths"].items() if "head" in operations]
+
+
+async def streams(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for piece in (b"data: 1\n\n", b"data: 2\n\n"):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def answers(scope, receive, send):
+    await Response(b"ok")(scope, receive, send)
+
+
+async def exchange(app: Any, request: bytes) -> tuple[str, bytes]:
+    """Headers and body of what a server sends until it closes the connection."""
+    bound = listen("127.0.0.1:0")
+    async with serving(make_server(app, ServerSecurity()), bound):
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        writer.write(request)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    return head.decode().lower(), body
+
+
+@pytest.mark.parametrize(("app", "body"), [(streams, b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"), (answers, b"ok")])
+def test_a_client_of_http_1_0_gets_no_chunks(app, body):
+    """nginx speaks it to its upstream servers unless it is told otherwise."""
+    head, got = asyncio.run(exchange(app, b"GET / HTTP/1.0\r\n\r\n"))
+    assert "transfer-encoding" not in head
+    assert "connection: close" in head
+    assert got == body
+
+
+def test_a_client_of_http_1_1_gets_chunks():
+    head, got = asyncio.run(exchange(streams, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"))
+    assert "transfer-encoding: chunked" in head
+    assert got.startswith(b"9\r\ndata: 1\n\n\r\n")

@@ -1,0 +1,65 @@
+"""What standard output cannot take ends a command with a sentence, and text goes to any terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from speclen.cli.app import main
+from speclen.cli.generate import print_stream
+from speclen.console.errors import UserError
+from speclen.console.output import printing
+from speclen.v1 import generation_pb2 as pb
+
+CHUNKS = [pb.GenerateResponse(chunk=pb.GenerateChunk(text=text)) for text in ("naïve ", "😀", " end")]
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+
+
+@pytest.mark.parametrize(("encoding", "told"), [("ascii", "na\\xefve \\U0001f600 end"), ("utf-8", "naïve 😀 end")])
+def test_text_is_printed_whatever_the_terminal_can_show(tmp_path, monkeypatch, encoding, told):
+    with open(tmp_path / "out", "w", encoding=encoding) as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with printing():
+            print_stream(CHUNKS, as_json=False)
+        assert sys.stdout is out
+    assert (tmp_path / "out").read_text(encoding) == told
+
+
+@needs_full
+def test_a_full_disk_ends_a_stream_with_a_sentence(monkeypatch):
+    with FULL.open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(UserError, match="cannot write to standard output: No space left on device"), printing():
+            print_stream(CHUNKS, as_json=False)
+
+
+@needs_full
+def test_a_full_disk_is_told_of_what_was_only_buffered(monkeypatch, capsys):
+    with FULL.open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("speclen: cannot write to standard output: No space left on device")
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "argv", ["speclen", "--version"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code, capsys.readouterr().err) == (1, "")
+
+
+def test_a_closed_output_is_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with printing():
+        assert sys.stdout is None

@@ -1,0 +1,77 @@
+"""Simulated workers from recordings: the same for every policy, fair to the oracle, with the flags of real ones."""
+
+import pytest
+
+from speclen.bench.simulation.worlds.own_h200 import OwnH200
+from speclen.bench.simulation.worlds.play import best_arm, play
+from speclen.bench.simulation.worlds.records import CHANGED_LENGTH, Arm, Constant
+from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
+
+WORLDS = [VllmH200, OwnH200]
+
+
+class Watcher(Constant):
+    """A constant arm with a probe of three steps whenever one may begin."""
+
+    def __init__(self, arm, probed=None):
+        super().__init__(arm)
+        self.probed, self.records = probed, []
+
+    def observe(self, records):
+        self.records += records
+
+    def probe_for(self, batch_size):
+        return None if self.probed is None else (self.probed, 3)
+
+
+class Oracle(Constant):
+    def __init__(self, world):
+        self.world = world
+
+    def arm_for(self, batch_size):
+        return best_arm(self.world, batch_size)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_same_seed_gives_the_same_steps(world):
+    first, second = Watcher(Arm(2)), Watcher(Arm(2))
+    play(world(3, 5.0), first)
+    play(world(3, 5.0), second)
+    assert first.records == second.records
+    assert len(first.records) > 100
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_oracle_has_all_and_a_wrong_constant_less(world):
+    """Means over 20 s: what the oracle's requests happen to accept moves its score by less than 3 points."""
+    assert play(world(1, 20.0), Oracle(world(1, 20.0))).percent() == pytest.approx(100.0, abs=3.0)
+    assert play(world(1, 20.0), Constant(Arm(0))).percent() < 75.0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_records_add_up(world):
+    watcher = Watcher(Arm(3))
+    play(world(2, 5.0), watcher)
+    for record in watcher.records:
+        assert sum(record.accepted_histogram) == record.batch_size
+        assert record.num_verified_tokens >= record.batch_size
+        assert record.latency_s > 0.0
+
+
+def test_the_first_step_of_a_probe_is_flagged():
+    watcher = Watcher(Arm(3), Arm(5))
+    play(VllmH200(0, 5.0), watcher)
+    probes = [record for record in watcher.records if record.probe_id == 1]
+    assert [record.arm for record in probes] == [Arm(5)] * 3
+    assert [CHANGED_LENGTH in record.flags for record in probes] == [True, False, False]
+
+
+def test_outputs_are_evaluated_and_ngrams_told():
+    watcher = Watcher(Arm(2, ngram=True))
+    play(OwnH200(0, 10.0), watcher)
+    outputs = [output for record in watcher.records for output in record.outputs]
+    assert outputs
+    assert all(len(output.matches) == len(output.drafted) for output in outputs)
+    runs = [run for record in watcher.records for run in record.ngram_runs]
+    assert runs
+    assert all(accepted <= proposed for _, proposed, accepted, _ in runs)
