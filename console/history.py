@@ -55,7 +55,10 @@ def estimates_of(connection: Connection, context_id: int) -> list[ArmEstimate]:
         ArmEstimate(
             *(row.batch_min, row.batch_max, Arm(row.speculation_length, row.ngram), row.expected_tokens, row.step_s),
             *(1e3 * row.step_s / row.expected_tokens, row.ms_per_token_low, row.ms_per_token_high),
-            *(row.num_steps, row.observed_step_s, row.source, row.is_best),
+            num_steps=row.num_steps,
+            observed_step_s=row.observed_step_s,
+            source=row.source,
+            is_best=row.is_best,
         )
         for row in arm_estimates(connection, context_id)
     ]

@@ -1,4 +1,4 @@
-"""A copy of a database: of one moment, whole, checked, and under its name only then. And back again."""
+"""Copies of a database, each of one moment, whole and checked before it gets its name; and their way back."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def copy(source: Connection, target: Path) -> int:
 
 
 def fill(file: Path, source: Connection) -> None:
-    """Make a file a copy of an open database.
-
-    Raises StoreError naming the source where that cannot be read or SQLite finds anything wrong with it, and sqlite3.Error
-    where the file cannot be written.
-    """
+    """Make a file a copy of an open database. StoreError: a damaged source. sqlite3.Error: no room for the file."""
     copied = sqlite3.connect(file, isolation_level=None)
     try:
         # In one go: in smaller steps every commit of the controller would make the copy start over.
@@ -58,7 +54,7 @@ def fill(file: Path, source: Connection) -> None:
 
 
 def first_reading_problem(source: Connection) -> str:
-    """What is wrong with an open database or in the way of reading all of it, in one line; empty if nothing."""
+    """First problem of an open database, errors of reading included, in one line; empty if there is none."""
     try:
         return first_problem(source)
     except FileErrors as error:
@@ -66,7 +62,7 @@ def first_reading_problem(source: Connection) -> str:
 
 
 def first_problem(connection: Connection) -> str:
-    """What SQLite finds wrong with a database first, in one line; empty if nothing. Raises one of FileErrors."""
+    """First problem that SQLite finds in a database, in one line; empty if there is none. Raises one of FileErrors."""
     found: str = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
     return "" if found == "ok" else found.splitlines()[-1]
 
@@ -86,16 +82,15 @@ def check_file(path: Path) -> None:
 
 
 def is_empty(database: Path) -> bool:
-    """Whether there is no database yet; a file without a byte is what a writer's lock leaves."""
+    """True if there is no database yet; a writer's lock leaves a file without a byte."""
     return not database.exists() or database.stat().st_size == 0
 
 
 def put_in_place(backup: Path, database: Path, aside: str = "") -> None:
     """Make a checked copy the database, in one rename. Raises StoreError, also while a controller writes to it.
 
-    The copy may be any database, with a WAL beside it, as a controller leaves it that was killed; a link stays one.
-    The lock's note of how many commits were told durable stays: the controller's next start says how many are missing.
-    aside: the name, in its folder, that the database so far gets; without one it goes.
+    The copy may have a WAL beside it. The lock's note of acknowledged commits stays: the controller's next start tells how
+    many are missing. aside: new name for the present database; without one it is deleted.
     """
     database = Path(os.path.realpath(database))
     with unfinished(database) as copied:
@@ -117,7 +112,7 @@ def put_in_place(backup: Path, database: Path, aside: str = "") -> None:
 
 
 def move_wal_in(database: Path) -> None:
-    """Let the file itself hold all that was committed, so that whatever fails after its WAL has gone leaves it whole."""
+    """Move the WAL into the file, which is then whole without it."""
     with contextlib.suppress(*FileErrors), contextlib.ExitStack() as closing:  # a damaged one stays as it is
         old = sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True, timeout=5.0)
         closing.enter_context(contextlib.closing(old)).execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -125,7 +120,7 @@ def move_wal_in(database: Path) -> None:
 
 @contextlib.contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """A name for a file in the making, of which nothing is left after the block. Raises StoreError if it cannot be made."""
+    """A temporary name, removed after the block. Raises StoreError if the target cannot be written."""
     name = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield name
@@ -138,7 +133,7 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 
 def move_into_place(unfinished: Path, target: Path) -> None:
-    """Give a file its name when its content is on the disk, and wait until the name is."""
+    """Rename a file once its content is on the disk, and wait for the name."""
     synchronise(unfinished)
     unfinished.replace(target)
     synchronise(target.parent)

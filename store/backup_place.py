@@ -1,7 +1,6 @@
-"""A place for backups: a folder, or whatever fsspec reaches (s3://, gs://, sftp:// and so on with its package installed).
+"""A place for backups: a folder, or a URL that fsspec knows (s3://, gs://, sftp:// and so on with its package installed).
 
-Every backup has a name of its own that sorts by time, `speclen-20261122T093000.250Z.db`, and gets it only when it is
-whole. So the newest name is always a backup to go on from, whoever is killed when.
+Names sort by time, `speclen-20261122T093000.250Z.db`, and are given to whole backups only.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ class Made:
 
 
 class BackupPlace:
-    """Backups of one database, by the stem of its name.
+    """Backups of one database, by the stem of its name. Raises StoreError for a place that cannot be made.
 
-    keep: how many are kept, the newest. Where the database has fewer commits than a backup, it was begun anew or put back:
-    the backup with the most stays besides, or those of a young database would push out all that an old one had learned.
-
-    Raises StoreError for a place that does not exist and cannot be made, or whose kind is unknown.
+    keep: number of backups kept, the newest. The backup with the most commits stays besides where the database has fewer:
+    it was begun anew or put back.
     """
 
     def __init__(self, url: str, stem: str = "speclen", keep: int = 24) -> None:
@@ -107,10 +104,7 @@ class BackupPlace:
 
     @contextlib.contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
-        """A backup, checked, as a file of this machine for the block.
-
-        Raises CorruptStoreError where it is damaged, and StoreError where it cannot be had, which says nothing of it.
-        """
+        """A checked backup as a local file for the block. CorruptStoreError: damaged. StoreError: it cannot be fetched."""
         if isinstance(self._fs, LocalFileSystem):
             check_file(Path(self._path(name)))
             yield Path(self._path(name))
@@ -129,7 +123,7 @@ class BackupPlace:
 
     @contextlib.contextmanager
     def _local(self, name: str) -> Iterator[Path]:
-        """Where to write a backup: in the place itself, if that is a folder here; else it is sent there afterwards."""
+        """Path to write a backup to: in the place if that is a local folder, else uploaded after the block."""
         if isinstance(self._fs, LocalFileSystem):
             yield Path(self._path(name))
             return
@@ -143,7 +137,7 @@ class BackupPlace:
                 self._fs.mv(unfinished, self._path(name))
 
     def _clear(self) -> None:
-        """Remove what a killed predecessor left unfinished: before the first backup, since only a maker leaves such."""
+        """Remove unfinished files of a killed predecessor, before the first backup."""
         if self._cleared:
             return
         begin = f".{self._stem}-"
@@ -155,7 +149,7 @@ class BackupPlace:
         self._cleared = True
 
     def _listed(self) -> list[str]:
-        """Object stores have no folders: one that holds nothing is not there, whatever was made."""
+        """Paths in the place. Object stores have no empty folders."""
         try:
             found: list[str] = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
@@ -171,7 +165,7 @@ class BackupPlace:
         what: str = "cannot be used for backups",
         advice: str = "see that it can be reached, or name another place",
     ) -> Iterator[None]:
-        """Whatever a file system raises, each its own kinds, becomes one sentence: what the place does, and the way out."""
+        """Turn any error of a file system into one sentence: what the place does, and the way out."""
         try:
             yield
         except StoreError:
@@ -195,7 +189,7 @@ def stamp(now: datetime, names: list[str]) -> str:
 
 @contextlib.contextmanager
 def folder_for_a_copy() -> Iterator[Path]:
-    """A folder of this machine, which goes after the block. Raises StoreError where none can be made."""
+    """A temporary local folder. Raises StoreError if none can be made."""
     with contextlib.ExitStack() as opened:
         try:
             folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="speclen-"))
@@ -220,17 +214,16 @@ def commit_of(database: Path) -> int:
 
 
 def is_behind(database: Path, place: BackupPlace) -> bool:
-    """Whether the newest backup has commits that the database has not. Raises StoreError where that cannot be known."""
+    """True if the newest backup has commits that the database lacks. Raises StoreError."""
     newest = place.names()[-1:]
     return any(commit > commit_of(database) for commit in place.commits(newest).values())
 
 
 def restore_newest(place: BackupPlace, database: Path, tell: Callable[[str], None], aside: str = "") -> str:
-    """Make the newest sound backup the database; its name, empty where there is none. tell: gets a sentence a damaged one.
+    """Make the newest sound backup the database; its name, empty if there is none. tell: gets a sentence per damaged one.
 
-    aside: for a database that stays unless the backup is further; then this is its new name.
-    Raises StoreError where all are damaged or the newest cannot be had, which makes it no damaged one, and for a database
-    that is in use or cannot be written.
+    aside: new name for a database that is replaced only if the backup has more commits. Raises StoreError if all are
+    damaged, the newest cannot be fetched, or the database is in use.
     """
     names = place.names()
     for name in reversed(names):

@@ -1,8 +1,7 @@
 """Commits that wait for the disk, joined into one.
 
-Reports, decisions and events add up; of everything else only the newest row per key counts, so that waiting takes
-memory for reports alone. When those exceed a bound, the oldest raw rows are given up and counted: the estimates that
-contain them stay.
+Reports, decisions and events add up; of other rows the newest per key counts. Beyond a bound the oldest raw reports are
+dropped and counted; the estimates that contain them stay.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ class Batch:
 
     def as_commit(self) -> Commit:
         """Everything held, as one commit."""
-        rows = {name: list(rows.values()) for name, rows in self.newest.items()}
-        events = {name: list(rows) for name, rows in self.events.items()}
+        rows: dict[str, Any] = {name: list(each.values()) for name, each in self.newest.items()}
+        rows |= {name: list(each) for name, each in self.events.items()}
         replaced = tuple(self.replaced_contexts)
-        return Commit(reports=list(self.reports), profiles=self.profiles, replaced_contexts=replaced, **rows, **events)
+        return Commit(reports=list(self.reports), profiles=self.profiles, replaced_contexts=replaced, **rows)
 
     def _drop_excess(self) -> None:
         excess = len(self.reports) - self.max_reports

@@ -37,9 +37,6 @@ APPLICATION_ID = 0x73706C32
 # Before this version, several connections that write or checkpoint could corrupt a WAL file.
 OLDEST_SAFE_SQLITE = (3, 51, 3)
 
-# STRICT tables, upserts and -> operators; below this nothing here works.
-OLDEST_USABLE_SQLITE = (3, 38, 0)
-
 MOST_SAID = 200  # characters of an error that are repeated
 
 # What to do about a damaged file: about a database, and about a copy of one.
@@ -66,11 +63,8 @@ class CorruptStoreError(StoreError):
 def connect_writer(path: Path) -> Connection:
     """The connection that writes: WAL, synchronous FULL, so that a commit survives a loss of power.
 
-    Raises StoreError, for another program's database as well, or CorruptStoreError if the file is none. Such a file stays
-    as it is.
+    Raises StoreError, for another program's database as well, or CorruptStoreError; such a file is not changed.
     """
-    if sqlite3.sqlite_version_info < OLDEST_USABLE_SQLITE:
-        raise StoreError(f"SQLite {sqlite3.sqlite_version} is too old: install the pysqlite3 package.")
     try:
         connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
         # Has to come before the first table; without it a file never gives space back. Setting it again would write.
@@ -88,10 +82,7 @@ def connect_writer(path: Path) -> Connection:
 
 
 def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Connection:
-    """A read-only connection to a live or closed database. Raises StoreError if there is none or it is unreadable.
-
-    advice: what to do where it is damaged.
-    """
+    """A read-only connection to a live or closed database. Raises StoreError. advice: for a damaged file."""
     path = Path(path)
     if not path.is_file():
         raise StoreError(f"There is no database at {path}: start a controller with --db {path}, or name another file.")
@@ -111,9 +102,8 @@ def connect_reader(path: str | os.PathLike[str], advice: str = BEGIN_ANEW) -> Co
 def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
     """A connection that does not write, on which SQLite checks all that it can. Raises StoreError as `connect_reader`.
 
-    SQLite leaves CHECK constraints out where it cannot write to a file, so this one could, and must not. Its WAL stays as it
-    was: the last connection that could write to a database moves the WAL into the file as it ends, and deletes it, so a
-    reader outlives this connection. Where there is no WAL there is nothing to move, and what is made for reading goes.
+    SQLite skips CHECK constraints on read-only connections, so this one could write. The last such connection would move a
+    WAL into the file and delete it: a reader outlives it, so that the WAL stays as it was.
     """
     beside = os.path.exists(os.path.realpath(path) + "-wal")
     reader, examiner = connect_reader(path, advice), None
@@ -151,10 +141,7 @@ def require_ours(path: Path, connection: Connection) -> None:
 
 
 def refusal(path: Path, error: Exception, damaged: bool = False, advice: str = BEGIN_ANEW) -> StoreError:
-    """The sentence for an error of SQLite while opening a file. damaged: a check found so, whatever its code.
-
-    advice: what to do where it is damaged.
-    """
+    """The sentence for an error of SQLite while opening a file. damaged: found by a check. advice: for a damaged file."""
     said = in_one_line(error)
     if damaged or is_corruption(error):
         return CorruptStoreError(f"{path} is damaged ({said}): {advice}")
@@ -162,13 +149,13 @@ def refusal(path: Path, error: Exception, damaged: bool = False, advice: str = B
 
 
 def in_one_line(error: Exception) -> str:
-    """SQLite's words, which quote what a damaged file has in its place: line ends, control characters, any length."""
+    """SQLite's message in one printable line: it quotes the content of damaged files."""
     words = " ".join(str(error).split())
     return "".join(each if each.isprintable() else "?" for each in words)[:MOST_SAID]
 
 
 def is_corruption(error: Exception) -> bool:
-    """True if SQLite says that the file's content is wrong, as opposed to the disk being full or busy."""
+    """True if the content of the file is wrong, as opposed to a full or busy disk."""
     if isinstance(error, UnicodeDecodeError) or str(error).startswith("Could not decode to UTF-8"):
         return True
     return primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

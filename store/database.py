@@ -32,10 +32,10 @@ from speclen.store.records import Commit, StoredState, StoreHealth
 from speclen.store.retention import Retention, give_back_space
 from speclen.store.transaction import Outcome, write
 
-# Seconds after which it is looked whether the file is still there when nothing is written.
+# Seconds between looks at the file when nothing is written.
 LOOK_INTERVAL_S = 0.5
 
-# What to do about damage that was found while writing. A start may miss it: it leaves the raw reports of a large file out.
+# Advice for damage that was found while writing. A start may miss it: it skips the raw reports of a large file.
 MOVE_AWAY = "restore a backup over it, or move it and its -wal away, and start the controller again."
 
 log = logging.getLogger(__name__)
@@ -43,17 +43,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Every knob of the store, with unit and reason."""
+    """Settings of the store."""
 
     retention: Retention = field(default_factory=Retention)
-    # Raw reports held in memory while commits fail, some 500 bytes each; the oldest go first. Up to twice as many are
-    # held for a moment, when a running commit fails while new ones wait.
+    # Raw reports held in memory while commits fail, some 500 bytes each; the oldest go first.
     max_pending_reports: int = 200_000
     # Seconds between attempts while commits fail: doubles from the first to the second.
     first_retry_s: float = 0.1
     longest_retry_s: float = 2.0
-    # Files up to this size are checked whole when opened (0.2 s); of larger ones all but the raw reports, which
-    # `speclen doctor` looks at.
+    # Files up to this size are checked whole when opened (0.2 s), larger ones without their raw reports.
     checked_bytes: int = 16 * 2**20
 
 
@@ -72,13 +70,12 @@ class Store:
         self._ended: StoreError | None = None
         self._presence = Presence(path, lock.descriptor)
         self._commit_number = connection.execute("PRAGMA user_version").fetchone()[0]
-        # Commits that were told durable by the last writer and are not in the file: see `WriterLock`.
+        # Commits that the last writer acknowledged and that are not in the file: see `WriterLock`.
         self.num_commits_missing = max(0, lock.num_commits - self._commit_number)
         if self.num_commits_missing:
             note_missing(connection, self.num_commits_missing)
         lock.note(self._commit_number)
-        # Age is time that has gone by: a clock that jumps ahead must not make every report too old to be kept, nor one that
-        # was ahead when the store was opened, once it is right.
+        # Of a monotonic clock: a clock that jumps ahead must not make every report too old to be kept.
         self._epoch = time.time() - time.monotonic()
         self._closing_at: float | None = None
         self._failure = ""
@@ -129,9 +126,8 @@ class Store:
     def submit(self, commit: Commit, on_done: OnDone) -> None:
         """Have a commit stored after all earlier ones; never waits for the disk.
 
-        on_done is called by the writer's thread: with None once it is on the disk, with an error if the store was
-        closed before, the file is damaged or gone, or the commit is malformed. While the disk is full, commits wait and are
-        tried again.
+        The writer's thread calls on_done: with None once it is on the disk, with an error if the store was closed before,
+        the file is damaged or gone, or the commit is malformed. While the disk is full, commits wait and are tried again.
         """
         with self._changed:
             if self._closing_at is not None:
@@ -142,7 +138,7 @@ class Store:
             self._changed.notify()
 
     def health(self) -> StoreHealth:
-        """How the writer is doing at this moment."""
+        """State of the writer at this moment."""
         with self._changed:
             num_reports = self._waiting.num_reports + self._in_flight.num_reports
             detail = "every commit is on the disk"
@@ -185,7 +181,7 @@ class Store:
             self._lock_file.release()
 
     def _write_for_ever(self) -> None:
-        """Take all that waits, store it in one transaction, tell those who wait for it."""
+        """Take all that waits, store it in one transaction, call back."""
         give_way()
         while (batches := self._take()) is not None:
             outcome = self._store(batches)
@@ -195,7 +191,7 @@ class Store:
             self._give_back_space()
 
     def _end(self, error: Exception) -> None:
-        """Nothing can be stored any more: tell everybody who waits."""
+        """Fail all commits that wait, and later ones."""
         with self._changed:
             self._ended = (
                 error if isinstance(error, StoreError) else StoreError(f"the store's writer failed: {error!r}")
@@ -206,10 +202,7 @@ class Store:
             _tell(batch.callbacks, self._ended)
 
     def _take(self) -> Batches | None:
-        """Everything submitted since, as soon as there is something; None once closing and nothing is left.
-
-        Raises StoreGoneError when the file goes in the meantime.
-        """
+        """All that was submitted; waits for something. None when closed. Raises StoreGoneError when the file goes."""
         with self._changed:
             while not self._waiting.by_scope and self._closing_at is None:
                 self._changed.wait(LOOK_INTERVAL_S)
@@ -220,10 +213,7 @@ class Store:
             return self._in_flight
 
     def _store(self, batches: Batches) -> Outcome:
-        """Try until it is stored; what is submitted in between joins. All scopes have failed if closed before.
-
-        Raises StoreGoneError, CorruptStoreError: no pause mends that.
-        """
+        """Try until it is stored; later commits join. All scopes fail if closed before. Raises StoreError for good."""
         delay = self.config.first_retry_s
         while True:
             started = time.perf_counter()
@@ -259,7 +249,7 @@ class Store:
             raise refusal(self.path, error, advice=MOVE_AWAY) from error
 
     def _wait_to_retry(self, batches: Batches, error: Exception, delay: float) -> bool:
-        """Note the failure, wait, and add what came meanwhile; False when it is time to give up."""
+        """Note the failure, wait, and add what came meanwhile; False when it is time to stop."""
         with self._changed:
             self._num_failures += 1
             self._failure = str(error)
@@ -296,7 +286,7 @@ class Store:
 
 
 def _tell(callbacks: list[OnDone], error: Exception | None) -> None:
-    """A callback that fails must not end the writer, nor keep the others from being called."""
+    """Call back; one that fails must not end the writer."""
     for on_done in callbacks:
         try:
             on_done(error)

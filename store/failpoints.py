@@ -26,7 +26,7 @@ FAILPOINTS = (
 
 
 class Failpoints:
-    """Counts how often each place was passed and dies at the one that was asked for."""
+    """Counts passes of one place and kills the process there."""
 
     def __init__(self, setting: str | None = None) -> None:
         """setting: "name" or "name:count", by default that of the environment. ValueError for an unknown name."""
@@ -37,9 +37,7 @@ class Failpoints:
             raise ValueError(f"SPECLEN_FAILPOINT names {self._name!r}; known are: {', '.join(FAILPOINTS)}.")
 
     def reach(self, name: str) -> None:
-        """Dies here if it is the place and the time."""
-        if name != self._name:
-            return
-        self._remaining -= 1
-        if self._remaining == 0:
+        """Die here if it is the place and the time."""
+        self._remaining -= name == self._name
+        if name == self._name and self._remaining == 0:
             os.kill(os.getpid(), signal.SIGKILL)

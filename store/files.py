@@ -1,7 +1,4 @@
-"""The files of a database: who may write them, how far the last writer got, and whether they are still there.
-
-What is written into a file that no name leads to any more is lost at the end.
-"""
+"""The files of a database: the writer's lock with the number of its commits, and checks that the files are in place."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ LOCK_PATIENCE_S = 0.3
 
 
 def damage_path(database: Path) -> Path:
-    """A file that is there after damage was found in the database, whose next opening then reads all of it.
-
-    What makes a file large is not read when it is opened: a damaged page among old reports would be met again and again.
-    """
+    """A mark of damage found while writing: the next opening then checks the whole file, raw reports included."""
     return database.with_name(database.name + "-damaged")
 
 
@@ -32,14 +26,13 @@ def note_damage(database: Path) -> None:
 
 
 class WriterLock:
-    """Held by the one process that may write; the kernel releases it when the process dies, however it dies.
+    """Held by the one process that may write; the kernel releases it when the process dies.
 
-    Two locks: on a file of its own beside the database, which also holds the process and how many commits were told
-    durable; and on the database file itself, which another name of it (a hard link) shares. Locking through SQLite
-    (locking_mode=EXCLUSIVE) would shut out readers. SQLite's own locks are of another kind, and neither touches the
-    other. Only meaningful on a local disk, like WAL itself.
+    Two locks: on a file beside the database, which also holds the process id and the number of acknowledged commits; and on
+    the database file itself, for its other names (hard links). SQLite's locking_mode=EXCLUSIVE would shut out readers. Only
+    meaningful on a local disk, like WAL itself.
 
-    num_commits: how many commits the last writer told durable; 0 if that is not known.
+    num_commits: commits that the last writer acknowledged; 0 if unknown.
     """
 
     def __init__(self, database: Path) -> None:
@@ -87,16 +80,13 @@ class WriterLock:
         return self._file
 
     def note(self, num_commits: int) -> None:
-        """Write down who holds the lock and how many commits are durable.
-
-        Not forced to the disk: after a loss of power it may name fewer than there are, never more.
-        """
+        """Note the process and its durable commits. Not synced: after a loss of power it may name fewer, never more."""
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             text = f"{os.getpid()}\n{num_commits}\n".encode()
             os.pwrite(self._note, text.ljust(32), 0)
 
     def release(self) -> None:
-        """Let another process write. The lock file stays: removing it would race with a process that just opened it."""
+        """Let another process write. The lock file stays: its removal would race with a process that just opened it."""
         for descriptor in (self._file, self._note):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -148,11 +138,10 @@ class StoreGoneError(StoreError):
 class Presence:
     """The files of an open database (the database, its WAL and the WAL's index): by device and inode, and by their heads.
 
-    The head tells another content under the same inode, as `cp` leaves it. Nobody but the writer changes it.
+    The head shows another content under the same inode, as `cp` leaves it.
 
-    database: the database file, open for as long as this is used. It is not opened here, since closing a file lets go of
-    all POSIX locks that the process has on it, those of SQLite among them: then the next program that has written to the
-    database, or might have, would delete the WAL as it ends, as nobody seems to need it.
+    database: descriptor of the database file, open as long as this is used. It is not opened here: closing a file releases
+    all POSIX locks of the process on it, SQLite's included, and the next program to close it would delete the WAL.
     """
 
     def __init__(self, path: Path, database: int) -> None:
@@ -163,10 +152,7 @@ class Presence:
         self._wal = Head.at(files_of(path)[1], HEAD_OF_WAL)
 
     def check(self, num_commits: int) -> None:
-        """Raises StoreGoneError where a name no longer leads to the file that is written to, or that was written over.
-
-        num_commits: the number of the newest commit (`PRAGMA user_version`).
-        """
+        """Raises StoreGoneError for a file that was replaced, cut or overwritten. num_commits: `PRAGMA user_version`."""
         for name, identity in self._identities.items():
             now = identity_of(name)
             if now != identity:
@@ -224,14 +210,11 @@ class Head:
             return cls(b"", 0, 0)
 
     def is_cut(self, before: Head) -> bool:
-        """Whether the end is missing: SQLite shortens a file only when it writes another head."""
+        """True if the end is missing: SQLite shortens a file only when it writes another head."""
         return self.size < before.size and self.content[: self.size] == before.content[: self.size]
 
     def follows(self, before: Head, num_commits: int) -> bool:
-        """Whether a checkpoint can have written this head: of the same form, and neither older nor newer than the commits.
-
-        A copy made by `speclen backup`, or by VACUUM INTO, is no file in WAL mode: its form differs.
-        """
+        """True if a checkpoint can have written this head: still in WAL mode, neither older nor newer than the commits."""
         old, new = before.content, self.content
         if len(new) < HEAD_OF_DATABASE or old[FORM] != new[FORM]:
             return False
@@ -244,7 +227,7 @@ def number(head: bytes, place: slice) -> int:
 
 
 def files_of(path: Path) -> tuple[Path, ...]:
-    """A database and what SQLite keeps beside it while it is open."""
+    """A database, its WAL and the WAL's index."""
     return tuple(path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm"))
 
 

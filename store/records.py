@@ -1,7 +1,7 @@
 """The rows of the database: one plain tuple per row, its fields named like the columns, in their order.
 
 Times ending in `_at` are seconds since 1970 (UTC), other times end in their unit, counts begin with `num_`. The caller
-gives out ids (context_id, worker_key, profile_id), one more than the highest in `StoredState`, and waits for no disk.
+gives out ids (context_id, worker_key, profile_id), one more than the highest in `StoredState`.
 """
 
 from __future__ import annotations

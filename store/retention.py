@@ -1,4 +1,4 @@
-"""Keeps the file bounded: old rows go as new ones come, and free pages go back to the disk."""
+"""Bounds on the file: old rows are deleted as new ones come, and free pages go back to the disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from speclen.store.connection import Connection
 
-# On average, with all that steps with copies and reviews tell: several times what a fleet's reports take.
+# Mean size of a report with its evaluations, several times what a fleet's reports take.
 MOST_REPORT_BYTES = 500
 # Tables and states of a thousand contexts, decisions, events.
 BYTES_BESIDE_REPORTS = 2**28
@@ -15,20 +15,20 @@ BYTES_BESIDE_REPORTS = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept. The learned tables themselves are always kept: their size depends on contexts, not on time."""
+    """Bounds on what grows with time. The learned tables are always kept."""
 
     # Raw reports, some 80 bytes each (docs/store.md): the default takes about 400 MB.
     max_report_rows: int = 5_000_000
     # Days after which raw reports go, whatever their number.
     max_days: float = 30.0
-    # Days of prediction_error by minute: some 3 MB a day for a context that is busy in all its buckets.
+    # Days of prediction_error by minute: some 3 MB a day for a context that is busy at all batch sizes.
     max_prediction_days: float = 7.0
     # Decisions, drift events and store events, each: rare, so this is years.
     max_event_rows: int = 100_000
 
     @property
     def max_bytes(self) -> int:
-        """Of the file, beyond which the oldest reports go whatever their number: those who sent them may tell too much."""
+        """Size of the file beyond which the oldest reports go, whatever their number."""
         return BYTES_BESIDE_REPORTS + MOST_REPORT_BYTES * self.max_report_rows
 
     def __post_init__(self) -> None:
@@ -39,19 +39,18 @@ class Retention:
                 raise ValueError(f"retention of {days} days keeps nothing: give a positive number of days.")
 
 
-# For whoever opens a database in place of its controller, and does not know how many reports that one was told to keep.
+# For programs that open a database in place of its controller, whose retention they do not know.
 KEEP_REPORTS = Retention(max_report_rows=2**62, max_days=math.inf)
 
 DAY_S = 86400.0
 
-# Rows that one commit deletes beyond twice those it inserts: a lowered limit is reached in steps, no commit is slow.
+# Rows that one commit deletes beyond twice those it inserts: a lowered limit is reached in steps.
 EXTRA_ROWS_PER_COMMIT = 2_000
 
-# Where the file is too large, reports that go at a time, until it is not, and how often in one commit; the newest that stay.
+# For a file that is too large: reports deleted at a time, times in one commit, reports that always stay.
 CHUNK_ROWS, MOST_CHUNKS, FEWEST_ROWS = 500, 20, 10_000
 
-# Pages of 4 KiB given back after one commit, and how many and which share must be free for it. A file in its steady
-# state reuses free pages at once and never gets there.
+# Pages of 4 KiB given back after one commit, and the number and share that must be free for it: never in a steady state.
 VACUUM_PAGES = 250
 VACUUM_ABOVE_PAGES = 500
 VACUUM_ABOVE_SHARE = 0.25
@@ -75,7 +74,7 @@ def enforce_retention(connection: Connection, retention: Retention, num_new_repo
 
 
 def used_bytes(connection: Connection) -> int:
-    """Of the file, without pages that are free."""
+    """Bytes of the file without free pages."""
     num_pages, num_free, page_bytes = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )

@@ -16,12 +16,12 @@ from speclen.store.retention import Retention, enforce_retention
 
 
 class RefusedError(Exception):
-    """The database refuses a row without which the others of its scope would say what is not so."""
+    """The database refuses a row without which the others of its scope would be wrong."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a transaction. failed: scopes of which nothing was written, and why; num_refused: rows left out."""
+    """Result of a transaction. failed: by scope, why nothing of it was written. num_refused: rows left out."""
 
     failed: dict[str, Exception] = field(default_factory=dict)
     num_refused: int = 0
@@ -30,10 +30,10 @@ class Outcome:
 def write(
     connection: Connection, batches: Batches, retention: Retention, failpoints: Failpoints, number: int, now: float
 ) -> Outcome:
-    """Store batches in one transaction, commit `number` of the file. now: in seconds since 1970, for what is too old.
+    """Store batches in one transaction, commit `number` of the file. now: seconds since 1970, for retention.
 
-    What belongs to one scope is written whole or not at all, and one that cannot be written is no reason not to write
-    the others. Raises what SQLite raises (disk full, damaged file, ...) after rolling everything back.
+    Each scope is written whole or not at all, and fails alone. Raises errors of SQLite (disk full, damaged file, ...) after
+    rolling everything back.
     """
     failpoints.reach("before_begin")
     connection.execute("BEGIN IMMEDIATE")
@@ -45,8 +45,7 @@ def write(
         failpoints.reach("before_commit")
         connection.execute("COMMIT")
     except BaseException:
-        # SQLite has rolled back by itself after some errors.
-        if connection.in_transaction:
+        if connection.in_transaction:  # SQLite rolls back by itself after some errors
             connection.execute("ROLLBACK")
         raise
     failpoints.reach("after_commit")
@@ -118,7 +117,7 @@ def _insert_profiles(connection: Connection, profiles: list[ProfileRow]) -> list
 
 
 def _events_of(batch: Batch, refusals: list[str]) -> list[StoreEventRow]:
-    """The trace of what a batch had to give up."""
+    """Store events for the losses of a batch."""
     events = []
     if batch.num_reports_dropped:
         detail = "commits failed for longer than memory allows; the estimates contain these reports"

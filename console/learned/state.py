@@ -15,6 +15,7 @@ from typing import Any
 
 from speclen.console.errors import UserError
 from speclen.console.history import key_of, name_of
+from speclen.records import Limits
 from speclen.store import queries
 from speclen.store.connection import Connection
 from speclen.store.database import Store
@@ -85,10 +86,9 @@ def check_usable(document: Document) -> None:
 
     for pair in document["pairs"]:
         estimator = Estimator()
+        for row in map(context_row, pair["contexts"]):
+            estimator.add_context(key_of(row), Limits(row.max_batch_size, row.max_speculation_length, row.ngram))
         estimator.restore((pair["target"], pair["draft"]), base64.b64decode(pair["state"]))
-        for context in pair["contexts"]:
-            if not estimator.knows(key_of(context_row(context))):
-                raise ValueError(f"the state lacks {name_of(key_of(context_row(context)))}")
 
 
 def context_row(values: Document) -> ContextRow:

@@ -7,7 +7,7 @@ import threading
 
 import grpc
 import kill_harness
-import test_kill
+from kill_checks import check
 
 from chaos.fault import Place, fault, until
 from chaos.fleet import SERVING, Fleet, check_database, paused, sleep
@@ -48,7 +48,7 @@ def kill_controller(place: Place) -> str:
     if failures:
         raise failures[0]
     for lane in lanes:
-        test_kill.check(lane)
+        check(lane)
     reports = sum(worker.num_acknowledged for lane in lanes for worker in lane.workers)
     return f"{sum(lane.num_kills for lane in lanes)} kills, {reports:,} reports acknowledged: 0 lost, 0 counted twice"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
+from kill_checks import check_reports
 from kill_harness import ReportingWorker
-from test_kill import check_reports
 
 from chaos.fault import BreachError, require, until
 from speclen.store.connection import connect_reader

@@ -4,14 +4,12 @@ A real controller is killed with SIGKILL at random moments (also while it starts
 while three workers report in two pairs of models, repeat groups and let them overtake each other. In the end, all that
 was reported must be on the disk once, and the learned tables must equal a replay of the stored reports.
 
-`pytest tests/test_kill.py --kills 5000` kills more often.
+`pytest tests/system/test_kill.py --kills 5000` kills more often.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -20,18 +18,12 @@ import time
 from pathlib import Path
 
 import pytest
-from kill_harness import EPOCH, Lane, step_report
-from store_rows import moment, report, rows, store_now
+from kill_checks import check
+from kill_harness import Lane
+from store_rows import moment, rows, store_now
 
-from speclen.controller.estimator import Estimator
-from speclen.controller.wire.stored import groups_of
-from speclen.records import ContextKey, Limits
-from speclen.store.connection import connect_reader
-from speclen.store.database import Store, StoreConfig
+from speclen.store.database import Store
 from speclen.store.failpoints import FAILPOINTS, Failpoints
-from speclen.store.queries import contexts, stored_reports, view_rows, workers
-from speclen.store.records import ContextRow, ReportRow
-from speclen.store.retention import Retention
 
 # Reached by every commit. The one left out needs a shrinking file, and has a test of its own below.
 COMMIT_FAILPOINTS = [name for name in FAILPOINTS if name != "after_vacuum"]
@@ -69,62 +61,6 @@ def test_nothing_acknowledged_is_lost_or_counted_twice(tmp_path, request):
     print(summary(lanes))
 
 
-def check(lane: Lane) -> None:
-    """Everything reported is stored once and as it was, and the tables are what a replay of the rows gives."""
-    assert lane.worker_failures == []
-    complaints = re.findall(r'.*(?:"level": "(?:error|critical)"|Traceback).*', lane.log.read_text())
-    assert complaints == [], "a controller complained"
-    assert rows(lane.database, "PRAGMA integrity_check") == [("ok",)]
-    assert rows(lane.database, "PRAGMA foreign_key_check") == []
-    for worker in lane.workers:
-        assert worker.broken_promises == []
-        assert worker.num_repeated > 0
-        assert worker.num_overtaken > 0
-        assert worker.num_acknowledged == worker.last_seq
-    connection = connect_reader(lane.database)
-    stored = list(stored_reports(connection))
-    for worker in lane.workers:
-        check_reports(lane.database, worker.number, worker.last_seq, stored)
-    names = {worker.worker_key: worker.worker_id for worker in workers(connection)}
-    check_replay(contexts(connection), names, stored, view_rows(connection, "learned_table"))
-    connection.close()
-
-
-def check_reports(database: Path, number: int, last_seq: int, stored: list[ReportRow]) -> None:
-    query = (
-        f"SELECT worker_key, applied_seq, num_reports, missing_ranges FROM workers WHERE worker_id = 'worker-{number}'"
-    )
-    [(worker_key, applied_seq, num_reports, missing)] = rows(database, query)
-    mine = [row for row in stored if row.worker_key == worker_key]
-    assert sorted(row.seq for row in mine) == list(range(1, last_seq + 1)), "lost or counted twice"
-    assert (applied_seq, num_reports, missing) == (last_seq, last_seq, "[]")
-    for row in mine:
-        sent = step_report(number, row.seq)
-        assert row.epoch == EPOCH
-        assert (row.batch_size, row.latency_s) == (sent.batch_size, sent.latency_s)
-        assert json.loads(row.accepted_histogram) == list(sent.accepted_histogram)
-
-
-def check_replay(
-    known: tuple[ContextRow, ...], names: dict[int, str], stored: list[ReportRow], table: list[dict]
-) -> None:
-    """A fresh estimator that makes the same calls as the controller did must end up with the same table."""
-    estimator = Estimator()
-    keys = {}
-    for row in known:
-        keys[row.context_id] = ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
-        estimator.add_context(keys[row.context_id], Limits(row.max_batch_size, row.max_speculation_length, row.ngram))
-    for group in groups_of(sorted(stored, key=lambda row: row.group_id)):  # stable: rows of a group stay in order
-        estimator.observe(keys[group.context_id], group.steps, names[group.worker_key])
-    expected = [
-        (context_id, row.batch_min, str(row.arm), row.num_steps, row.expected_tokens, 1000 * row.step_s, row.is_best)
-        for context_id, key in keys.items()
-        for row in sorted(estimator.rows(key), key=lambda row: (row.batch_min, row.arm.ngram, row.arm))
-    ]
-    columns = ("context_id", "batch_min", "arm", "num_steps", "expected_tokens", "step_ms", "is_best")
-    assert [tuple(row[name] for name in columns) for row in table] == expected
-
-
 def summary(lanes: list[Lane]) -> str:
     starts = sorted(start for lane in lanes for start in lane.start_times_s)
     kills: dict[str, int] = {}
@@ -141,19 +77,23 @@ def summary(lanes: list[Lane]) -> str:
     )
 
 
+SHRINK = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from store_rows import moment, report, store_now
+from speclen.store.database import Store, StoreConfig
+from speclen.store.retention import Retention
+store = Store.open(sys.argv[1], StoreConfig(retention=Retention(max_report_rows=10)))
+first = store.load().workers[0].applied_seq + 1
+for seq in range(first, first + 100):
+    store_now(store, moment([seq], reports=[report(seq)]))
+"""
+
+
 def write_until_killed(path: Path, failpoint: str) -> int:
     """Let a process of its own delete most of a file's reports and give the space back; returns its exit code."""
-    script = "import sys, test_kill; test_kill.shrink(sys.argv[1])"
-    environment = {**os.environ, "SPECLEN_FAILPOINT": failpoint, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", script, str(path)], env=environment, check=False).returncode
-
-
-def shrink(path: str) -> None:
-    store = Store.open(path, StoreConfig(retention=Retention(max_report_rows=10)))
-    first = store.load().workers[0].applied_seq + 1
-    for seq in range(first, first + 100):
-        store_now(store, moment([seq], reports=[report(seq)]))
-    store.close()
+    command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[1])]
+    return subprocess.run(command, env={**os.environ, "SPECLEN_FAILPOINT": failpoint}, check=False).returncode
 
 
 def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):

@@ -59,6 +59,7 @@ def exported(tmp_path):
 def test_an_import_goes_on_exactly_where_the_export_stopped(tmp_path, exported):
     import_state(exported, tmp_path / "new.db", replace_known=False)
     original, moved = estimator(), Estimator()
+    moved.add_context(KEY, Limits(32, 4, True))
     moved.restore(KEY.pair, load(tmp_path / "new.db").states[KEY.pair])
     assert original.observe(KEY, steps(50, 1), "w").decisions == moved.observe(KEY, steps(50, 1), "w").decisions
     assert original.rows(KEY) == moved.rows(KEY)

@@ -11,9 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 from control_fakes import group, registration
+from controller_process import address_of, report_some, start
 from database_rows import write_database
 from store_rows import rows, spoil_a_value
-from test_controller_process import address_of, report_some, start
 
 from speclen.cli.backup import backup
 from speclen.cli.restore import restore
@@ -72,7 +72,7 @@ def killed(db: Path) -> Path:
     lines = ["import os, sys, pathlib", "sys.path.insert(0, sys.argv[2])", "from store_rows import moment, store_now"]
     lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
     lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines), db, Path(__file__).parent], check=True)
+    subprocess.run([sys.executable, "-c", "\n".join(lines), db, Path(__file__).parents[1]], check=True)
     assert db.with_name(db.name + "-wal").stat().st_size > 0
     return db
 

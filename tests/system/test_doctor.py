@@ -77,7 +77,7 @@ def killed_while_writing(path: Path) -> None:
     lines = ["import os, sys", "sys.path.insert(0, sys.argv[2])", "from store_rows import moment, store_now"]
     lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
     lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines), path, Path(__file__).parent], check=True)
+    subprocess.run([sys.executable, "-c", "\n".join(lines), path, Path(__file__).parents[1]], check=True)
 
 
 def test_the_wal_of_a_killed_controller_stays_as_it_is(tmp_path):
