@@ -1,1 +1,1 @@
-"""Where draft tokens come from, per batch size: plans, and copying from a row's own text or past outputs."""
+"""Proposals without a draft model, and arms by batch size in words."""

@@ -172,7 +172,7 @@ class Scheduler:
         if sequence.row < 0:
             return
         self._remember(sequence)
-        sequence.copy_index = sequence.past_reader = None
+        sequence.ngram_index = None
         hole, sequence.row = sequence.row, -1
         self._release(hole)
         self.num_reserved_tokens -= self.kv_need(sequence)

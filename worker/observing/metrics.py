@@ -70,7 +70,6 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         load, control = self._engine.load(), self._control
-        accepted_runs = tuple(control.accepted_runs)  # the engine counts on meanwhile: one moment for both below
         yield gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
         yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting + self._num_at_entrance())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
@@ -78,14 +77,15 @@ class EngineCollector:
         yield counter("prefix_cache_queries", "Prompt tokens that were looked up", load.num_looked_up_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens that were remembered and not fed", load.num_reused_tokens)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
-        yield counter("spec_decode_num_drafts", "Rows that had draft tokens verified", sum(accepted_runs))
-        yield counter("spec_decode_num_draft_tokens", "Tokens drafted", load.num_draft_tokens)
-        yield counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted", load.num_accepted_tokens)
-        yield per_position(accepted_runs)
+        yield counter("spec_decode_num_drafts", "Proposals verified, of one sequence in one step", load.num_drafts)
+        yield counter("spec_decode_num_draft_tokens", "Tokens proposed", load.num_draft_tokens)
+        yield counter("spec_decode_num_ngram_tokens", "N-gram tokens proposed", load.num_ngram_tokens)
+        yield counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted", load.num_accepted_tokens)
+        yield per_position(tuple(control.accepted_runs))
         yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
         yield counter("decode_steps", "Decoding steps", load.num_steps)
         yield counter("decode_step_seconds", "Wall time of decoding steps, all that belongs to them", control.step_s)
-        yield lengths(control)
+        yield from arms(control)
         yield gauge("controller_connected", "1 while reports reach the controller", float(control.connected))
         yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer))
         yield counter("reports_dropped", "Reports given up for lack of room", control.buffer.num_dropped)
@@ -109,19 +109,22 @@ def counter(name: str, text: str, value: float) -> Metric:
 
 
 def per_position(accepted_runs: Sequence[int]) -> Metric:
-    """accepted_runs[j]: rows whose accepted run was exactly j."""
+    """accepted_runs[j]: sequences whose accepted run was exactly j."""
     family = CounterMetricFamily(
-        "speclen_spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position", labels=["position"]
+        "speclen_spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted, by position", labels=["position"]
     )
     for position in range(1, len(accepted_runs)):
         family.add_metric([str(position - 1)], sum(accepted_runs[position:]))
     return family
 
 
-def lengths(control: ControlClient) -> Metric:
-    family = GaugeMetricFamily(
-        "speclen_speculation_length", "Length in use, by bucket of batch sizes", labels=["batch_min", "batch_max"]
-    )
-    for bucket in control.table.buckets:
-        family.add_metric([str(bucket.batch_min), str(bucket.batch_max)], bucket.speculation_length)
-    return family
+def arms(control: ControlClient) -> Iterator[Metric]:
+    """The table in use, by range of batch sizes."""
+    labels = ["batch_min", "batch_max"]
+    length = GaugeMetricFamily("speclen_speculation_length", "Draft tokens of the arm in use", labels=labels)
+    ngram = GaugeMetricFamily("speclen_ngram", "1 where the arm in use has n-grams", labels=labels)
+    for choice in control.table.choices:
+        sizes = [str(choice.batch_min), str(choice.batch_max)]
+        length.add_metric(sizes, choice.arm.speculation_length)
+        ngram.add_metric(sizes, float(choice.arm.ngram))
+    yield from (length, ngram)
