@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,3 +189,27 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0].float().cpu()
     finally:
         model.set_attn_implementation(used)
+
+
+def check_greedy(model: object, one: GenerationRequest, ids: list[int]) -> int:
+    """Assert that ids are the target's own greedy choice; returns how many of them broke a tie the other way."""
+    tokens = [*one.prompt_ids, *ids]
+    logits = plain_logits(model, tokens)[len(one.prompt_ids) - 1 : -1]
+    best = logits.max(dim=-1).values
+    ties = 0
+    for at, token in enumerate(ids):
+        if token != int(logits[at].argmax()):
+            gap = float(best[at] - logits[at, token])
+            assert gap < 1e-4, f"{one.request_id}: token {at} is {token}, {gap} below the target's choice"
+            ties += 1
+    return ties
+
+
+def check_counts(counts: Counter[int], context: list[int], target: object) -> None:
+    """Chi-square of the counts against the target's own 6 most likely tokens."""
+    logits = plain_logits(target, context)[-1]
+    top = logits.topk(6)
+    expected = torch.softmax(top.values / 1.1, 0) * sum(counts.values())
+    assert set(counts) <= set(top.indices.tolist())
+    found = torch.tensor([float(counts[token]) for token in top.indices.tolist()])
+    assert float(((found - expected) ** 2 / expected).sum()) < 20.5
