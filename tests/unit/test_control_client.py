@@ -7,62 +7,81 @@ import threading
 import time
 from dataclasses import replace
 
-import numpy as np
+import grpc
 import pytest
-from control_fakes import CONTEXT, registration, run, served
 from grpc import aio
 from structlog.testing import capture_logs
 
 import speclen.transport.supervision
-from speclen.controller.service.streams import StreamSettings
+from speclen.records import Arm, Limits, StepFlag, StepRecord
 from speclen.transport.supervision import Supervisor
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
-from speclen.worker.reporting.control_client import ControlClient, ControlSettings, ReportBuffer, WorkerCard
-from speclen.worker.reporting.length_mix import LengthMix
-from speclen.worker.reporting.length_table import BucketLength, LengthTable
-from speclen.worker.reporting.outgoing import Outgoing
-from speclen.worker.reporting.steadiness import CONTRARY_STEPS
+from speclen.worker.engine.arm_chooser import ArmChoice
+from speclen.worker.reporting import control_stream
+from speclen.worker.reporting.buffer import BLOCK, ReportBuffer
+from speclen.worker.reporting.card import ControlSettings, WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import ArmTable
 
-MAX_BATCH, MAX_LENGTH = 8, 4
+LIMITS = Limits(8, 4, ngram=True)
 QUICK = ControlSettings(flush_interval_s=0.005, heartbeat_s=0.05, silence_s=1.0, retry_s=0.02, max_retry_s=0.05)
+FIRST = Arm(2)
 
 
-def card() -> WorkerCard:
-    return WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), MAX_BATCH, MAX_LENGTH, "127.0.0.1:1", "adaptive")
+def client(follow: bool = True, settings: ControlSettings = QUICK, **options) -> ControlClient:
+    card = WorkerCard("w", 1, pb.ContextKey(target="t", draft="d"), LIMITS, "127.0.0.1:1", "adaptive")
+    return ControlClient(card, ArmTable.constant(FIRST, LIMITS, "default"), follow, settings, **options)
 
 
-def client(follow: bool = True, settings: ControlSettings = QUICK, probe_steps: int = 1) -> ControlClient:
-    return ControlClient(
-        replace(card(), probe_steps=probe_steps), LengthTable.constant(2, MAX_BATCH, "default"), follow, settings
+def step(batch_size: int = 1, arm: Arm = FIRST, **fields) -> StepRecord:
+    histogram = (batch_size,) + (0,) * arm.max_tokens
+    return StepRecord(0, batch_size, arm, 0.01, histogram, 10.0, **fields)
+
+
+def table(arm: Arm, version: int) -> pb.LengthTable:
+    choice = pb.BucketChoice(
+        batch_min=1, batch_max=LIMITS.max_batch_size, speculation_length=arm.speculation_length, ngram=arm.ngram
     )
-
-
-def step(batch_size: int = 1, length: int = 2, flags: frozenset[StepFlag] = frozenset()) -> StepResult:
-    histogram = (batch_size,) + (0,) * length
-    return StepResult(batch_size, length, 0.01, histogram, 10.0, flags)
-
-
-def table(length: int, version: int) -> pb.LengthTable:
-    choice = pb.BucketChoice(batch_min=1, batch_max=MAX_BATCH, speculation_length=length)
     return pb.LengthTable(decision_version=version, choices=[choice])
 
 
+def probe(batch_min: int = 1, batch_max: int = 8, num_steps: int = 1, arm: Arm = Arm(1), valid_for_s: float = 60.0):  # noqa: B008
+    return pb.Probe(
+        probe_id=9,
+        batch_min=batch_min,
+        batch_max=batch_max,
+        speculation_length=arm.speculation_length,
+        ngram=arm.ngram,
+        num_steps=num_steps,
+        valid_for_s=valid_for_s,
+    )
+
+
 class FakeController(rpc.ControlServiceServicer):
-    """Keeps every report it gets; `durable` says how far it acknowledges; `hang_up_after` ends a stream early."""
+    """Keeps every report it gets; `acknowledge`: says that they are durable; `hang_up_after` ends a stream early.
+
+    newest_epoch: workers of older epochs are refused.
+    """
 
     def __init__(self) -> None:
         self.seqs: list[int] = []
         self.reports: list[pb.StepReport] = []
+        self.epochs: list[int] = []
         self.num_streams = 0
         self.acknowledge = True
         self.hang_up_after: int | None = None
-        self.length = 3
+        self.newest_epoch = 0
+        self.arm = Arm(3, ngram=True)
+        self.sample_every = 0
         self.probes: list[pb.Probe] = []
 
     async def RegisterWorker(self, request, context):  # noqa: N802
-        return pb.RegisterWorkerResponse(table=table(self.length, 1), durable_seq=0)
+        self.epochs.append(request.worker.epoch)
+        if request.worker.epoch < self.newest_epoch:
+            newest = ((control_stream.NEWEST_EPOCH, str(self.newest_epoch)),)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an older epoch", newest)
+        return pb.RegisterWorkerResponse(table=table(self.arm, 1), durable_seq=0, sample_every=self.sample_every)
 
     async def StreamReports(self, request_iterator, context):  # noqa: N802
         self.num_streams += 1
@@ -73,7 +92,9 @@ class FakeController(rpc.ControlServiceServicer):
             count += len(request.reports)
             durable = self.seqs[-1] if self.seqs and self.acknowledge else 0
             probes, self.probes = self.probes, []
-            yield pb.StreamReportsResponse(durable_seq=durable, applied_seq=durable, probes=probes)
+            yield pb.StreamReportsResponse(
+                durable_seq=durable, applied_seq=durable, probes=probes, sample_every=self.sample_every
+            )
             if self.hang_up_after is not None and count >= self.hang_up_after:
                 return
 
@@ -111,26 +132,30 @@ def with_controller(controller: FakeController, scenario, follow: bool = True) -
 
 def test_without_a_controller_the_first_table_is_used_and_reports_wait():
     control = client()
-    assert control.choice_for(5) == LengthChoice(2, 0)
-    control.report(control.choice_for(1), step())
-    assert [record[0] for record in control.buffer.after(0, 10)] == [1]
+    assert control.choose(5) == ArmChoice(FIRST)
+    control.report(step())
+    assert [record.seq for record in control.buffer.after(0, 10)] == [1]
+    assert not control.wants_evaluations, "nobody would read them"
 
 
-def test_table_comes_from_the_controller_and_reports_go_to_it():
+def test_the_table_comes_from_the_controller_and_reports_go_to_it():
     controller = FakeController()
 
     async def scenario(control):
         await until(lambda: control.connected)
+        assert control.wants_evaluations
+        arm, version, _ = control.choose(2)
+        flags = frozenset({StepFlag.PREFILL})
         for _ in range(300):
-            control.report(control.choice_for(2), step(2, 3, frozenset({StepFlag.PREFILL})))
+            control.report(step(2, arm, decision_version=version, flags=flags))
         await until(lambda: len(controller.seqs) == 300)
         await until(lambda: not control.buffer)
 
     control = with_controller(controller, scenario)
-    assert control.table.lengths[1] == 3
+    assert control.table.arms[1] == controller.arm
     assert controller.seqs == list(range(1, 301))
     last = controller.reports[-1]
-    assert (last.batch_size, last.speculation_length, last.decision_version) == (2, 3, 1)
+    assert (last.batch_size, last.speculation_length, last.ngram, last.decision_version) == (2, 3, True, 1)
     assert list(last.flags) == [pb.STEP_FLAG_PREFILL]
     assert control.buffer.num_dropped == 0
 
@@ -141,7 +166,7 @@ def test_a_stream_that_the_controller_closed_is_not_taken_for_silence():
 
     async def scenario(control):
         await until(lambda: control.connected)
-        control.report(control.choice_for(1), step())
+        control.report(step())
         await until(lambda: controller.num_streams > 1)
 
     with capture_logs() as logs:
@@ -158,7 +183,7 @@ def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
     async def scenario(control):
         await until(lambda: control.connected)
         for _ in range(10):
-            control.report(LengthChoice(1), step())
+            control.report(step())
         await until(lambda: controller.num_streams >= 2)
         controller.acknowledge, controller.hang_up_after = True, None
         await until(lambda: not control.buffer)
@@ -173,9 +198,8 @@ def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
 
     async def scenario(control):
         await until(lambda: control.connected)
-        control.report(LengthChoice(1), step())
-        control.report(LengthChoice(1, decision_version=-1), step())
-        control.report(LengthChoice(1), step())
+        for version in (0, -1, 0):
+            control.report(step(decision_version=version))
         await until(lambda: not control.buffer)
 
     control = with_controller(controller, scenario)
@@ -184,28 +208,22 @@ def test_a_report_that_no_message_can_hold_does_not_hold_up_the_others():
     assert control.buffer.num_dropped == 1
 
 
-def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same(tmp_path):
+def test_a_worker_whose_clock_was_set_back_is_the_newer_one_all_the_same():
     """Story: it was refused until its clock had passed the epoch of its last start."""
+    controller = FakeController()
+    controller.newest_epoch = 1000
 
-    async def story():
-        async with served(tmp_path, commit_interval_s=0.05) as at:
-            await at.stub.RegisterWorker(registration(epoch=1000))
-            control = ControlClient(
-                replace(card(), context=CONTEXT, epoch=1), LengthTable.constant(2, MAX_BATCH, "default"), True, QUICK
-            )
-            first = asyncio.create_task(control.run(at.address))
-            control.report(LengthChoice(2), step())
-            await until(lambda: control.connected and not control.buffer)
-            assert at.service.registry.workers["w"].epoch == control.card.epoch == 1001
-            # But what has been here before, and is followed by another life, comes back no more.
-            await at.stub.RegisterWorker(registration(epoch=2000))
-            await until(lambda: not control.connected)
-            await asyncio.sleep(0.3)
-            assert at.service.registry.workers["w"].epoch == 2000
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
+    async def scenario(control):
+        await until(lambda: control.connected)
+        assert control.card.epoch == 1001
+        # But what has been here before, and is followed by another incarnation, comes back no more.
+        controller.newest_epoch, controller.hang_up_after = 2000, 0
+        await until(lambda: len(controller.epochs) > 4)
+        assert not control.connected
 
-    run(story)
+    with_controller(controller, scenario)
+    assert controller.epochs[:2] == [1, 1001]
+    assert set(controller.epochs[2:]) == {1001}
 
 
 def test_reports_are_read_while_steps_append_more():
@@ -214,7 +232,7 @@ def test_reports_are_read_while_steps_append_more():
 
     def append() -> None:
         for _ in range(number):
-            buffer.append(LengthChoice(1), step())
+            buffer.append(step())
 
     sys.setswitchinterval(1e-6)
     engine = threading.Thread(target=append)
@@ -222,7 +240,7 @@ def test_reports_are_read_while_steps_append_more():
         engine.start()
         seqs: list[int] = []
         while len(seqs) < number:
-            seqs += [seq for seq, _, _ in buffer.after(len(seqs), 256)]
+            seqs += [record.seq for record in buffer.after(len(seqs), 256)]
             buffer.forget_until(len(seqs) - 100)
     finally:
         sys.setswitchinterval(interval)
@@ -234,21 +252,21 @@ def test_reports_are_read_while_steps_append_more():
 def test_a_mistake_of_ours_in_a_message_is_told_and_reporting_begins_anew(monkeypatch):
     """Story: gRPC cancelled the call without a word, and the worker reported nothing any more, for as long as it lived."""
     monkeypatch.setattr(speclen.transport.supervision, "FIRST_PAUSE_S", 0.01)
-    controller, rightly, errors = FakeController(), Outgoing.next, [RuntimeError("a mistake")]
+    controller, rightly, errors = FakeController(), control_stream.to_report, [RuntimeError("a mistake")]
 
-    def wrongly(outgoing, window_s, at_once=False):
-        if outgoing.buffer and errors:
+    def wrongly(record):
+        if errors:
             raise errors.pop()
-        return rightly(outgoing, window_s, at_once)
+        return rightly(record)
 
-    monkeypatch.setattr(Outgoing, "next", wrongly)
+    monkeypatch.setattr(control_stream, "to_report", wrongly)
 
     async def scenario():
         server, address = await start(controller)
         supervisor, control = Supervisor(), client()
         supervisor.keep("reporting", functools.partial(control.run, address))
         await until(lambda: control.connected)
-        control.report(LengthChoice(1), step())
+        control.report(step())
         await until(lambda: not control.buffer)
         assert supervisor.num_failures == {"reporting": 1}
         await supervisor.stop()
@@ -263,82 +281,54 @@ def test_a_mistake_of_ours_in_a_message_is_told_and_reporting_begins_anew(monkey
 
 def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
     controller = FakeController()
-    controller.probes = [pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=60)]
+    controller.probes = [probe()]
 
     async def scenario(control):
         await until(lambda: control.connected)
-        control.report(control.choice_for(1), step())
+        control.report(step())
         await until(lambda: controller.seqs == [1])
         await until(lambda: not control.buffer)
-        assert control.choice_for(1) == LengthChoice(2, 0)
+        assert control.choose(1) == ArmChoice(FIRST)
+        assert not control.wants_evaluations
 
     with_controller(controller, scenario, follow=False)
 
 
-def test_a_probe_is_used_once_and_only_for_its_batch_sizes():
+def test_a_probe_of_the_controller_is_used_once():
     controller = FakeController()
-    controller.probes = [pb.Probe(probe_id=9, batch_min=3, batch_max=4, speculation_length=1, valid_for_s=60)]
-    seen: list[LengthChoice] = []
+    controller.probes = [probe(3, 4)]
 
     async def scenario(control):
-        await until(lambda: control.connected and control._incoming)
-        seen.extend(control.choice_for(batch_size) for batch_size in (2, 4, 4, 3))
+        await until(lambda: control.connected)
+        await until(lambda: control.choose(4).probe_id == 9)
+        assert [control.choose(size).probe_id for size in (2, 4, 4, 3)] == [0] * 4
 
     with_controller(controller, scenario)
-    assert [choice.probe_id for choice in seen] == [0, 9, 0, 0]
-    assert [choice.speculation_length for choice in seen] == [3, 1, 3, 3]
 
 
-def test_a_probe_waits_for_a_step_whose_time_teaches():
-    """A step that feeds prompts along teaches acceptance alone, which is what a probe at length 0 is for."""
-    controller = FakeController()
-    probe = pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=60)
-    controller.probes = [probe]
-    seen: list[int] = []
+def test_the_worker_ends_and_its_last_reports_do_not_wait():
+    controller, slow = FakeController(), replace(QUICK, flush_interval_s=0.2, heartbeat_s=60.0)
+    controller.acknowledge = False
 
-    async def scenario(control):
-        await until(lambda: control.connected and control._incoming)
-        seen.extend(control.choice_for(2, with_prompts).probe_id for with_prompts in (True, True, False, False))
-        control._add_probes([probe])
-        control.table = LengthTable.constant(0, MAX_BATCH, "default")
-        seen.append(control.choice_for(2, with_prompts=True).probe_id)
+    async def scenario():
+        server, address = await start(controller)
+        control = client(settings=slow)
+        task = asyncio.create_task(control.run(address))
+        await until(lambda: control.connected)
+        control.hand_over()
+        control.report(step())
+        await until(lambda: controller.seqs)
+        controller.acknowledge = True
+        await until(lambda: not control.buffer, 5.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(None)
 
-    with_controller(controller, scenario)
-    assert seen == [0, 0, 9, 0, 9]
-
-
-def test_a_probe_of_several_steps_ends_with_the_one_that_tells_of_it():
-    """Where rows come or go, or a prompt comes along, the last step of it would not be like one played on and on."""
-    control = client(probe_steps=2)
-    assert control.card.register_request().limits.probe_steps == 2
-
-    def choices(*steps: tuple[int, bool]) -> list[tuple[int, int]]:
-        control._add_probes([pb.Probe(probe_id=9, batch_min=3, batch_max=4, speculation_length=1, valid_for_s=60)])
-        made = [control.choice_for(batch_size, with_prompts) for batch_size, with_prompts in steps]
-        assert not control._incoming
-        assert not control._probes
-        return [(choice.speculation_length, choice.probe_id) for choice in made]
-
-    assert choices((4, False), (4, False), (4, False)) == [(1, 0), (1, 9), (2, 0)]
-    assert choices((2, False), (3, False), (4, False)) == [(2, 0), (1, 0), (1, 9)]
-    assert choices((4, False), (5, False), (4, False)) == [(1, 0), (2, 0), (2, 0)]
-    assert choices((4, False), (4, True), (4, False)) == [(1, 0), (2, 0), (2, 0)]
-
-
-def test_an_old_probe_is_forgotten():
-    controller = FakeController()
-    controller.probes = [pb.Probe(probe_id=9, batch_min=1, batch_max=8, speculation_length=1, valid_for_s=0.01)]
-
-    async def scenario(control):
-        await until(lambda: control.connected and control._incoming)
-        await asyncio.sleep(0.05)
-        assert control.choice_for(1).probe_id == 0
-
-    with_controller(controller, scenario)
+    asyncio.run(scenario())
 
 
 def test_when_the_controller_goes_the_last_table_stays():
-    async def run() -> ControlClient:
+    async def scenario() -> ControlClient:
         controller = FakeController()
         server, address = await start(controller)
         control = client()
@@ -350,75 +340,108 @@ def test_when_the_controller_goes_the_last_table_stays():
         await asyncio.gather(task, return_exceptions=True)
         return control
 
-    control = asyncio.run(run())
+    control = asyncio.run(scenario())
     assert control.table.source == "last table"
-    assert control.choice_for(1).speculation_length == 3
+    assert control.choose(1).arm == Arm(3, ngram=True)
+
+
+# Probes.
+
+
+def arms_and_probes(control: ControlClient, *steps: tuple[int, bool]) -> list[tuple[int, int]]:
+    made = [control.choose(batch_size, with_prefill) for batch_size, with_prefill in steps]
+    return [(choice.arm.speculation_length, choice.probe_id) for choice in made]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([(4, False)] * 3, [(1, 9), (1, 9), (2, 0)]),
+        ([(2, False), (3, False), (4, False), (4, False)], [(2, 0), (1, 9), (1, 9), (2, 0)]),
+        ([(4, False), (5, False), (4, False)], [(1, 9), (2, 0), (2, 0)]),  # the batch grew: it ends
+        ([(4, False), (4, True), (4, False)], [(1, 9), (2, 0), (2, 0)]),  # a prompt came along: it ends
+        ([(4, True), (4, True), (4, False), (4, False)], [(2, 0), (2, 0), (1, 9), (1, 9)]),  # it waits
+    ],
+)
+def test_all_steps_of_a_probe_quote_it(steps, expected):
+    control = client()
+    control.use_probes([probe(3, 4, num_steps=2)])
+    assert arms_and_probes(control, *steps) == expected
+    assert arms_and_probes(control, (4, False)) == [(2, 0)], "it is never repeated"
+
+
+def test_a_probe_does_not_wait_for_prefill_to_end_where_the_table_drafts_nothing():
+    control = client()
+    control.table = ArmTable.constant(Arm(0), LIMITS, "default")
+    control.use_probes([probe()])
+    assert arms_and_probes(control, (2, True)) == [(1, 9)]
+
+
+def test_an_old_probe_is_forgotten_and_one_beyond_the_limits_is_not_used():
+    now = [0.0]
+    control = client(clock=lambda: now[0])
+    control.use_probes([probe(valid_for_s=1.0), probe(arm=Arm(5))])
+    now[0] = 2.0
+    assert control.choose(1).probe_id == 0
+
+
+def test_a_probe_of_n_grams_is_used_where_they_may_be():
+    control = client()
+    control.use_probes([probe(arm=Arm(1, ngram=True))])
+    assert control.choose(1) == ArmChoice(Arm(1, ngram=True), 0, 9)
+    control.card = replace(control.card, limits=Limits(8, 4))
+    control.use_probes([probe(arm=Arm(1, ngram=True))])
+    assert control.choose(1).probe_id == 0
+
+
+# The buffer.
 
 
 def test_the_buffer_is_bounded_and_counts_what_it_drops():
     buffer = ReportBuffer(max_buffered=5)
     for _ in range(8):
-        buffer.append(LengthChoice(1), step())
+        buffer.append(step())
     buffer.trim()
     assert buffer.num_dropped == 3
-    assert [seq for seq, _, _ in buffer.after(0, 10)] == [4, 5, 6, 7, 8]
-    assert [seq for seq, _, _ in buffer.after(6, 1)] == [7]
+    assert [record.seq for record in buffer.after(0, 10)] == [4, 5, 6, 7, 8]
+    assert [record.seq for record in buffer.after(6, 1)] == [7]
     buffer.forget_until(7)
-    assert [seq for seq, _, _ in buffer.after(0, 10)] == [8]
+    assert [record.seq for record in buffer.after(0, 10)] == [8]
 
 
-def test_whether_to_draft_changes_once_most_steps_were_to():
-    """While the batch goes to and fro between sizes that draft and do not, the draft model works on, or is left alone."""
-    buckets = [BucketLength(1, 3, 2), BucketLength(4, 4, 1), BucketLength(5, MAX_BATCH, 0)]
-    table = LengthTable.from_buckets(buckets, MAX_BATCH, MAX_LENGTH, 1, "controller")
-    worker = ControlClient(card(), table, True, QUICK)
-
-    def lengths(*batch_sizes: int) -> list[int]:
-        return [worker.choice_for(size).speculation_length for size in batch_sizes]
-
-    to_and_fro = [4, 5] * 20
-    assert lengths(*to_and_fro) == [1] * 40, "a neighbour's plan"
-    assert lengths(7, 3, 7) == [0, 2, 0], "it has no such neighbour"
-    assert lengths(*[5] * CONTRARY_STEPS)[-1] == 0
-    assert lengths(*to_and_fro, 2, 5) == [0] * 42
-    assert lengths(5, 5, 5, 5, 2, 2, 2, 2, 2) == [0] * 7 + [2] * 2, "far from those that do not: sooner"
-    assert lengths(4, 5) == [1, 1]
-    worker.follow = False  # a table of its own is played as it is
-    assert lengths(5, 2, 5) == [0, 2, 0]
+def test_blocks_of_steps_are_sampled_and_only_reported_steps_have_a_seq():
+    buffer = ReportBuffer(10**6, sample_every=3)
+    for number in range(6 * BLOCK):
+        buffer.append(step(decision_version=number))
+    kept = buffer.after(0, 10**6)
+    assert [record.seq for record in kept] == list(range(1, 2 * BLOCK + 1))
+    assert [record.decision_version for record in kept] == [*range(BLOCK), *range(3 * BLOCK, 4 * BLOCK)]
 
 
-def test_hot_rows_do_not_draft_since_rows_of_another_class_would():
-    drafting, hot = [1.0, 1.9, 2.7], [1.0, 1.0, 1.0]
-    mix = LengthMix((MAX_BATCH,), np.array([[1.0, 1.3, 1.6]]), np.array([[drafting], [hot]]))
-    table = LengthTable.from_buckets([BucketLength(1, MAX_BATCH, 2)], MAX_BATCH, MAX_LENGTH, 1, "controller", mix=mix)
-    worker = ControlClient(card(), table, True, QUICK)
+def test_probes_begin_and_outputs_are_evaluated_where_steps_are_reported():
+    control = client()
+    control.connected = True
+    control.use_sampling(2)
+    control.use_probes([probe(num_steps=3)])
+    for _ in range(BLOCK - 1):
+        control.report(step())
+    assert (control.choose(1).probe_id, control.wants_evaluations) == (0, True), "not all of it would be reported"
+    for _ in range(BLOCK):
+        control.report(step())
+        assert (control.choose(1).probe_id, control.wants_evaluations) == (0, False)
+    control.report(step())
+    assert (control.choose(1).probe_id, control.wants_evaluations) == (9, True)
 
-    def lengths(*rows_by_class: tuple[int, int]) -> list[int]:
-        return [worker.choice_for(sum(rows), False, rows).speculation_length for rows in rows_by_class]
 
-    assert lengths((4, 0), (0, 4), (4, 0), (0, 4)) == [2, 0, 2, 0], "the usual mix drafts at every batch size"
-    assert lengths(*[(0, 4)] * 4, *[(4, 0)] * 4) == [0] * 7 + [2], "drafting is resumed after four steps"
+@pytest.mark.parametrize(("told", "used"), [(0, 1), (1, 1), (7, 7), (10**6, 1)])
+def test_sampling_is_the_controllers_within_bounds(told: int, used: int):
+    control = client()
+    control.use_sampling(told)
+    assert control.buffer.sample_every == used
 
 
 def test_choosing_and_reporting_are_cheap():
     """No timing here, only that nothing but a tuple index and an append happens: no lock, no message, no clock."""
-    control = ControlClient(card(), LengthTable.constant(2, MAX_BATCH, "default"), True, QUICK, clock=pytest.fail)
-    control.report(control.choice_for(1), step())
-
-
-def test_between_two_windows_a_worker_is_silent_and_more_patient():
-    """An empty message costs the controller half of what a window does; one that never speaks is ended after 30 s."""
-    worker = client(settings=ControlSettings())
-    assert (worker.pause_s, worker.patience_s) == (1.0, 5.0)
-    worker._apply_thinning(pb.Thinning(window_s=4.0))
-    assert (worker.pause_s, worker.patience_s) == (4.0, 12.0)
-    worker._apply_thinning(pb.Thinning(window_s=60.0))
-    assert worker.pause_s < StreamSettings().silence_s / 2
-
-
-def test_reports_wait_longer_once_a_worker_has_told_many():
-    """A message costs milliseconds; there is little news after thousands of steps."""
-    table = LengthTable.constant(2, MAX_BATCH, "default")
-    for interval_s, expected in ((0.1, [0.1, 0.1, 0.5, 0.5]), (1.0, [1.0] * 4)):
-        client = ControlClient(card(), table, True, ControlSettings(flush_interval_s=interval_s))
-        assert [client._flush_interval_s(steps) for steps in (0, 2999, 3000, 10**6)] == expected
+    control = client(clock=pytest.fail)
+    control.choose(1)
+    control.report(step())

@@ -37,6 +37,7 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
+MAX_PACE = 8  # a controller ends streams after 30 s of silence
 # Trailing header of the controller: where an epoch is refused as old, the one that counts.
 NEWEST_EPOCH = "speclen-newest-epoch"
 
@@ -88,7 +89,7 @@ class ControlStream:
         except StreamClosedError:
             return "closed by the controller"
         except TimeoutError:
-            return f"no answer for {self._client.settings.silence_s:g} s"
+            return f"no answer for {self.silence_s:g} s"
 
     def _channel(self) -> aio.Channel:
         options = [*CHANNEL_OPTIONS, *past_proxies(self._target)]
@@ -147,7 +148,7 @@ class ControlStream:
         quiet_since = client.clock()
         while True:
             records = client.buffer.after(sent_seq, client.settings.group_size)
-            if records or client.clock() - quiet_since >= client.settings.heartbeat_s:
+            if records or client.clock() - quiet_since >= self._heartbeat_s:
                 yield pb.StreamReportsRequest(reports=self._to_reports(records))
                 quiet_since = client.clock()
             if records:
@@ -158,7 +159,24 @@ class ControlStream:
     def _flush_interval_s(self, num_steps: int) -> float:
         """Seconds that a report waits for company, after so many."""
         settings = self._client.settings
-        return settings.flush_interval_s if num_steps < settings.num_fresh_steps else settings.calm_interval_s
+        fresh = num_steps < settings.num_fresh_steps
+        return self._pace * (
+            settings.flush_interval_s if fresh else max(settings.flush_interval_s, settings.calm_interval_s)
+        )
+
+    @property
+    def _pace(self) -> int:
+        """Factor on the time between messages: a controller that wants fewer reports wants fewer messages."""
+        return min(self._client.buffer.sample_every, MAX_PACE)
+
+    @property
+    def _heartbeat_s(self) -> float:
+        return self._pace * self._client.settings.heartbeat_s
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without an answer after which the stream is given up: several messages have got none by then."""
+        return max(self._client.settings.silence_s, 3 * self._heartbeat_s)
 
     def _to_reports(self, records: Sequence[StepRecord]) -> list[pb.StepReport]:
         """Records as messages. What no message can hold is left out and counted: it would end every stream anew."""
@@ -187,7 +205,6 @@ class ControlStream:
 
     async def _watch(self) -> None:
         """Give the stream up when the controller has been silent for too long."""
-        silence_s = self._client.settings.silence_s
-        while self._client.clock() - self._last_answer < silence_s:
-            await asyncio.sleep(silence_s / 5)
+        while self._client.clock() - self._last_answer < self.silence_s:
+            await asyncio.sleep(self._client.settings.silence_s / 5)
         raise TimeoutError
