@@ -25,7 +25,7 @@ from engines import (
 
 from speclen.records import Arm, StepFlag
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.engine.arm_chooser import FixedArm
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.request import DrainingError, FinishReason, QueueFullError, SequenceOutput
 

@@ -17,7 +17,7 @@ from speclen.records import PLAIN
 from speclen.worker.backends import threads
 from speclen.worker.backends.spinning import SPINS, set_spins
 from speclen.worker.backends.threads import ThreadChoice, Usage, free_cores, read_usage, waited_share, watch_cores
-from speclen.worker.engine.arm_chooser import FixedArm
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import FinishReason

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from speclen.records import Arm, StepFlag, StepRecord
-from speclen.worker.engine.arm_chooser import ArmChoice
+from speclen.worker.drafting.arm_chooser import ArmChoice
 
 NOBODY: Set[str] = frozenset()
 ORDINARY: frozenset[StepFlag] = frozenset()

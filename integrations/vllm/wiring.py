@@ -15,7 +15,7 @@ from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker
 from speclen.integrations.vllm.versions import check_version
 from speclen.records import Arm
-from speclen.worker.engine.arm_chooser import ArmChoice
+from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 

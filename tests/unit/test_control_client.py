@@ -17,7 +17,7 @@ from speclen.records import Arm, Limits, StepFlag, StepRecord
 from speclen.transport.supervision import Supervisor
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-from speclen.worker.engine.arm_chooser import ArmChoice
+from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting import control_stream
 from speclen.worker.reporting.buffer import BLOCK, ReportBuffer
 from speclen.worker.reporting.card import ControlSettings, WorkerCard

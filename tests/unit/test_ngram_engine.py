@@ -26,8 +26,8 @@ from engines import (
 
 from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.backends.passes import PassPart, RaggedPart
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine import proposals
-from speclen.worker.engine.arm_chooser import FixedArm
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 LOOP = [5, 6, 7, 8] * 5

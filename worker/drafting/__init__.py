@@ -1,1 +1,1 @@
-"""Proposals without a draft model, and arms by batch size in words."""
+"""Arms: who selects them, their words, and proposals without a draft model."""

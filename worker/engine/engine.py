@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from speclen.records import PLAIN, Limits, StepRecord
-from speclen.worker.engine.arm_chooser import ArmChoice, ArmChooser
+from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.execution import StepExecutor
 from speclen.worker.engine.inbox import Inbox

@@ -10,7 +10,7 @@ import torch
 
 from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.backends.passes import padded_width
-from speclen.worker.engine.arm_chooser import ArmChoice
+from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.proposals import propose_ngrams
 from speclen.worker.engine.speculative import StepBatch
 from speclen.worker.requests.sequence import SequenceState

@@ -20,7 +20,7 @@ import torch
 
 from speclen.records import PLAIN, Arm, StepFlag, StepRecord
 from speclen.worker.backends.forward_clock import ForwardClock
-from speclen.worker.engine.arm_chooser import FixedArm
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts

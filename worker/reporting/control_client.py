@@ -19,7 +19,7 @@ import structlog
 from speclen.records import Arm, Probe, StepRecord, Table
 from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.engine.arm_chooser import ArmChoice
+from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.buffer import ReportBuffer
 from speclen.worker.reporting.card import ControlSettings, WorkerCard
 from speclen.worker.reporting.control_stream import ControlStream

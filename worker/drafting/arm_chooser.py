@@ -1,4 +1,4 @@
-"""The engine's view of the component that selects its arms. Plain values."""
+"""The component that selects arms, as the engine sees it. Plain values."""
 
 from __future__ import annotations
 
