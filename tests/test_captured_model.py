@@ -8,8 +8,8 @@ from collections.abc import Callable
 import engines
 import pytest
 import torch
-from engines import RandomLengths
-from test_lossless import Traffic, check_greedy
+from engines import RandomLengths, check_greedy
+from traffic import Traffic
 
 from speclen.records import StepFlag, StepRecord
 from speclen.worker.backends.captured_model import CapturedModel, padded_rows, reach
