@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from speclen.records import OutputEvaluation, StepRecord
 from speclen.worker.engine.outbox import Outbox
 from speclen.worker.engine.scheduler import Scheduler
-from speclen.worker.engine.step_plan import PromptChunk, StepPlan
-from speclen.worker.engine.step_runner import StepRunner, StepTokens
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens
+from speclen.worker.engine.step_runner import StepRunner
 from speclen.worker.evaluation.evaluator import Evaluator
 from speclen.worker.requests.sequence import SequenceState
 

@@ -13,6 +13,7 @@ from speclen.worker.backends.passes import padded_width
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.proposals import propose_ngrams
 from speclen.worker.engine.speculative import StepBatch
+from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 
 
@@ -137,6 +138,18 @@ class StepPlan:
         return tuple(
             (int(kind), self.histogram([number for number, of in both if of == kind])) for kind in sorted(set(classes))
         )
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """New tokens of each of the plan's sequences, in its order; none where a prompt goes on.
+
+    logprobs: likewise, None where nobody asked for them. flags: the runner's reasons for which the step is no usable sample.
+    """
+
+    ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
+    flags: set[StepFlag] = field(default_factory=set)
 
 
 def prefill_plan(chunk: PromptChunk) -> StepPlan:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -16,10 +15,10 @@ import torch
 
 from speclen.records import PLAIN, StepFlag
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
-from speclen.worker.engine.logprobs import RowLogits, token_logprobs
+from speclen.worker.engine.logprobs import logprobs_of
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
 from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, new_tokens, speculative_step
-from speclen.worker.engine.step_plan import PromptChunk, StepPlan, make_batch
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens, make_batch
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
@@ -29,18 +28,6 @@ from speclen.worker.sampling.rules import BatchSampling, GreedyRule, SamplingRul
 CATCH_UP_WIDTH = 16
 # The same with n-grams, after which the draft lacks what was accepted of them: such steps catch up all the time.
 RAGGED_CATCH_UP_WIDTH = 64
-
-
-@dataclass(slots=True)
-class StepTokens:
-    """New tokens of each of the plan's sequences, in its order; none where a prompt goes on.
-
-    logprobs: likewise, None where nobody asked for them. flags: the runner's reasons for which the step is no usable sample.
-    """
-
-    ids: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
-    flags: set[StepFlag] = field(default_factory=set)
 
 
 class StepRunner:
@@ -137,7 +124,7 @@ class StepRunner:
         else:
             take = self._ragged_step if ragged else self._even_step
             num_accepted, ids, logits, prompt_logits = take(plan, prompts, tokens.flags, rule)
-            tokens.logprobs += self._logprobs(plan.rows, logits, ids)
+            tokens.logprobs += logprobs_of(plan.rows, logits, ids)
             new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
         tokens.ids += new
         if self._changes_arm(plan):
@@ -288,7 +275,7 @@ class StepRunner:
         rule = self._rule(BatchSampling([sequence.sampling], self._device), [sequence])
         nothing_drafted = torch.zeros((1, 0), dtype=torch.long, device=self._device)
         _, ids = rule.decide(logits, nothing_drafted, None)
-        return ids[0].tolist(), self._logprobs([sequence], logits, ids)[0]
+        return ids[0].tolist(), logprobs_of([sequence], logits, ids)[0]
 
     # Choosing.
 
@@ -309,13 +296,3 @@ class StepRunner:
             return GreedyRule(sampling.grammars())
         on_device = None if num_ngrams is None else torch.from_numpy(num_ngrams).to(self._device)
         return SamplingRule(sampling, torch.tensor(positions, device=self._device), self._generator, on_device)
-
-    @staticmethod
-    def _logprobs(
-        rows: Sequence[SequenceState], logits: RowLogits, ids: torch.Tensor
-    ) -> list[list[TokenLogprobs] | None]:
-        wanted = [(at, row.request.sampling.logprobs) for at, row in enumerate(rows)]
-        if all(k is None for _, k in wanted):
-            return [None] * len(rows)
-        found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
-        return [found.get(at) for at in range(len(rows))]
