@@ -55,7 +55,9 @@ def check_ngrams(chooser: RandomLengths) -> None:
         assert record.num_tokens <= record.num_verified_tokens
     alone = [record for record in chooser.records if record.arm == Arm(0, ngram=True)]
     both = [record for record in chooser.records if record.arm.ngram and record.num_drafted_sequences]
-    assert sum(record.num_tokens - record.batch_size for record in alone) > 8, "n-grams that are always rejected"
+    assert sum(record.num_tokens - record.batch_size for record in alone) > 0, (
+        "n-grams that are always rejected prove nothing"
+    )
     assert sum(record.num_tokens - record.batch_size for record in both) > 8, "nor would drafts beside them"
 
 

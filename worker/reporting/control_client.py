@@ -137,8 +137,8 @@ class ControlClient:
 
     def hand_over(self) -> None:
         """The worker ends: send without waiting for company, and ask again and again what is durable."""
-        last = {"flush_interval_s": LAST_INTERVAL_S, "calm_interval_s": LAST_INTERVAL_S, "heartbeat_s": LAST_INTERVAL_S}
-        self.settings = replace(self.settings, **last)
+        last = LAST_INTERVAL_S
+        self.settings = replace(self.settings, flush_interval_s=last, calm_interval_s=last, heartbeat_s=last)
 
     async def keep_bounded(self) -> None:
         """Drop the oldest of the reports that nobody took, until cancelled. Also for a worker that has no controller."""

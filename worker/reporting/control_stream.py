@@ -86,10 +86,11 @@ class ControlStream:
                 await self._converse(rpc.ControlServiceStub(channel))
         except grpc.RpcError as error:
             return why(error)
-        except StreamClosedError:
-            return "closed by the controller"
         except TimeoutError:
             return f"no answer for {self.silence_s:g} s"
+        except StreamClosedError:
+            pass
+        return "closed by the controller"
 
     def _channel(self) -> aio.Channel:
         options = [*CHANNEL_OPTIONS, *past_proxies(self._target)]

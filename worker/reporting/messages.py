@@ -6,7 +6,9 @@ from speclen.records import Arm, Choice, OutputEvaluation, Probe, StepFlag, Step
 from speclen.v1 import control_pb2 as pb
 
 _CLASSES = (pb.REQUEST_CLASS_GREEDY, pb.REQUEST_CLASS_LOW_TEMPERATURE, pb.REQUEST_CLASS_HIGH_TEMPERATURE)
-_FLAGS = {flag: pb.StepFlag.Value(f"STEP_FLAG_{flag.name}") for flag in StepFlag if flag is not StepFlag.UNKNOWN}
+_FLAGS: dict[StepFlag, pb.StepFlag.ValueType] = {
+    flag: pb.StepFlag.Value(f"STEP_FLAG_{flag.name}") for flag in StepFlag if flag is not StepFlag.UNKNOWN
+}
 
 
 def to_report(record: StepRecord) -> pb.StepReport:
