@@ -39,7 +39,6 @@ class Traffic:
             max_batch_size=6,
             prefill_chunk=17,
             max_kv_tokens=400,
-            max_waiting=999,
             backend=self.backend,
             ngram=self.ngrams,
         )
