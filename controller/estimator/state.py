@@ -34,7 +34,7 @@ class Packed:
                 self._arrays = {name: file[name] for name in file.files}
             self.header: dict[str, Any] = json.loads(self._arrays.pop("header").tobytes())
         except UNUSABLE as error:
-            raise ValueError(f"this is no state of an estimator: {error}") from error
+            raise ValueError("this is no state of an estimator") from error
         if self.header.get("format") != FORMAT:
             raise ValueError(f"the state has format {self.header.get('format')}, expected {FORMAT}")
 
