@@ -68,7 +68,7 @@ app = typer.Typer(cls=Benchmarks, add_completion=False, no_args_is_help=True)
 def bench() -> None:
     """Measure speclen, and what it is compared with.
 
-    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,copy --minutes 15
+    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram --minutes 15
     """
     from speclen.console.processes import end_as_by_ctrl_c  # here, for the overview's sake
 

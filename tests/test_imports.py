@@ -69,7 +69,7 @@ ALLOWED = {
     "controller.estimator": set(),
     "controller.analysis": {"controller.estimator"},
     "controller.config": {"transport"},
-    "controller.wire": {"v1", "controller.estimator"},
+    "controller.wire": {"v1", "store.records"},
     "controller.service": {"v1", "transport", "store", "controller.config", "controller.estimator", "controller.wire"},
     "console": {"v1", "transport", "store", "controller"},
     "bench.machine": {"worker"},

@@ -11,8 +11,8 @@ from typing import Any
 from speclen.console.database import reading
 from speclen.console.errors import UserError
 from speclen.console.files import write_whole
-from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
+from speclen.records import ContextKey, Profile, ProfileCell
 from speclen.store.profiles import StoredProfile, stored_profiles
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.samples import ProfileResult
@@ -42,11 +42,11 @@ class ProfileDocument:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "context": asdict(self.context),
+            "context": self.context._asdict(),
             "measured_at": self.measured_at,
             "source": profile.source,
             "as_prior": profile.as_prior,
-            "cells": [asdict(cell) for cell in profile.cells],
+            "cells": [cell._asdict() for cell in profile.cells],
             "survival": list(profile.survival),
             "num_survival_rows": list(profile.num_survival_rows),
             "draft_pass_s": self.draft_pass_s,
@@ -57,8 +57,8 @@ class ProfileDocument:
     def to_request(self, context: ContextKey, as_prior: bool) -> pb.ImportProfileRequest:
         """The call that seeds `context` with this profile."""
         return pb.ImportProfileRequest(
-            context=pb.ContextKey(**asdict(context)),
-            cells=[pb.ProfileCell(**asdict(cell)) for cell in self.profile.cells],
+            context=pb.ContextKey(**context._asdict()),
+            cells=[pb.ProfileCell(**cell._asdict()) for cell in self.profile.cells],
             survival=self.profile.survival,
             num_survival_rows=self.profile.num_survival_rows,
             as_prior=as_prior or self.profile.as_prior,

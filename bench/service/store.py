@@ -24,16 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from speclen.controller.estimator import Estimator
-from speclen.controller.service.registry import Context
-from speclen.controller.service.rows import estimate_rows
+from speclen.controller.service.registry import Context, Worker
+from speclen.controller.service.saving.rows import context_row, estimate_rows, worker_row
 from speclen.controller.wire.stored import row_of
 from speclen.records import Arm, ContextKey, Limits, StepRecord
 from speclen.store.connection import sqlite3
 from speclen.store.database import Store, StoreConfig
-from speclen.store.records import ArmEstimateRow, Commit, ContextRow, ReportRow, StateRow, WorkerRow
+from speclen.store.records import ArmEstimateRow, Commit, ReportRow, StateRow
 from speclen.store.retention import Retention
 
 KEY = ContextKey("bundled:target", "bundled:draft", "cpu:bench", "float32", "0f3a9c")
+LIMITS = Limits(32, 8)
 EPOCH = 1_790_000_000_123_456_789
 REPORTS_PER_S = 40.0  # of one worker: how far apart their times are
 
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def write(path: Path, num_reports: int, keep: int, group: int, after: int) -> dict[str, Any]:
-    """Write one commit at a time; returns times, and sizes of the file at ten points on the way."""
+    """Write, one commit at a time; what it took and how large the file was at ten points on the way."""
     store = Store.open(path, StoreConfig(retention=Retention(max_report_rows=keep)))
     rows = make_rows(group)
     estimates = estimates_of_one_context()
@@ -115,7 +116,7 @@ def make_rows(count: int) -> list[ReportRow]:
     rows = []
     for n in range(count):
         batch_size, length = 1 << dice.randrange(6), dice.randrange(9)
-        accepted = dice.choices(range(length + 1), k=batch_size)
+        accepted = sorted(dice.choices(range(length + 1), k=batch_size))
         histogram = tuple(accepted.count(j) for j in range(length + 1))
         step = StepRecord(
             *(1, batch_size, Arm(length), dice.lognormvariate(-4, 0.3), histogram, dice.uniform(50, 900), 17),
@@ -127,32 +128,39 @@ def make_rows(count: int) -> list[ReportRow]:
 
 
 def estimates_of_one_context() -> tuple[list[ArmEstimateRow], list[StateRow]]:
-    """Estimates and state as the controller writes them with every commit."""
+    """Learned table and state as the controller writes them with every commit."""
     estimator = Estimator()
-    estimator.add_context(KEY, Limits(32, 8))
-    steps = [StepRecord(1 + n, 4, Arm(2), 0.02 + 0.0001 * (n % 7), (1, 2, 1)) for n in range(200)]
+    estimator.add_context(KEY, LIMITS)
+    steps = [
+        StepRecord(n, 4, Arm(2), 0.02 + 0.0001 * (n % 7), (1, 2, 1), 100.0, 0, frozenset(), 0, (), 4, 12)
+        for n in range(1, 201)
+    ]
     estimator.observe(KEY, steps, "w")
     now = time.time()
-    context = Context(1, KEY, Limits(32, 8), now)
-    return estimate_rows(estimator, context, now), [StateRow(*KEY.pair, estimator.save(KEY.pair), now)]
+    return estimate_rows(estimator, Context(1, KEY, LIMITS, now), now), [
+        StateRow(*KEY.pair, estimator.save(KEY.pair), now)
+    ]
 
 
 def commit_of(
     reports: list[ReportRow], applied_seq: int, estimates: tuple[list[ArmEstimateRow], list[StateRow]]
 ) -> Commit:
     now = time.time()
-    rows, states = estimates
-    context = ContextRow(
-        1, KEY.target, KEY.draft, KEY.device, KEY.dtype, KEY.engine_fingerprint, 32, 8, False, 1, now, now
-    )
+    context = Context(1, KEY, LIMITS, now)
     workers = [
-        WorkerRow(
-            *(key, f"worker-{key}", EPOCH, 1, "127.0.0.1:7080", "adaptive", 32, 8, False, applied_seq, "[]"),
-            *(applied_seq, 0, 0, 0, now, now),
-        )
+        Worker(key, f"worker-{key}", EPOCH, context, now, now, LIMITS, "127.0.0.1:7080", "adaptive")
         for key in range(1, 65)
     ]
-    return Commit(contexts=[context], workers=workers, reports=reports, arm_estimates=rows, states=states)
+    for worker in workers:
+        worker.num_reports = worker.seqs.applied_seq = applied_seq
+    return Commit(
+        contexts=[context_row(context, 1, now)],
+        workers=[worker_row(worker) for worker in workers],
+        reports=reports,
+        arm_estimates=estimates[0],
+        replaced_contexts=[1],
+        states=estimates[1],
+    )
 
 
 def store_now(store: Store, commit: Commit) -> float:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from speclen.controller.estimator.cells import Cells
 from speclen.controller.estimator.choice import Selection
 from speclen.controller.estimator.features import Prior, features_of, num_slopes, prior_of
 from speclen.controller.estimator.load import Traffic, by_size
 from speclen.controller.estimator.model import Estimates, Grid, Saved, estimate
-from speclen.controller.estimator.sizes import cell_ranges, choice_ranges
+from speclen.controller.estimator.sizes import Cells, cell_ranges, choice_ranges
 from speclen.controller.estimator.step_time import Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
 from speclen.controller.estimator.workers import MOST_TRACKED, Worker, fair_weights, is_apart
@@ -71,7 +69,7 @@ class Context:
         self.pool, self.pool_tokens = Evidence(), TokenEvidence(len(token_prior.accepted))
         self.num_reports = 0
         self.num_probes = 0
-        self.groups = {POOL: self._new_group()}
+        self.groups = {POOL: self.new_group()}
 
     @property
     def prior(self) -> Prior:
@@ -110,7 +108,7 @@ class Context:
         self.has_decided, self.num_probes = narrower.has_decided, narrower.num_probes
         self.pool_tokens = narrower.pool_tokens
         for name, worker in narrower.workers.items():
-            new = self.workers[name] = self._new_worker()
+            new = self.workers[name] = self.new_worker()
             new.tokens, new.tail.level = worker.tokens, worker.tail.level
         old, new_choice = narrower.groups[POOL].selection, self.groups[POOL].selection
         at = narrower.grid.choices.of[np.minimum(self.sizes, narrower.limits.max_batch_size)]
@@ -118,7 +116,8 @@ class Context:
         new_choice.arms, new_choice.version = ngram * self.grid.num_lengths + length, old.version + 1
         self.traffic.seen = np.where(self.sizes <= narrower.limits.max_batch_size, narrower.traffic.seen[at], 0.0)
 
-    def _new_group(self) -> Group:
+    def new_group(self) -> Group:
+        """A group that knows nothing yet."""
         lengths = self.grid.num_lengths
         allowed = np.array([[True] * lengths, [self.limits.ngram] * lengths])
         return Group(Selection(len(self.grid.choices.low), lengths, allowed))
@@ -163,9 +162,10 @@ class Context:
             return known
         self._expire()
         among = self.workers if len(self.workers) < MOST_TRACKED else self.untracked
-        return among.setdefault(worker_id, self._new_worker())
+        return among.setdefault(worker_id, self.new_worker())
 
-    def _new_worker(self) -> Worker:
+    def new_worker(self) -> Worker:
+        """A worker without evidence."""
         return Worker(len(self.prior.mean), len(self.token_prior.accepted))
 
     def _expire(self) -> None:
@@ -238,7 +238,7 @@ class Context:
 
     def _regroup(self, name: str, worker: Worker) -> DriftEvent:
         if any(worker.apart):
-            group = self.groups[name] = self._new_group()
+            group = self.groups[name] = self.new_group()
             group.selection.go_on_from(self.groups[POOL].selection)
             what = " and ".join(
                 w for w, apart in zip(("step times", "accepted tokens"), worker.apart, strict=True) if apart
@@ -349,60 +349,3 @@ class Context:
         ngram, length = divmod(place, self.grid.num_lengths)
         low, high = int(np.ceil(batch_size / NEAR_PROBE)), int(batch_size * NEAR_PROBE)
         return self.num_probes, low, min(high, self.limits.max_batch_size), Arm(length, bool(ngram))
-
-    # Saving
-
-    def header(self) -> dict[str, Any]:
-        """What `parts` hangs on, as JSON."""
-        return {
-            "key": list(self.key),
-            "limits": list(self.limits),
-            "workers": list(self.workers),
-            "untracked": list(self.untracked),
-            "groups": list(self.groups),
-            "counts": [self.num_reports, self.num_probes, self.has_decided],
-            "solved": [name for name, group in self.groups.items() if group.estimates is not None],
-        }
-
-    def restore_header(self, header: dict[str, Any]) -> None:
-        """Make the workers and groups of a saved state."""
-        if list(self.limits) != header["limits"]:
-            raise ValueError(f"it was saved with limits {header['limits']}, the context has {list(self.limits)}")
-        self.workers = {name: self._new_worker() for name in header["workers"]}
-        self.untracked = {name: self._new_worker() for name in header["untracked"]}
-        self.groups = {name: self._new_group() for name in header["groups"]}
-        self.num_reports, self.num_probes, self.has_decided = header["counts"]
-        for name in header["solved"]:
-            self.groups[name].saved = Saved()
-
-    def parts(self) -> Iterator[tuple[str, Any]]:
-        """Everything with a STATE, by name."""
-        yield from (("context", self), ("cells", self.cells), ("traffic", self.traffic))
-        yield from (("pool", self.pool), ("pool-tokens", self.pool_tokens))
-        for kind, workers in (("worker", self.workers), ("untracked", self.untracked)):
-            for at, worker in enumerate(workers.values()):
-                yield f"{kind}/{at}", worker
-                yield f"{kind}/{at}/tail", worker.tail
-                if workers is self.workers:
-                    yield from ((f"{kind}/{at}/times", worker.times), (f"{kind}/{at}/tokens", worker.tokens))
-        for at, group in enumerate(self.groups.values()):
-            yield from ((f"group/{at}", group), (f"group/{at}/selection", group.selection))
-            if group.estimates is not None:
-                group.saved = Saved(group.estimates)
-            if group.saved is not None:
-                yield f"group/{at}/estimates", group.saved
-
-    def check_restored(self) -> None:
-        """Raise ValueError where what was restored does not fit together."""
-        cells, features = self.cells.features.shape
-        num_cells = len(self.grid.residuals.low) * 2 * self.grid.num_lengths
-        if features != len(prior_of(self.grid.slopes).mean) or len(self.offset) != num_cells:
-            raise ValueError("its features are others")
-        for group in self.groups.values():
-            if group.selection.arms.shape != self.sizes.shape:
-                raise ValueError("its ranges of batch sizes are others")
-            if group.saved is not None:
-                group.estimates = group.saved.spread(self.grid, self.cells, self.offset)
-                group.selection.note(group.estimates)
-        if any(len(worker.times.moment) > cells for worker in self.workers.values()):
-            raise ValueError("it has evidence of cells that it lacks")

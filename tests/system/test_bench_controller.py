@@ -19,7 +19,7 @@ def test_simulated_steps_are_plausible_and_repeatable():
     steps = simulated_steps(random.Random(3), 200)
     for seq, step in enumerate(steps, start=1):
         step.seq = seq
-    assert [read_step(step, Limits(32, 8)).seq for step in steps] == list(range(1, 201))
+        assert read_step(step, Limits(32, 8)).seq == seq
     again = simulated_steps(random.Random(3), 200)
     assert [step.latency_s for step in steps] == [step.latency_s for step in again]
 
