@@ -26,8 +26,6 @@ MAKERS = {
         ),
         HEADLINE,
     ),
-    "policy_table": "speclen.bench.simulation.policy_table",
-    "plans_table": "speclen.bench.simulation.policy_table",
 }
 
 

@@ -15,14 +15,13 @@ from speclen.worker.backends.spinning import set_spins
 VERBS: dict[str, tuple[str, str, str]] = {
     "serve": ("speclen.bench.comparison.serve", "serve", "Latency of real traffic under every policy, interleaved."),
     "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps, beside transformers' generation."),
-    "policy": ("speclen.bench.simulation.policy", "policy", "Regret of learning policies in a simulation."),
-    "plans": ("speclen.bench.simulation.copying.plans", "plans", "Plans that copy and draft, in simulated texts."),
+    "policy": ("speclen.bench.simulation.policy", "policy", "Policies in simulated situations, beside an oracle."),
     "controller": (
         "speclen.bench.service.controller",
         "controller",
         "Reports a second and round trips of the controller.",
     ),
-    "fleet": ("speclen.bench.fleet.run", "fleet", "Load, staleness and goodput against the number of workers."),
+    "fleet": ("speclen.bench.fleet.run", "fleet", "Load of a controller by the number of its workers."),
 }
 
 
@@ -69,7 +68,7 @@ app = typer.Typer(cls=Benchmarks, add_completion=False, no_args_is_help=True)
 def bench() -> None:
     """Measure speclen, and what it is compared with.
 
-    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,copy --minutes 15
+    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram --minutes 15
     """
     from speclen.console.processes import end_as_by_ctrl_c  # here, for the overview's sake
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,7 +206,9 @@ def import_(
     check_same_context(profile, document.context, here, as_prior)
     profile_id = destination.take(document.to_request(here, as_prior))
     if as_json:
-        print(json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": asdict(here)}))
+        print(
+            json.dumps({"profile_id": profile_id, "num_cells": len(document.profile.cells), "context": here._asdict()})
+        )
     else:
         print(wrapped(f"profile {profile_id}{' as a prior' if as_prior else ''} in {destination}", sys.stdout))
 

@@ -168,7 +168,7 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(str(error)) from error
     if draft_of(options["target"], options["draft"]) in ("", "none"):
-        say(f"{options['target']} serves without a draft model: rows only copy from their own text (--draft names one)")
+        say(f"{options['target']} serves without a draft model: only n-grams are proposed (--draft names one)")
     return options
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from speclen.console.errors import UserError, say
 from speclen.console.flags import flags_from
 from speclen.console.whose import check_controller
+from speclen.records import Limits
 from speclen.transport.address import check_exposure
 from speclen.transport.credentials import check_pages
 from speclen.transport.supervision import PartFailedError
@@ -54,7 +55,7 @@ def check_surroundings(config: WorkerConfig) -> None:
     """What can be told before torch is imported, which takes seconds. Raises ValueError, OSError, UserError."""
     check_names(config.target, config.draft)
     if config.profile is not None:
-        table_from_file(config.profile, config.max_batch_size, config.max_length)
+        table_from_file(config.profile, Limits(config.max_batch_size, config.max_length))
     security = config.server_security()
     security.credentials(), security.interceptors()
     check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import typer
 
+from speclen.records import Arm, StepRecord
+from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.naming import BUNDLED_FOLDER
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
@@ -26,25 +27,25 @@ LENGTH = 8
 class CountingChooser:
     """Always the same length; adds up what the steps accepted. counts[j]: rows whose accepted run was exactly j."""
 
+    wants_evaluations = False
+
     def __init__(self, length: int) -> None:
-        self.length = length
+        self.arm = Arm(length)
         self.counts = np.zeros(length + 1, dtype=np.int64)
 
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        return LengthChoice(self.length)
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        return ArmChoice(self.arm)
 
-    def report(self, choice: LengthChoice, result: StepResult) -> None:
-        if result.speculation_length == self.length:
-            self.counts += np.array(result.accepted_histogram)
+    def report(self, record: StepRecord) -> None:
+        if record.arm == self.arm:
+            self.counts += np.array(record.accepted_histogram)
 
     def survival(self) -> np.ndarray:
         """survival[i]: share of rows whose draft tokens 0..i were all accepted, i = 0..length - 1."""
         return self.counts[::-1].cumsum()[::-1][1:] / self.counts.sum()
 
     def mean_accepted(self) -> float:
-        return float(self.counts @ np.arange(self.length + 1) / self.counts.sum())
+        return float(self.counts @ np.arange(len(self.counts)) / self.counts.sum())
 
 
 def accepted_counts(pair: ModelPair, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> CountingChooser:

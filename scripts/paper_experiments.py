@@ -3,7 +3,6 @@
     lengths        latency against length, from batch size 1 to the largest: the inverse relation
     architectures  the same for targets of other families with random weights: how step times grow, and what would be best
     threads        one pair on unlike devices: the same machine with one thread and with all
-    sensitivity    a simulated server made of measured profiles: where adaptation pays, by load, variation and bursts
     quantised      int8 weights in the draft or in the target: does the best length move?
     redraw         an experiment's plot from its JSON
 
@@ -29,7 +28,6 @@ import numpy as np
 import torch
 import typer
 from paper_figure import plot_lengths
-from sensitivity import NUM_SEEDS, plot_sensitivity, profiles_in, sensitivity_of, table_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speclen.bench.machine import machine, provenance
@@ -53,9 +51,6 @@ OUT = typer.Option(Path("docs/results"), help="Folder of the results.")
 BUDGET = typer.Option(120.0, help="Seconds of measuring per profile.")
 TARGET = "bundled:target-60m"
 DRAFT = "bundled:draft"
-SIMULATED = typer.Option(
-    ..., "--profile", help="JSON of a profile to make a server of, or of several; may be repeated."
-)
 COMPARED_SIZES = (1, 4, 16)
 
 # Shapes of about 60 million parameters over the bundled vocabulary, so that families differ and sizes do not.
@@ -189,7 +184,7 @@ def architectures(
         set_threads(0, pair)
         settings = ProfileSettings((1, 2, 4, 8, 16), tuple(range(9)), budget_s)
         document = document_of(pair, settings, name, num_parameters=target.num_parameters(), survival="borrowed")
-        profile = dataclasses.replace(document.profile, survival=survival[:8], num_survival_rows=rows[:8])
+        profile = document.profile._replace(survival=survival[:8], num_survival_rows=rows[:8])
         documents[name] = dataclasses.replace(document, profile=profile)
     publish("architectures", documents, out)
 
@@ -221,25 +216,6 @@ def quantised(budget_s: float = BUDGET, out: Path = OUT) -> None:
         settings = ProfileSettings((1, 2, 4, 8, 16), tuple(range(9)), budget_s, check_models=False)
         documents[f"{title} int8"] = document_of(pair, settings, f"int8: {title}")
     publish("quantised", documents, out)
-
-
-@app.command()
-def sensitivity(profile: list[Path] = SIMULATED, out: Path = OUT, num_requests: int = 1500) -> None:
-    """Latency per token of every policy over load, coefficient of variation and burst length, on each profile's server."""
-    facts = {**provenance(PROGRAM), "machine": machine(torch.device("cpu"))}
-    try:
-        documents = profiles_in(profile)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--profile: {error}") from error
-    results = {title: sensitivity_of(document, num_requests) for title, (_, document) in documents.items()}
-    for title, (path, document) in documents.items():
-        measured = {name: value for name, value in document.to_json().items() if name in ("context", "measured_at")}
-        results[title] = {"profile": {"file": str(path), **measured, "details": document.details}, **results[title]}
-    content = {**facts, "num_requests": num_requests, "num_seeds": NUM_SEEDS, "profiles": results}
-    write_document(out / "sensitivity.json", content)
-    plot_sensitivity(results, out / "sensitivity.svg")
-    for title, result in results.items():
-        print(f"{title}\n\n{table_of(result)}\n")
 
 
 def to_int8(model: Any) -> Any:

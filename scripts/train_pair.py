@@ -40,8 +40,9 @@ from training import (
 )
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from speclen.records import PLAIN
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.models.loading import load_pair
 from speclen.worker.profiling.prompts import library_files
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
@@ -148,7 +149,7 @@ def continuations(
     publish_folder(work / "tokenizer", target, work / "target-float32")
     pair = load_pair(str(work / "target-float32"), None, device="cpu", dtype="float32")
     config = EngineConfig(max_batch_size=batch, max_speculation_length=0, prefill_chunk=1024)
-    engine = Engine(pair, config, FixedLength(0))
+    engine = Engine(pair, config, FixedArm(PLAIN))
     rows: list[np.ndarray] = []
     start, submitted = time.monotonic(), 0
     while (elapsed := time.monotonic() - start) < seconds:

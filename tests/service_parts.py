@@ -10,9 +10,9 @@ from control_fakes import report
 from fake_estimator import FakeEstimator
 
 from speclen.controller.service.intake import Intake
-from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import Registration, Registry, Worker
+from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.totals import Totals
 from speclen.records import ContextKey, Limits
 from speclen.store.records import Commit, ReportRow, StoreHealth

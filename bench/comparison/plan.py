@@ -31,11 +31,10 @@ from speclen.bench.serving.survey import (
 from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, draw_requests
 from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError, say
+from speclen.records import PLAIN, Arm, parse_arm
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1.control_pb2 import ContextKey
-from speclen.worker.drafting.plan import PLAIN, parse_plan
-from speclen.worker.drafting.plan import Plan as DraftPlan
 from speclen.worker.models.devices import processor_model
 
 MOST_ROUNDS = 1000
@@ -54,7 +53,7 @@ class Plan:
     repeats: int = setting(0, "Rounds at most, one more not counted; 0: as many as there is time for.", least=0)
     resolution: float = setting(0.03, "Stop when every interval is so narrow: 0.03 is ±3%.", least=0.001, most=1)
     learn_s: float = setting(120.0, "Seconds of the track that `adaptive` serves and learns from beforehand.", least=0)
-    profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and what tables and rules are made of.")
+    profile: Path | None = setting(None, "Offline profile: seed of `adaptive`, and source of the tables.")
     survey: Path | None = setting(None, "Survey to use; measured and written there when it does not exist.")
     cell_s: float = setting(6.0, "Seconds per cell of a survey, without speculation.", least=0.2)
     block_s: float | None = setting(None, "Seconds of a block; default: the track's own.")
@@ -98,7 +97,7 @@ class Plan:
 
     @property
     def wants_oracle(self) -> bool:
-        return any(name.startswith("oracle") for name in self.names)
+        return "oracle" in self.names
 
 
 def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
@@ -108,7 +107,7 @@ def capacity_and_oracle(plan: Plan, worker: WarmWorker) -> Survey:
         known = load_survey(plan.survey)
         if plan.wants_oracle and not known.is_exhaustive(settings.max_length):
             raise UserError(
-                f"the survey {plan.survey} lacks plans that oracle needs: name another file to measure them"
+                f"the survey {plan.survey} lacks lengths that oracle needs: name another file to measure them"
             )
         return known
     limits = (settings.max_batch_size, settings.max_length)
@@ -144,7 +143,7 @@ def capacity_now(plan: Plan, worker: WarmWorker, survey: Survey) -> list[float]:
     seconds = min(CAPACITY_VISIT_S, 2 * plan.cell_s)
     rates: list[float] = []
     while len(rates) < MOST_CAPACITY_VISITS and not (len(rates) > 1 and agree(*rates[-2:])):
-        rates.append(visitor.serve_for(seconds, concurrency, parse_plan(words)).tokens_per_s)
+        rates.append(visitor.serve_for(seconds, concurrency, parse_arm(words)).tokens_per_s)
     if not agree(*rates[-2:]):
         say(
             f"capacity: {len(rates)} visits, and the last two differ by more than {AGREE - 1:.0%}: is the machine quiet?"
@@ -163,7 +162,7 @@ def capacity_of(rates: list[float]) -> float:
 
 
 class Visitor:
-    """Serves so many requests at a time by a plan, the same ones for every plan: what `measure` calls.
+    """Serves so many requests at a time by an arm, the same ones for every arm: `measure` calls it.
 
     There are as many of them as keep the worker busy for the plan's seconds without speculation, once it has served so many
     at a time: shapes that are new take longer. The first of them, one for each at a time, are not counted.
@@ -176,7 +175,7 @@ class Visitor:
         self._num_requests: dict[int, int] = {}  # by requests at a time
         self._drawn: dict[tuple[int, int], list[pb.GenerateRequest]] = {}  # by round and requests at a time
 
-    def __call__(self, number: int, concurrency: int, drafting: DraftPlan) -> Yield:
+    def __call__(self, number: int, concurrency: int, arm: Arm) -> Yield:
         """One visit. Raises ValueError with a sentence."""
         if concurrency not in self._num_requests:
             for _ in range(2):  # the first is not counted
@@ -186,16 +185,16 @@ class Visitor:
         if place not in self._drawn:
             of_round = self._requests(*place)
             self._drawn[place] = list(itertools.islice(of_round, self._num_requests[concurrency]))
-        return self._serve(concurrency, drafting, self._drawn[place])
+        return self._serve(concurrency, arm, self._drawn[place])
 
-    def serve_for(self, seconds: float, concurrency: int, drafting: DraftPlan) -> Yield:
+    def serve_for(self, seconds: float, concurrency: int, arm: Arm) -> Yield:
         """Always the same requests, for so many seconds. Raises ValueError with a sentence."""
-        return self._serve(concurrency, drafting, self._requests(MOST_ROUNDS, concurrency), seconds)
+        return self._serve(concurrency, arm, self._requests(MOST_ROUNDS, concurrency), seconds)
 
     def _serve(
-        self, concurrency: int, drafting: DraftPlan, requests: Iterable[pb.GenerateRequest], limit_s: float = math.inf
+        self, concurrency: int, arm: Arm, requests: Iterable[pb.GenerateRequest], limit_s: float = math.inf
     ) -> Yield:
-        self._worker.open(Policy("survey", (drafting,) * self._plan.settings.max_batch_size))
+        self._worker.open(Policy("survey", (arm,) * self._plan.settings.max_batch_size))
         self._worker.use("survey")
         try:
             loop = closed_loop(self._worker.address, concurrency, requests, limit_s, num_settling=concurrency)

@@ -35,7 +35,7 @@ from speclen.bench.machine import provenance
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Prompt
-from speclen.bench.serving.policies import WARMED, in_words, make_policy
+from speclen.bench.serving.policies import in_words, make_policy
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.survey import Survey
 from speclen.bench.serving.tracks import Block, make_block
@@ -65,7 +65,7 @@ def serve(
 ) -> None:
     """Serve blocks of one track by every policy in turn, on one worker that stays warm, and compare latencies.
 
-    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,copy,oracle --minutes 15
+    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram,oracle --minutes 15
     """
     if add and out is None:
         raise UserError("--add needs --out FILE, whose rounds it goes on with")
@@ -140,7 +140,7 @@ def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> 
         say(f"warming up: one round of {session.block(0).duration_s:g} s a policy, which is not counted")
         session.serve_round(0, comparison.active)
         for name in comparison.active:
-            if name in WARMED:
+            if name == "adaptive":
                 session.learn(name)
         begun = time.monotonic()
         run_rounds(
@@ -237,11 +237,9 @@ def oracle_facts(survey: Survey, max_length: int) -> dict[str, Any] | None:
     if not survey.is_exhaustive(max_length):
         return None
     return {
-        "best_length": {str(size): str(survey.best_plan(size, drafts_only=True)) for size in survey.concurrencies},
-        "best_plan": {str(size): str(survey.best_plan(size)) for size in survey.concurrencies},
+        "best_length": {str(size): str(survey.best_arm(size)) for size in survey.concurrencies},
         "best_single": survey.best_single,
-        "gain_of_lengths": survey.gain(drafts_only=True),
-        "gain_of_plans": survey.gain(drafts_only=False),
+        "gain": survey.gain(),
     }
 
 

@@ -10,20 +10,16 @@ from speclen.bench.comparison.document import comparison_of, read_document
 from speclen.bench.comparison.outputs import MAX_EXAMINED
 from speclen.bench.comparison.rounds import Comparison, Ratio, is_fixed
 from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval
-from speclen.bench.serving.policies import LENGTHS_ONLY
 from speclen.bench.serving.recipes import SCENARIOS
-from speclen.bench.serving.survey import load_survey
 
 # heading, policy that the row's is put against; the best fixed length differs by track
 COLUMNS = (
     ("no speculation", "none"),
     ("best fixed length", None),
-    ("copying alone", "copy"),
+    ("n-grams alone", "n-gram"),
     ("frozen table", "profile"),
     ("paper's model", "paper"),
-    ("throughput-aware", "throughput-aware"),
     ("oracle of lengths", "oracle"),
-    ("oracle of plans", "oracle-plans"),
 )
 # track, reference (None: best fixed), aim for the ratio of mean latencies
 AIMS = (
@@ -39,8 +35,6 @@ COLD_AIM = 1.05
 CLOSED_AIM = 1.02  # at every number of requests at a time, against the best of all policies there
 # The track whose picture README shows.
 SHOWN = "mixed"
-# What learns, and has a row of the first table on every track that it took part in.
-LEARNERS = {"adaptive": "", LENGTHS_ONLY: ", the draft model's lengths alone"}
 
 
 def read_results(folder: Path, place: str = "") -> dict[str, dict[str, Any]]:
@@ -66,7 +60,7 @@ def with_arrivals(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
 
 
 def ratio_table(results: dict[str, dict[str, Any]]) -> str:
-    """adaptive against the others, a row a track; below it, where that took part, what learns lengths alone."""
+    """adaptive against the others, a row a track."""
     return "\n".join([*ratio_rows(results), "", *footnotes(results)])
 
 
@@ -77,19 +71,17 @@ def ratio_rows(results: dict[str, dict[str, Any]]) -> list[str]:
     ]
     for track, document in with_arrivals(results).items():
         comparison = comparison_of(document)
-        for learner, words in LEARNERS.items():
-            if learner in comparison.policies:
-                cells = [ratio_cell(comparison, learner, reference) for _, reference in COLUMNS]
-                lines.append(f"| [`{track}`]({document['file']}){words} | {' | '.join(cells)} |")
+        cells = [ratio_cell(comparison, reference) for _, reference in COLUMNS]
+        lines.append(f"| [`{track}`]({document['file']}) | {' | '.join(cells)} |")
     return lines
 
 
-def ratio_cell(comparison: Comparison, learner: str, reference: str | None) -> str:
+def ratio_cell(comparison: Comparison, reference: str | None) -> str:
     """reference: None for the best fixed length, which is named, and out of how many."""
     name = reference or comparison.best_fixed()
     if name is None or name not in comparison.policies:
         return "–"
-    ratio = comparison.ratio(learner, name)
+    ratio = comparison.ratio("adaptive", name)
     if ratio.interval is None:
         return "–"
     text = in_words(ratio.interval, ratio.num_blocks)
@@ -266,57 +258,13 @@ def closed_table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def closed_cell(part: Comparison, name: str, reference: str = "adaptive") -> str:
+def closed_cell(part: Comparison, name: str) -> str:
     """Bold where the interval shows a difference."""
-    ratio = part.ratio(name, reference)
+    ratio = part.ratio(name, "adaptive")
     if ratio.interval is None:
         return "–"
     text = with_width(ratio.interval)
     return f"**{text}**" if shows_difference(ratio.interval, ratio.num_blocks) else text
-
-
-def reporting_table(path: Path) -> str:
-    """What copies take longer for a worker that tells a controller of them, by requests at a time."""
-    if not path.exists():
-        return "Not measured."
-    document = read_document(path)
-    parts = comparison_of(document).parts
-    cells = [closed_cell(part, "copy-reporting", "copy") for part in parts]
-    sizes = sorted(zip(document["at_once"], cells, strict=True))
-    return "\n".join(
-        [
-            f"| latency, requests at a time: | {' | '.join(str(size) for size, _ in sizes)} |",
-            "|---|" + "---|" * len(sizes),
-            f"| `copy-reporting` over `copy` | {' | '.join(cell for _, cell in sizes)} |",
-            "",
-            f"`{document['track']}`, {document['num_rounds']} rounds, commit `{document['commit']}`: "
-            "[reporting.json](reporting.json).",
-        ]
-    )
-
-
-def survey_table(path: Path) -> str:
-    """Tokens a second by requests at a time and plan."""
-    if not path.exists():
-        return "Nothing has been surveyed yet."
-    survey = load_survey(path)
-    sizes = survey.concurrencies
-    plans = list(dict.fromkeys(words for _, words in survey.visits))
-    lines = [
-        f"| tokens/s at so many requests at a time | {' | '.join(map(str, sizes))} |",
-        "|---|" + "---|" * len(sizes),
-    ]
-    for words in sorted(plans, key=lambda w: ("copy" in w, w)):
-        cells = []
-        for size in sizes:
-            if (size, words) not in survey.visits:
-                cells.append("–")
-                continue
-            text = f"{survey.tokens_per_s((size, words)):.0f}"
-            best = words in (str(survey.best_plan(size)), str(survey.best_plan(size, drafts_only=True)))
-            cells.append(f"**{text}**" if best else text)
-        lines.append(f"| {words} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Bold: the best length, and the best plan. {survey.outlook().capitalize()}."])
 
 
 def tables(folder: Path) -> dict[str, str]:
@@ -330,8 +278,6 @@ def tables(folder: Path) -> dict[str, str]:
         "aims": aims_table(results, folder / "peers.json"),
         "policies": policies_table(results),
         "closed": closed_table(results),
-        "reporting": reporting_table(folder / "reporting.json"),
-        "survey": survey_table(folder / "serve" / "survey.json"),
         "paper": paper_table.table(folder / "lengths.json"),
         "gpu_lengths": gpu_table.lengths_table(folder / "gpu" / "gpu_check.json"),
         "gpu_passes": gpu_table.passes_table(folder / "gpu" / "passes-torch.json", folder / "gpu" / "gpu_check.json"),
@@ -397,8 +343,7 @@ def against_others(document: dict[str, Any]) -> str:
         best: "plain decoding's, the best fixed length"
         if best == "none"
         else f"that of the best fixed length (`{best}`)",
-        "copy": "that of copying alone",
-        LENGTHS_ONLY: "that of learning the draft model's lengths alone",
+        "n-gram": "that of n-grams alone",
         "profile": "that of a frozen table",
     }
     found = []

@@ -40,10 +40,10 @@ def cell(work: Work, rates: list[float], steps: list[TimedStep]) -> dict[str, An
     }
     if not steps:
         return row
-    rows = sum(timed.result.batch_size for timed in steps)
-    accepted = sum(j * count for timed in steps for j, count in enumerate(timed.result.accepted_histogram))
+    rows = sum(timed.record.batch_size for timed in steps)
+    accepted = sum(j * count for timed in steps for j, count in enumerate(timed.record.accepted_histogram))
     row["tokens_per_step"] = 1 + accepted / rows
-    row["step_ms"] = 1e3 * mean(steps, lambda timed: timed.result.latency_s)
+    row["step_ms"] = 1e3 * mean(steps, lambda timed: timed.record.latency_s)
     # What a server gives that replaces finished rows; tokens_per_s above also has the tail in which rows wait for the
     # slowest one of a fixed set of prompts.
     row["full_batch_tokens_per_s"] = 1e3 * work.batch_size * row["tokens_per_step"] / row["step_ms"]
@@ -59,7 +59,7 @@ def cell(work: Work, rates: list[float], steps: list[TimedStep]) -> dict[str, An
 
 def other_s(timed: TimedStep) -> float:
     """Seconds of a step outside the models' passes."""
-    return timed.result.latency_s - (timed.draft_s or 0.0) - (timed.verify_s or 0.0)
+    return timed.record.latency_s - (timed.draft_s or 0.0) - (timed.verify_s or 0.0)
 
 
 def mean(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:

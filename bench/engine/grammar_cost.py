@@ -15,9 +15,10 @@ from dataclasses import asdict
 
 from speclen.bench.machine import machine
 from speclen.bench.spread import ratio, spread
+from speclen.records import Arm
 from speclen.worker.backends.threads import set_threads
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, StructuredOutput
 from speclen.worker.sampling.grammar import Grammar
@@ -62,7 +63,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pair = load_pair("bundled:target", "bundled:draft", "cpu")
     set_threads(0, pair)
-    engine = Engine(pair, EngineConfig(max_batch_size=arguments.rows, seed=0), FixedLength(arguments.length))
+    engine = Engine(pair, EngineConfig(max_batch_size=arguments.rows, seed=0), FixedArm(Arm(arguments.length)))
     prompts = [pair.tokenizer(f"def function_{at}(a, b):\n    ")["input_ids"] for at in range(arguments.rows)]
     sampling = SamplingParams(arguments.temperature, max_tokens=arguments.max_tokens, ignore_eos=True)
     grammar, times = any_text(pair), {kind: list[tuple[float, float]]() for kind in KINDS}

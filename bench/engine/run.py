@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.backends.recording import Recorder
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import FixedLength, StepResult
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
@@ -19,7 +20,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Sam
 class TimedStep:
     """A step at full batch size that no flag excludes, with the seconds its forwards took; None where unknown."""
 
-    result: StepResult
+    record: StepRecord
     draft_s: float | None
     verify_s: float | None
 
@@ -48,7 +49,7 @@ class EngineBench:
         recorder: Recorder | None = None,
         backend: str = "auto",
     ) -> None:
-        self.chooser = FixedLength(0)
+        self.chooser = FixedArm(PLAIN)
         self.synchronous = pair.device.type == "cpu"
         config = EngineConfig(
             max_batch_size=max_batch_size,
@@ -61,7 +62,7 @@ class EngineBench:
 
     def run(self, prompts: Sequence[tuple[int, ...]], new_tokens: int, length: int) -> EngineRun:
         """Greedy generation of new_tokens for every prompt at once. Raises RuntimeError if a sequence fails."""
-        self.chooser.speculation_length = length
+        self.chooser.arm = Arm(length)
         run = EngineRun(0.0)
         unfinished = set(range(len(prompts)))
         sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
@@ -79,16 +80,13 @@ class EngineBench:
 
     def _step(self, run: EngineRun, batch_size: int) -> None:
         draft_before, verify_before = self.draft_clock.seconds, self.target_clock.seconds
-        result = self.engine.step()
+        record = self.engine.step()
         # At the end of a sequence a step may use less than the length asked for: it says nothing about that length.
-        wanted = self.chooser.speculation_length
-        if result is None or result.batch_size != batch_size or result.speculation_length != wanted:
-            return
-        if result.flags:
+        if record is None or record.batch_size != batch_size or record.arm != self.chooser.arm or record.flags:
             return
         draft_s = self.draft_clock.seconds - draft_before if self.synchronous else None
         verify_s = self.target_clock.seconds - verify_before if self.synchronous else None
-        run.steps.append(TimedStep(result, draft_s, verify_s))
+        run.steps.append(TimedStep(record, draft_s, verify_s))
 
     @staticmethod
     def _receiver(number: int, run: EngineRun, unfinished: set[int]) -> Callable[[SequenceOutput], None]:

@@ -1,4 +1,4 @@
-"""`speclen bench step`: what a step costs and yields at every batch size and length, beside transformers' generation."""
+"""`speclen bench step`: cost and yield of a step at every batch size and length, beside transformers' generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 
 from speclen.bench.engine.bandwidth import read_bytes_per_s
 from speclen.bench.engine.cells import Work, cell, memory, ratios
-from speclen.bench.engine.plans import PlanSettings, measure_plans, show_plans
 from speclen.bench.engine.run import EngineBench, TimedStep
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.machine import machine
@@ -28,7 +27,6 @@ from speclen.console.errors import UserError
 from speclen.console.flags import flags_from
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
-from speclen.worker.drafting.plan import Plan, parse_plan
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.models.naming import draft_of
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts, texts_from_file
@@ -60,11 +58,6 @@ def step(
     threads: int = typer.Option(0, min=0, help="torch threads on CPU; 0: as many as a worker uses."),
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     seed: int = typer.Option(0, help="Of the prompts and of the order."),
-    plans: str = typer.Option(
-        "",
-        help="Plans separated by semicolons, beside the fixed lengths: 'copy>=2 up to 8; copy>=3 up to 8, else draft 2'.",
-    ),
-    temperatures: str = typer.Option("0,0.7", help="Of --plans, separated by commas."),
     baselines: bool = typer.Option(True, help="Also time transformers' generate and assisted generation."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
     out: Path | None = typer.Option(None, help="Also write the JSON to this file."),
@@ -88,48 +81,21 @@ def step(
         set_threads(threads, pair)
         check(settings, pair)
         source = PromptSource(pair.tokenizer, texts_from_file(prompts) if prompts else held_out_texts(), seed)
-        if plans:
-            result = measure_plans(pair, plan_settings(settings, plans, temperatures), source, progress)
-        else:
-            result = measure(pair, settings, source, baselines)
+        result = measure(pair, settings, source, baselines)
     except ValueError as error:
         raise UserError(str(error)) from error
-    present(result, bool(plans), as_json, out)
+    present(result, as_json, out)
 
 
-def present(result: dict[str, Any], of_plans: bool, as_json: bool, out: Path | None) -> None:
+def present(result: dict[str, Any], as_json: bool, out: Path | None) -> None:
     """Print the result, and write it to the file if there is one."""
     text = json.dumps(result, indent=2)
     if out is not None:
         out.write_text(text + "\n")
     if as_json:
         print(text)
-    elif of_plans:
-        show_plans(result, Console(width=None if sys.stdout.isatty() else 120))
     else:
         show(result)
-
-
-def plan_settings(settings: Settings, plans: str, temperatures: str) -> PlanSettings:
-    """Those of --plans, fixed lengths first. Raises UserError naming the flag."""
-    words = [str(Plan(length)) for length in settings.lengths]
-    try:
-        words += [str(parse_plan(text)) for text in plans.split(";")]
-        warmth = tuple(sorted({float(text) for text in temperatures.split(",")}))
-    except ValueError as error:
-        raise UserError(f"--plans {plans!r}, --temperatures {temperatures!r}: {error}") from None
-    if len(settings.backends) > 1 or not all(0 <= value <= 2 for value in warmth):
-        raise UserError("--plans needs one --backend, and --temperatures from 0 to 2")
-    return PlanSettings(
-        settings.backends[0],
-        tuple(dict.fromkeys(words)),
-        settings.batch_sizes,
-        warmth,
-        settings.prompt_tokens,
-        settings.new_tokens,
-        settings.repeats,
-        settings.seed,
-    )
 
 
 def numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:

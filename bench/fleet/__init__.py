@@ -1,1 +1,1 @@
-"""Fleets of thousands of workers: what their reports cost controllers, and what decisions that are a little stale lose."""
+"""Load of a controller by the number of workers that report to it."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from speclen.bench.gpu.sizes import Sizes
+from speclen.records import Arm, StepRecord
 from speclen.worker.backends.captured_model import CapturedModel
 from speclen.worker.backends.recording import Recorder
+from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
@@ -37,16 +38,16 @@ class Check:
 class VaryingLengths:
     """Another length at every step, 0 included; the same ones for the same seed."""
 
+    wants_evaluations = False
+
     def __init__(self, seed: int, longest: int) -> None:
         self.random = random.Random(seed)
         self.longest = longest
 
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        return LengthChoice(self.random.randint(0, self.longest))
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        return ArmChoice(Arm(self.random.randint(0, self.longest)))
 
-    def report(self, choice: LengthChoice, result: StepResult) -> None:
+    def report(self, record: StepRecord) -> None:
         pass
 
 

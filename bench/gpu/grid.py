@@ -6,18 +6,17 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from speclen.bench.engine.run import EngineBench
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
 from speclen.bench.gpu.passes import busy_times
 from speclen.bench.gpu.sizes import Sizes
-from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.wire.flags import named_flags
+from speclen.controller.estimator import Estimator
+from speclen.records import ContextKey, Limits, StepRecord
+from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
@@ -48,13 +47,13 @@ def run_grid(bench: EngineBench, source: PromptSource, sizes: Sizes, say: Say) -
                 run = bench.run(prompts, sizes.new_tokens, length)
             if not run.steps:
                 continue  # too few tokens for a step of all rows at this length
-            period = statistics.median(step.result.latency_s for step in run.steps)
+            period = statistics.median(step.record.latency_s for step in run.steps)
             cells.append(
                 Cell(
                     batch_size,
                     length,
                     batch_size * sizes.new_tokens / run.seconds,
-                    statistics.mean(1 + _accepted(step.result) / batch_size for step in run.steps),
+                    statistics.mean(1 + _accepted(step.record) / batch_size for step in run.steps),
                     period,
                     1.0 - statistics.median(busy.seconds()) / period if busy.events else None,
                 )
@@ -67,8 +66,8 @@ def _of(cells: list[Cell], batch_size: int) -> list[Cell]:
     return [cell for cell in cells if cell.batch_size == batch_size]
 
 
-def _accepted(result: StepResult) -> int:
-    return sum(j * count for j, count in enumerate(result.accepted_histogram))
+def _accepted(record: StepRecord) -> int:
+    return record.num_tokens - record.batch_size
 
 
 def run_baselines(pair: ModelPair, source: PromptSource, sizes: Sizes) -> list[dict[str, Any]]:
@@ -94,34 +93,23 @@ def run_baselines(pair: ModelPair, source: PromptSource, sizes: Sizes) -> list[d
 class LearningChooser:
     """The controller's estimator in this process: no service, the same choices."""
 
+    wants_evaluations = False
+
     def __init__(self, key: ContextKey, limits: Limits) -> None:
         self.key = key
         self.estimator = Estimator()
         self.estimator.add_context(key, limits)
         self.num_steps = 0
 
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        probe = self.estimator.take_probe(self.key, batch_size)
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        probe = self.estimator.take_probe(self.key, batch_size=batch_size)
         if probe is not None:
-            return LengthChoice(probe.speculation_length, probe_id=probe.probe_id)
-        return LengthChoice(self.estimator.length_for(self.key, batch_size))
+            return ArmChoice(probe.arm, probe_id=probe.probe_id)
+        return ArmChoice(self.estimator.table(self.key).arm_for(batch_size))
 
-    def report(self, choice: LengthChoice, result: StepResult) -> None:
+    def report(self, record: StepRecord) -> None:
         self.num_steps += 1
-        meaning = named_flags(" ".join(flag.value for flag in result.flags))
-        step = StepObservation(
-            result.batch_size,
-            result.speculation_length,
-            result.latency_s,
-            result.accepted_histogram,
-            result.mean_context_length,
-            meaning.teaches_latency,
-            meaning.teaches_acceptance,
-            result.class_histograms,
-        )
-        self.estimator.observe(self.key, [step])
+        self.estimator.observe(self.key, [record._replace(seq=self.num_steps)])
 
 
 def serve_and_learn(pair: ModelPair, source: PromptSource, sizes: Sizes) -> dict[str, Any]:
@@ -151,7 +139,7 @@ def serve_and_learn(pair: ModelPair, source: PromptSource, sizes: Sizes) -> dict
         "seconds": sizes.serving_s,
         "num_steps": chooser.num_steps,
         "tokens_per_s": num_tokens / sizes.serving_s,
-        "rows": [asdict(row) for row in chooser.estimator.learned_rows(chooser.key)],
+        "rows": [row._asdict() | {"arm": str(row.arm)} for row in chooser.estimator.rows(chooser.key)],
     }
 
 

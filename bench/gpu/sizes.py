@@ -46,7 +46,7 @@ FULL = Sizes(
     num_checked=48,
     num_flat=400,
     tracks=("mixed", "copying", "time-varying"),
-    compare="adaptive,fixed:0-8,copy",
+    compare="adaptive,fixed:0-8,n-gram",
     serve_flags=("--minutes", "10"),
     one_survey=False,
 )
@@ -67,7 +67,7 @@ DRY = Sizes(
     num_checked=6,
     num_flat=12,
     tracks=("copying", "mixed", "time-varying"),  # the one with the shortest answers is surveyed
-    compare="adaptive,fixed:0-1,copy",
+    compare="adaptive,fixed:0-1,n-gram",
     # A capacity that is given makes the same few requests on every machine.
     serve_flags=(
         *("--quick", "--repeats", "1", "--block-s", "1", "--learn-s", "1"),

@@ -8,8 +8,8 @@ from typing import Any
 
 from speclen.bench.profile.document import ProfileDocument
 from speclen.controller.analysis.paper_model import PaperModel, fit
-from speclen.controller.estimator.core import Limits, Profile, ProfileCell
-from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator import Estimator
+from speclen.records import Limits, Profile, ProfileCell
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def estimator_lengths(document: ProfileDocument) -> dict[int, int]:
     estimator.add_context(key, Limits(max(sizes), max(longest, len(profile.survival))))
     estimator.seed_profile(key, profile)
     table = estimator.table(key)
-    return {size: table.length_for(size) for size in sizes}
+    return {size: table.arm_for(size).speculation_length for size in sizes}
 
 
 def analysis_json(document: ProfileDocument, analysis: Analysis) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from speclen.console.database import reading
 from speclen.console.errors import UserError
 from speclen.console.files import write_whole
-from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
+from speclen.records import ContextKey, Profile, ProfileCell
 from speclen.store.profiles import StoredProfile, stored_profiles
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.samples import ProfileResult
@@ -42,11 +42,11 @@ class ProfileDocument:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "context": asdict(self.context),
+            "context": self.context._asdict(),
             "measured_at": self.measured_at,
             "source": profile.source,
             "as_prior": profile.as_prior,
-            "cells": [asdict(cell) for cell in profile.cells],
+            "cells": [cell._asdict() for cell in profile.cells],
             "survival": list(profile.survival),
             "num_survival_rows": list(profile.num_survival_rows),
             "draft_pass_s": self.draft_pass_s,
@@ -57,8 +57,8 @@ class ProfileDocument:
     def to_request(self, context: ContextKey, as_prior: bool) -> pb.ImportProfileRequest:
         """The call that seeds `context` with this profile."""
         return pb.ImportProfileRequest(
-            context=pb.ContextKey(**asdict(context)),
-            cells=[pb.ProfileCell(**asdict(cell)) for cell in self.profile.cells],
+            context=pb.ContextKey(**context._asdict()),
+            cells=[pb.ProfileCell(**cell._asdict()) for cell in self.profile.cells],
             survival=self.profile.survival,
             num_survival_rows=self.profile.num_survival_rows,
             as_prior=as_prior or self.profile.as_prior,
@@ -85,7 +85,7 @@ def from_result(context: ContextKey, result: ProfileResult, source: str, details
 def from_store(stored: StoredProfile) -> ProfileDocument:
     """A profile of a database; how it was measured is not kept there."""
     row, context = stored.profile, stored.context
-    cells = tuple(ProfileCell(**asdict(cell)) for cell in row.cells)
+    cells = tuple(ProfileCell(**cell._asdict()) for cell in row.cells)
     return ProfileDocument(
         context=ContextKey(context.target, context.draft, context.device, context.dtype, context.engine_fingerprint),
         profile=Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source),

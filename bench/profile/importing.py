@@ -13,8 +13,8 @@ from speclen.console.database import DATABASE
 from speclen.console.errors import UserError
 from speclen.console.whose import identity, owns
 from speclen.controller.config import ControllerConfig
-from speclen.controller.estimator.core import ContextKey
 from speclen.controller.service.server import running
+from speclen.records import ContextKey
 from speclen.store.files import is_locked
 from speclen.store.retention import KEEP_REPORTS
 from speclen.v1 import control_pb2 as pb

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from speclen.bench.machine import machine, provenance
 from speclen.bench.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
 from speclen.console.errors import UserError, say
-from speclen.controller.estimator.core import ContextKey
+from speclen.records import ContextKey
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair
@@ -63,7 +63,7 @@ def core_context(pair: ModelPair, backend: str = "auto") -> ContextKey:
 
 def file_stem(context: ContextKey) -> str:
     """Readable and distinct: models, dtype, and a digest of the whole context."""
-    digest = hashlib.sha256(json.dumps(asdict(context)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(context._asdict()).encode()).hexdigest()[:8]
     return re.sub(r"[^\w.-]+", "-", f"{context.target}_{context.draft}_{context.dtype}_{digest}")
 
 
@@ -71,7 +71,7 @@ def partial_of(folder: Path, context: ContextKey, settings: ProfileSettings, tex
     measured = asdict(settings) | {"budget_s": None}  # going on with more time is the same profile
     digest_of_texts = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     # One commit stands in the profile, so another one's steps are not gone on with.
-    same = json.dumps([asdict(context), measured, digest_of_texts, provenance()["commit"]])
+    same = json.dumps([context._asdict(), measured, digest_of_texts, provenance()["commit"]])
     digest = hashlib.sha256(same.encode()).hexdigest()[:12]
     return Partial(folder / f"{digest}.partial.json")
 

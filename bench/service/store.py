@@ -23,14 +23,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator import Estimator
+from speclen.controller.service.registry import Context, Worker
+from speclen.controller.service.saving.rows import context_row, estimate_rows, worker_row
+from speclen.controller.wire.stored import row_of
+from speclen.records import Arm, ContextKey, Limits, StepRecord
 from speclen.store.connection import sqlite3
 from speclen.store.database import Store, StoreConfig
-from speclen.store.records import Commit, ContextRow, LatencyCellRow, ReportRow, StateRow, WorkerRow
+from speclen.store.records import ArmEstimateRow, Commit, ReportRow, StateRow
 from speclen.store.retention import Retention
 
 KEY = ContextKey("bundled:target", "bundled:draft", "cpu:bench", "float32", "0f3a9c")
+LIMITS = Limits(32, 8)
 EPOCH = 1_790_000_000_123_456_789
 REPORTS_PER_S = 40.0  # of one worker: how far apart their times are
 
@@ -113,64 +117,50 @@ def make_rows(count: int) -> list[ReportRow]:
     for n in range(count):
         batch_size, length = 1 << dice.randrange(6), dice.randrange(9)
         accepted = sorted(dice.choices(range(length + 1), k=batch_size))
-        histogram = [accepted.count(j) for j in range(length + 1)]
-        text = json.dumps(histogram, separators=(",", ":"))
-        worker = 1 + n % 64
-        latency_s = dice.lognormvariate(-4, 0.3)
-        context_length = dice.uniform(50, 900)
-        rows.append(
-            ReportRow(
-                *(1, 1, worker, EPOCH, 1, batch_size, length, latency_s, text),
-                *(sum(accepted), context_length, 17, 0, "", time.time()),
-            )
+        histogram = tuple(accepted.count(j) for j in range(length + 1))
+        step = StepRecord(
+            *(1, batch_size, Arm(length), dice.lognormvariate(-4, 0.3), histogram, dice.uniform(50, 900), 17),
+            num_drafted_sequences=batch_size if length else 0,
+            num_verified_tokens=batch_size * (length + 1),
         )
+        rows.append(ReportRow._make(row_of(step, 1, 1, 1 + n % 64, EPOCH, time.time())))
     return rows
 
 
-def estimates_of_one_context() -> tuple[list[LatencyCellRow], list[StateRow]]:
-    """Cells and state as the controller writes them with every commit."""
-    controller = Estimator()
-    controller.add_context(KEY, Limits(32, 8))
-    controller.observe(KEY, [StepObservation(4, 2, 0.02 + 0.0001 * (n % 7), (1, 2, 1)) for n in range(200)], "w")
+def estimates_of_one_context() -> tuple[list[ArmEstimateRow], list[StateRow]]:
+    """Learned table and state as the controller writes them with every commit."""
+    estimator = Estimator()
+    estimator.add_context(KEY, LIMITS)
+    steps = [
+        StepRecord(n, 4, Arm(2), 0.02 + 0.0001 * (n % 7), (1, 2, 1), 100.0, 0, frozenset(), 0, (), 4, 12)
+        for n in range(1, 201)
+    ]
+    estimator.observe(KEY, steps, "w")
     now = time.time()
-    cells = [
-        LatencyCellRow(
-            context_id=1,
-            batch_min=row.bucket.batch_min,
-            batch_max=row.bucket.batch_max,
-            speculation_length=row.estimate.speculation_length,
-            step_s=row.estimate.step_s,
-            expected_tokens=row.estimate.expected_tokens,
-            ms_per_token_low=row.estimate.ms_per_token_low,
-            ms_per_token_high=row.estimate.ms_per_token_high,
-            num_steps=row.num_steps,
-            source=row.source,
-            is_best=row.is_best,
-            updated_at=now,
-        )
-        for row in controller.learned_rows(KEY)
+    return estimate_rows(estimator, Context(1, KEY, LIMITS, now), now), [
+        StateRow(*KEY.pair, estimator.save(KEY.pair), now)
     ]
-    states = [
-        StateRow("context", "1", json.dumps(controller.export_state(KEY)), now),
-        StateRow("pair", json.dumps(KEY.pair), json.dumps(controller.export_pair_state(KEY.pair)), now),
-    ]
-    return cells, states
 
 
 def commit_of(
-    reports: list[ReportRow], applied_seq: int, estimates: tuple[list[LatencyCellRow], list[StateRow]]
+    reports: list[ReportRow], applied_seq: int, estimates: tuple[list[ArmEstimateRow], list[StateRow]]
 ) -> Commit:
     now = time.time()
-    cells, states = estimates
-    context = ContextRow(1, KEY.target, KEY.draft, KEY.device, KEY.dtype, KEY.engine_fingerprint, 32, 8, 1, now, now)
+    context = Context(1, KEY, LIMITS, now)
     workers = [
-        WorkerRow(
-            *(key, f"worker-{key}", EPOCH, 1, "127.0.0.1:7080", "adaptive", 32, 8, applied_seq, applied_seq),
-            *(0, 0, 0, now, now),
-        )
+        Worker(key, f"worker-{key}", EPOCH, context, now, now, LIMITS, "127.0.0.1:7080", "adaptive")
         for key in range(1, 65)
     ]
-    return Commit(contexts=[context], workers=workers, reports=reports, latency_cells=cells, states=states)
+    for worker in workers:
+        worker.num_reports = worker.seqs.applied_seq = applied_seq
+    return Commit(
+        contexts=[context_row(context, 1, now)],
+        workers=[worker_row(worker) for worker in workers],
+        reports=reports,
+        arm_estimates=estimates[0],
+        replaced_contexts=[1],
+        states=estimates[1],
+    )
 
 
 def store_now(store: Store, commit: Commit) -> float:

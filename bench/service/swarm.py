@@ -159,7 +159,7 @@ class SimulatedWorker:
 
 
 async def num_learned(channel: aio.Channel) -> int:
-    """Steps that are in the learned tables."""
+    """Samples that are in the learned tables; older ones fade."""
     answer = await rpc.ControlServiceStub(channel).GetLearnedTable(pb.GetLearnedTableRequest())
     return sum(row.num_steps for table in answer.tables for row in table.rows)
 
@@ -213,10 +213,8 @@ async def throughput(
     for worker in workers:
         assert worker.durable_seq == worker.last_seq, "a report was not durable in the end"
     num = num_workers * groups * group_size
-    # Not all: the estimator leaves out the step times of a worker that disagrees with the others.
-    learned = await num_learned(channels[0])
-    if learned < 0.5 * num:
-        raise RuntimeError(f"the controller acknowledged {num} reports and learned step times from {learned} of them")
+    if not await num_learned(channels[0]):
+        raise RuntimeError(f"the controller acknowledged {num} reports and learned nothing from them")
     for channel in channels:
         await channel.close()
     return num, seconds

@@ -16,7 +16,7 @@ from speclen.bench.profile.document import read_document
 from speclen.bench.profile.importing import send
 from speclen.console.client import Client
 from speclen.console.processes import Child
-from speclen.controller.estimator.core import ContextKey
+from speclen.records import ContextKey
 from speclen.v1 import generation_pb2, generation_pb2_grpc
 
 START_TIMEOUT_S = 600.0

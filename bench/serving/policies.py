@@ -1,4 +1,4 @@
-"""What takes part in a comparison: policies by name, and what each tells a worker to do at every batch size."""
+"""Policies that a comparison can name, and the arm of each at every batch size."""
 
 from __future__ import annotations
 
@@ -12,43 +12,28 @@ from speclen.bench.profile.document import read_document
 from speclen.bench.serving.survey import Survey
 from speclen.console.errors import UserError
 from speclen.controller.analysis.paper_model import fit
-from speclen.worker.drafting.plan import COPYING, PLAIN, Plan
+from speclen.records import PLAIN, Arm, Limits, parse_arm
 from speclen.worker.profiling.file import table_from_file
 
-Table = tuple[Plan, ...]  # the plan of every batch size, that of 1 first
-REPORTING = "copy-reporting"
-LENGTHS_ONLY = "adaptive-lengths"
-LEARNING = ("adaptive", LENGTHS_ONLY, "cold", REPORTING)
-WARMED = ("adaptive", LENGTHS_ONLY)  # of those, the ones that have learned before they are compared
-TABLES = ("none", "copy", "profile", "paper", "oracle", "oracle-plans")
-RULES = ("throughput-aware",)
-FROM_PROFILE = ("profile", "paper", *RULES)
+Table = tuple[Arm, ...]  # the arm of every batch size, that of 1 first
+LEARNING = ("adaptive", "cold")
+TABLES = ("none", "n-gram", "profile", "paper", "oracle")
+FROM_PROFILE = ("profile", "paper")
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One policy: `adaptive`, `cold` (which begins every block with an empty database), somebody else's rule, or a table.
+    """One policy: `adaptive`, `cold` (which begins every block with an empty database), or a table that never changes.
 
-    `adaptive-lengths` is `adaptive` for a worker that cannot copy: what the draft model's lengths alone are worth, learned.
-    table: of those that never change; None for the others. `copy-reporting` has one, and tells a controller all the same.
+    table: None for those that learn.
     """
 
     name: str
     table: Table | None = None
 
-    @property
-    def learns(self) -> bool:
-        """Whether it has a controller."""
-        return self.name in LEARNING
-
-    @property
-    def copies(self) -> bool:
-        """Whether the controller of one that learns may plan copies."""
-        return self.name != LENGTHS_ONLY
-
 
 def parse_policies(text: str, max_length: int) -> list[str]:
-    """The names of "adaptive,none,fixed:1-8,copy,oracle". Raises UserError naming a wrong one."""
+    """The names of "adaptive,none,fixed:1-8,n-gram,oracle". Raises UserError naming a wrong one."""
     names = [expanded for name in text.split(",") if name.strip() for expanded in expand(name.strip())]
     if not names:
         raise UserError("--compare names no policy: use for example adaptive,none,fixed:3")
@@ -68,10 +53,26 @@ def expand(name: str) -> list[str]:
 
 
 def _check(name: str, max_length: int) -> None:
+    known = (*LEARNING, *TABLES)
+    if name not in known and not is_arm(name, max_length):
+        raise UserError(
+            f"--compare {name!r} is unknown: use {', '.join(known)}, fixed:0 to fixed:{max_length}, or an arm such as "
+            "n-gram else draft 3"
+        )
+
+
+def is_arm(name: str, max_length: int) -> bool:
+    """True for one arm within the longest length."""
+    try:
+        return arm_of(name).speculation_length <= max_length
+    except ValueError:
+        return False
+
+
+def arm_of(name: str) -> Arm:
+    """The arm of "fixed:3" or "n-gram else draft 3". Raises ValueError."""
     kind, _, number = name.partition(":")
-    known = (*LEARNING, *TABLES, *RULES)
-    if name not in known and not (kind == "fixed" and number.isdecimal() and int(number) <= max_length):
-        raise UserError(f"--compare {name!r} is unknown: use {', '.join(known)} or fixed:0 to fixed:{max_length}")
+    return parse_arm(f"draft {number}" if kind == "fixed" else name)
 
 
 def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path | None, survey: Survey | None) -> Policy:
@@ -80,23 +81,19 @@ def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path |
         raise UserError(f"--compare {name} needs --profile FILE: make one with `speclen profile run`")
     makers: dict[str, Callable[[], Table]] = {
         "none": lambda: (PLAIN,) * max_batch_size,
-        "copy": lambda: (COPYING,) * max_batch_size,
-        REPORTING: lambda: (COPYING,) * max_batch_size,
         "profile": lambda: frozen_table(profile, max_batch_size, max_length),
         "paper": lambda: fitted_table(profile, max_batch_size, max_length),
-        "oracle": lambda: surveyed_table(survey, max_batch_size, drafts_only=True),
-        "oracle-plans": lambda: surveyed_table(survey, max_batch_size, drafts_only=False),
+        "oracle": lambda: surveyed_table(survey, max_batch_size),
     }
     if name in makers:
         return Policy(name, makers[name]())
-    kind, _, number = name.partition(":")
-    return Policy(name, (Plan(int(number)),) * max_batch_size if kind == "fixed" else None)
+    return Policy(name, None if name in LEARNING else (arm_of(name),) * max_batch_size)
 
 
 def frozen_table(profile: Path | None, max_batch_size: int, max_length: int) -> Table:
     """The paper's: per profiled batch size the length that was fastest there, for ever."""
     assert profile is not None
-    return table_from_file(profile, max_batch_size, max_length).plans[1:]
+    return table_from_file(profile, Limits(max_batch_size, max_length)).arms[1:]
 
 
 def fitted_table(profile: Path | None, max_batch_size: int, max_length: int) -> Table:
@@ -108,30 +105,29 @@ def fitted_table(profile: Path | None, max_batch_size: int, max_length: int) -> 
     except ValueError as error:
         raise UserError(f"--compare paper: the paper's model cannot be fitted to {profile} ({error})") from error
     sizes = sorted(model.slope_s)
-    return stretched(sizes, [Plan(model.best_length(size, max_length)) for size in sizes], max_batch_size)
+    return stretched(sizes, [Arm(model.best_length(size, max_length)) for size in sizes], max_batch_size)
 
 
-def surveyed_table(survey: Survey | None, max_batch_size: int, drafts_only: bool) -> Table:
+def surveyed_table(survey: Survey | None, max_batch_size: int) -> Table:
     """What served fastest in the survey at every number of requests."""
     assert survey is not None
     sizes = survey.concurrencies
-    plans = [survey.best_plan(size, drafts_only) for size in sizes]
-    return stretched(sizes, plans, max_batch_size)
+    return stretched(sizes, [survey.best_arm(size) for size in sizes], max_batch_size)
 
 
-def stretched(sizes: Sequence[int], plans: Sequence[Plan], max_batch_size: int) -> Table:
-    """A plan for every batch size: that of the next larger measured one, as in the paper's look-up."""
+def stretched(sizes: Sequence[int], arms: Sequence[Arm], max_batch_size: int) -> Table:
+    """An arm for every batch size: that of the next larger measured one, as in the paper's look-up."""
     found = []
     for batch_size in range(1, max_batch_size + 1):
         place = next((place for place, size in enumerate(sizes) if size >= batch_size), len(sizes) - 1)
-        found.append(plans[place])
+        found.append(arms[place])
     return tuple(found)
 
 
 def in_words(table: Table) -> list[tuple[int, int, str]]:
-    """Ranges of batch sizes that have one plan: first, last, the plan."""
+    """Ranges of batch sizes that have one arm: first, last, the arm."""
     ranges = []
-    for plan, sizes in itertools.groupby(enumerate(table, 1), key=lambda pair: str(pair[1])):
+    for arm, sizes in itertools.groupby(enumerate(table, 1), key=lambda pair: str(pair[1])):
         numbers = [size for size, _ in sizes]
-        ranges.append((numbers[0], numbers[-1], plan))
+        ranges.append((numbers[0], numbers[-1], arm))
     return ranges

@@ -1,7 +1,7 @@
-"""What a worker yields with so many requests at a time under every plan: capacity, and the best table there is.
+"""Tokens that a worker yields with so many requests at a time at every length: capacity, and the best table there is.
 
 Unlike a profile, which times steps inside the engine, a survey counts tokens that reach a client, with prompts coming
-and going and gRPC in between. The plan that served fastest at every number of requests is the oracle of a comparison.
+and going and gRPC in between. The length that served fastest at every number of requests is the oracle of a comparison.
 """
 
 from __future__ import annotations
@@ -16,29 +16,19 @@ from pathlib import Path
 
 from speclen.bench.serving.load import Yield
 from speclen.console.files import write_whole
-from speclen.worker.drafting.plan import PLAIN, Plan, parse_plan
+from speclen.records import PLAIN, Arm, parse_arm
 
-FORMAT = "speclen-survey-3"
-Key = tuple[int, str]  # requests at a time, plan in words
+FORMAT = "speclen-survey-4"
+Key = tuple[int, str]  # requests at a time, arm in words
 FIRST_VISITS = LATER_VISITS = 2
 NEAR = 1.08  # the best is so many times a finalist at most: two visits of some seconds tell no more
 # Enough for a capacity: the length that serves a full worker fastest is short, and 0 beats the rest where none pays.
 CAPACITY_LENGTHS = (0, 1, 2, 3, 4)
-# Beside the draft model's lengths: copying from short and long matches, few and many tokens, with and without drafts.
-COPYING_PLANS = (
-    "copy>=2 up to 4",
-    "copy>=3 up to 8",
-    "copy>=3 up to 16",
-    "copy>=5 up to 8",
-    "copy>=3 up to 8, else draft 1",
-    "copy>=3 up to 8, else draft 3",
-    "copy>=5 up to 16, else draft 5",
-)
 
 
 @dataclass(slots=True)
 class Survey:
-    """What every visit of a (requests at a time, plan) brought, in order. track: whose requests they were.
+    """Yields of every visit of a (requests at a time, arm), in order. track: whose requests they were.
 
     The first FIRST_VISITS of every cell were made whatever came of them; later ones only where it was among the best.
     """
@@ -56,21 +46,19 @@ class Survey:
     def concurrencies(self) -> list[int]:
         return sorted({concurrency for concurrency, _ in self.visits})
 
-    def plans_of(self, concurrency: int, drafts_only: bool) -> list[str]:
-        """drafts_only: only the draft model's lengths."""
-        plans = [words for size, words in self.visits if size == concurrency]
-        return [words for words in plans if not (drafts_only and parse_plan(words).copies)]
+    def arms_at(self, concurrency: int) -> list[str]:
+        """Arms that were measured with so many requests at a time."""
+        return [words for size, words in self.visits if size == concurrency]
 
-    def best_plan(self, concurrency: int, drafts_only: bool = False) -> Plan:
-        """The plan that served fastest, by all visits."""
-        plans = self.plans_of(concurrency, drafts_only)
-        return parse_plan(max(plans, key=lambda words: self.tokens_per_s((concurrency, words))))
+    def best_arm(self, concurrency: int) -> Arm:
+        """The arm that served fastest, by all visits."""
+        return parse_arm(max(self.arms_at(concurrency), key=lambda words: self.tokens_per_s((concurrency, words))))
 
     @property
     def best_single(self) -> str:
-        """Of the draft model's lengths that were measured everywhere, the one that makes the most tokens."""
-        plans = dict.fromkeys(words for _, words in self.visits if not parse_plan(words).copies)
-        everywhere = [words for words in plans if all((size, words) in self.visits for size in self.concurrencies)]
+        """The length with the most tokens of those that were measured everywhere."""
+        arms = dict.fromkeys(words for _, words in self.visits)
+        everywhere = [words for words in arms if all((size, words) in self.visits for size in self.concurrencies)]
         return max(everywhere, key=self._rate_everywhere)
 
     def _rate_everywhere(self, words: str) -> float:
@@ -82,51 +70,49 @@ class Survey:
     def _later(self, key: Key) -> list[Yield]:
         return self.visits[key][FIRST_VISITS:] or self.visits[key]
 
-    def gain(self, drafts_only: bool) -> float:
-        """What the best of every concurrency makes more than the best single length, 0.05 for 5%.
+    def gain(self) -> float:
+        """Share that the best of every concurrency makes more than the best single length, 0.05 for 5%.
 
         Both are chosen by the first visits and valued by the later ones: what is best of many by chance is not best again.
         """
         single = self.best_single
         ratios = []
         for size in self.concurrencies:
-            plans = self.plans_of(size, drafts_only)
-            chosen = max(plans, key=lambda words: rate_of(self._first((size, words))))
+            chosen = max(self.arms_at(size), key=lambda words: rate_of(self._first((size, words))))
             ratios.append(rate_of(self._later((size, chosen))) / rate_of(self._later((size, single))))
         return statistics.geometric_mean(ratios) - 1.0
 
     def finalists(self) -> list[Key]:
-        """What later visits go to: near the best, of the lengths or of all plans; and the best single length."""
+        """Cells of later visits: those near the best, and the best single length."""
         found = []
         for size, words in self.visits:
-            best = str(self.best_plan(size, drafts_only=not parse_plan(words).copies))
+            best = str(self.best_arm(size))
             is_near = NEAR * self.tokens_per_s((size, words)) >= self.tokens_per_s((size, best))
             if is_near or words == self.best_single:
                 found.append((size, words))
         return found
 
     def outlook(self) -> str:
-        """One sentence: what a comparison with fixed lengths can be expected to show."""
-        lengths, plans = 100 * self.gain(drafts_only=True), 100 * self.gain(drafts_only=False)
+        """One sentence: the gain over fixed lengths that a comparison can be expected to show."""
         return (
-            f"by the survey, against {self.best_single!r} at every batch size, the best lengths make {lengths:+.1f}% "
-            f"tokens per second and the best plans {plans:+.1f}%, chosen by some visits and valued by others: about what a "
-            "table can win"
+            f"by the survey, against {self.best_single!r} at every batch size, the best lengths make "
+            f"{100 * self.gain():+.1f}% tokens per second, chosen by some visits and valued by others: about what a table "
+            "can win"
         )
 
     @property
     def capacity_cell(self) -> Key:
         """The most rows, and the length that serves them fastest."""
         most = self.concurrencies[-1]
-        return most, str(self.best_plan(most, drafts_only=True))
+        return most, str(self.best_arm(most))
 
     @property
     def capacity_tokens_per_s(self) -> float:
         return self.tokens_per_s(self.capacity_cell)
 
     def is_exhaustive(self, max_length: int) -> bool:
-        """Whether every length, and copying, was measured at every number of requests."""
-        cells = itertools.product(self.concurrencies, [*lengths_up_to(max_length), *COPYING_PLANS])
+        """True if every length was measured at every number of requests."""
+        cells = itertools.product(self.concurrencies, lengths_up_to(max_length))
         return bool(self.visits) and all(cell in self.visits for cell in cells)
 
     def save(self, path: Path, facts: dict[str, object]) -> None:
@@ -145,7 +131,7 @@ def load_survey(path: Path) -> Survey:
             raise ValueError("another format")
         survey = Survey(track=content["track"])
         for concurrency, words, visits in content["measured"]:
-            survey.visits[int(concurrency), str(parse_plan(words))] = [Yield(*visit) for visit in visits]
+            survey.visits[int(concurrency), str(parse_arm(words))] = [Yield(*visit) for visit in visits]
     except OSError as error:
         raise ValueError(f"cannot read the survey {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -156,8 +142,8 @@ def load_survey(path: Path) -> Survey:
 
 
 def lengths_up_to(max_length: int) -> list[str]:
-    """The plans of the draft model's lengths."""
-    return [str(Plan(length)) for length in range(max_length + 1)]
+    """The lengths, in words."""
+    return [str(Arm(length)) for length in range(max_length + 1)]
 
 
 def concurrencies_up_to(max_batch_size: int) -> list[int]:
@@ -167,25 +153,25 @@ def concurrencies_up_to(max_batch_size: int) -> list[int]:
 
 
 def exhaustive_cells(max_batch_size: int, max_length: int) -> list[Key]:
-    return list(itertools.product(concurrencies_up_to(max_batch_size), [*lengths_up_to(max_length), *COPYING_PLANS]))
+    return list(itertools.product(concurrencies_up_to(max_batch_size), lengths_up_to(max_length)))
 
 
 def capacity_cells(max_batch_size: int, max_length: int) -> list[Key]:
     """Only what capacity and the plain speed of one request need."""
-    lengths = [str(Plan(length)) for length in CAPACITY_LENGTHS if length <= max_length]
+    lengths = [str(Arm(length)) for length in CAPACITY_LENGTHS if length <= max_length]
     return list(dict.fromkeys([(1, str(PLAIN)), *((max_batch_size, words) for words in lengths)]))
 
 
 def measure(
     cells: Sequence[Key],
-    visit: Callable[[int, int, Plan], Yield],
+    visit: Callable[[int, int, Arm], Yield],
     seed: int = 0,
     on_cell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Survey:
     """Visit every cell once a round, in random order, so that what slows the machine for a while hits all alike; then those
     that are near the best, so that which is best hangs less on chance.
 
-    visit: serves the requests of a round, so many at a time, by a plan: the same for every plan, since of unlike requests a
+    visit: serves the requests of a round, so many at a time, by an arm: the same for every arm, since of unlike requests a
     few seconds differ by a tenth. Raises ValueError when a cell yields no token.
     """
     survey, rng, done = Survey(), random.Random(seed), 0
@@ -194,7 +180,7 @@ def measure(
             cells, done = survey.finalists(), 0
         of_stage = (FIRST_VISITS if number < FIRST_VISITS else LATER_VISITS) * len(cells)
         for concurrency, words in shuffled(cells, rng):
-            found = visit(number, concurrency, parse_plan(words))
+            found = visit(number, concurrency, parse_arm(words))
             if found.tokens == 0:
                 raise ValueError(
                     f"no token came in {found.seconds:g} s with {concurrency} requests at a time: use a larger --cell-s"

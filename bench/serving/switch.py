@@ -21,18 +21,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speclen.bench.serving.rules import ThroughputAware
+from speclen.records import StepRecord, parse_arm
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.config import WorkerConfig
-from speclen.worker.drafting.plan import PlannedBucket, parse_plan
-from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
+from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
 
 if TYPE_CHECKING:  # they import torch, which must see its settings first
     from prometheus_client import CollectorRegistry
 
     from speclen.worker.service.async_engine import AsyncEngine
 
-MAX_COPIED = 16  # tokens that a plan of a comparison may copy
 JOIN_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 120.0
 POLL_S = 0.01
@@ -42,43 +40,22 @@ Command = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FixedTable:
-    """The same plans for ever, one per batch size, that of 1 first."""
+    """The same arms for ever, one per batch size, that of 1 first."""
 
-    choices: tuple[LengthChoice, ...]
+    choices: tuple[ArmChoice, ...]
+    wants_evaluations: bool = False
 
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        """As LengthChooser."""
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        """As ArmChooser."""
         return self.choices[min(batch_size, len(self.choices)) - 1]
 
-    def report(self, choice: LengthChoice, result: StepResult) -> None:
+    def report(self, record: StepRecord) -> None:
         """Forget it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reporting:
-    """The table's plans, of which the client tells its controller. reads_texts: as LengthChooser."""
-
-    table: FixedTable
-    client: LengthChooser
-    reads_texts: bool
-
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        """As LengthChooser."""
-        return self.table.choice_for(batch_size)
-
-    def report(self, choice: LengthChoice, result: StepResult) -> None:
-        """Tell it."""
-        self.client.report(choice, result)
-
-
 def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
-    """ranges: first and last batch size, and the plan in words."""
-    buckets = [PlannedBucket(low, high, parse_plan(words)) for low, high, words in ranges]
-    return FixedTable(tuple(LengthChoice.of(b.plan) for b in buckets for _ in range(b.batch_min, b.batch_max + 1)))
+    """ranges: first and last batch size, and the arm in words."""
+    return FixedTable(tuple(ArmChoice(parse_arm(words)) for low, high, words in ranges for _ in range(low, high + 1)))
 
 
 @dataclass(slots=True)
@@ -87,7 +64,7 @@ class Desk:
 
     config: WorkerConfig
     front: AsyncEngine
-    choosers: dict[str, LengthChooser] = field(default_factory=dict)
+    choosers: dict[str, ArmChooser] = field(default_factory=dict)
     clients: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def run(self, commands: asyncio.StreamReader) -> None:
@@ -105,7 +82,6 @@ class Desk:
         """Raises ValueError, KeyError or TypeError for what is no command, TimeoutError when it cannot be done."""
         verbs: dict[str, Callable[[Command], Any]] = {
             "table": self.open_table,
-            "rule": self.open_rule,
             "learning": self.open_learning,
             "use": self.use,
             "close": self.close,
@@ -115,34 +91,24 @@ class Desk:
     async def open_table(self, command: Command) -> None:
         self.choosers[command["name"]] = table_of(command["ranges"])
 
-    async def open_rule(self, command: Command) -> None:
-        costs = {(size, length): seconds for size, length, seconds in command["costs"]}
-        self.choosers[command["name"]] = ThroughputAware(costs, command["survival"], self.config.max_length)
-
     async def open_learning(self, command: Command) -> None:
-        """A control client, joined to the controller at that address. profile: what the worker begins with, or none.
-
-        ranges: plans that are played instead of the controller's, or none. copies: whether the controller may plan them.
-        """
+        """A control client, joined to the controller at that address. profile: a file to begin with, or none."""
         from speclen.worker.service.assembly import card_of, make_control  # here: it imports torch
 
         name, profile = command["name"], command["profile"]
         config = replace(
             self.config,
-            plan="",
             policy="adaptive",
             controller=command["controller"],
             profile=Path(profile) if profile else None,
             worker_id=name,
-            max_copied_tokens=self.config.max_copied_tokens if command["copies"] else 0,
         )
         engine = self.front.engine
         client = make_control(config, engine.pair, engine.backend)
         client.card = card_of(client.card, engine)
         self.clients[name] = asyncio.create_task(client.run(command["controller"]))
         await until(lambda: client.connected, JOIN_TIMEOUT_S, f"{name} has not joined {command['controller']}")
-        ranges = command["ranges"]
-        self.choosers[name] = client if ranges is None else Reporting(table_of(ranges), client, client.reads_texts)
+        self.choosers[name] = client
 
     async def use(self, command: Command) -> None:
         """Let the engine follow a policy from now on, once nothing runs any more."""
@@ -218,7 +184,7 @@ def main() -> None:
     """Serve until SIGTERM, or until the parent is gone."""
     from speclen.worker.backends.spinning import set_spins
 
-    config = WorkerConfig(**json.loads(sys.argv[1]), controller="", plan=f"copy>=3 up to {MAX_COPIED}")
+    config = WorkerConfig(**json.loads(sys.argv[1]), controller="")
     set_spins()  # before torch is imported
     from speclen.transport.logs import set_up_logs
     from speclen.worker.service.server import serve

@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 
-from speclen.bench.profile.document import read_document
 from speclen.bench.serving.deployment import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -35,7 +34,7 @@ from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 class WarmWorker:
     """Worker and controllers for the length of a `with` block; logs and databases go with it.
 
-    profile: what policies that learn are seeded with, but for `cold`, and what other people's rules take costs from.
+    profile: seeds the policies that learn, but for `cold`.
     """
 
     settings: WorkerSettings
@@ -64,12 +63,10 @@ class WarmWorker:
 
     def open(self, policy: Policy) -> None:
         """Make a policy known to the worker. Raises UserError when it cannot be."""
-        if policy.learns:
+        if policy.table is None:
             self._open_learning(policy)
-        elif policy.table is not None:
-            self._tell(do="table", name=policy.name, ranges=in_words(policy.table))
         else:
-            self._open_rule(policy)
+            self._tell(do="table", name=policy.name, ranges=in_words(policy.table))
 
     def use(self, name: str) -> None:
         """Drain, and let the worker follow this policy from now on; prompts of before are forgotten."""
@@ -150,16 +147,8 @@ class WarmWorker:
         profile = None if policy.name == "cold" else self.profile
         if profile is not None:
             seed_controller(address, self.address, profile)
-        ranges = None if policy.table is None else in_words(policy.table)
         file = profile and str(profile.resolve())
-        command = {"name": policy.name, "controller": address, "profile": file, "ranges": ranges}
-        self._tell(do="learning", copies=policy.copies, **command)
-
-    def _open_rule(self, policy: Policy) -> None:
-        assert self.profile is not None
-        profile = read_document(self.profile).profile
-        costs = [[cell.batch_size, cell.speculation_length, cell.step_s] for cell in profile.cells]
-        self._tell(do="rule", name=policy.name, costs=costs, survival=list(profile.survival))
+        self._tell(do="learning", name=policy.name, controller=address, profile=file)
 
     def _tell(self, **command: Any) -> None:
         """One command, and the worker's answer to it. Raises UserError with the worker's own words when it refuses."""

@@ -1,4 +1,4 @@
-"""Watches a worker while a track runs: batch size and length used over time, from the counters it publishes."""
+"""Watches a worker while a track runs, through the counters that it publishes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The worker's counters at one moment of the track; table: (batch_min, length) of every bucket."""
+    """The worker's counters at one moment of the track."""
 
     at_s: float
     num_running: int
@@ -32,7 +32,6 @@ class Sample:
     num_accepted_tokens: int
     num_reports_dropped: int
     table_source: str
-    table: tuple[tuple[int, int], ...]
 
 
 def to_sample(info: pb.GetServerInfoResponse, at_s: float) -> Sample:
@@ -47,7 +46,6 @@ def to_sample(info: pb.GetServerInfoResponse, at_s: float) -> Sample:
         num_accepted_tokens=info.num_accepted_tokens,
         num_reports_dropped=info.num_reports_dropped,
         table_source=info.table_source,
-        table=tuple((choice.batch_min, choice.speculation_length) for choice in info.table.choices),
     )
 
 

@@ -1,19 +1,19 @@
-"""What a worker may report instead of what happened."""
+"""False reports of a worker."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from speclen.controller.estimator.core import StepObservation
+from speclen.records import StepRecord
 
 
-def lie(kind: str, step: StepObservation, rng: np.random.Generator) -> StepObservation:
+def lie(kind: str, step: StepRecord, rng: np.random.Generator) -> StepRecord:
     """The false report.
 
     kind: "times" (long drafts seem to cost nothing, short ones much), "wild" (times of 1 us or an hour), "all" and "nothing"
     (of what was drafted was accepted).
     """
-    rows, length = step.batch_size, step.speculation_length
+    rows, length = step.batch_size, step.arm.speculation_length
     if kind == "times":
         return step._replace(latency_s=step.latency_s * 4.0 / (1.0 + length) ** 1.5)
     if kind == "wild":

@@ -1,77 +1,59 @@
-"""Policies as players of the simulator: `adaptive` as the whole estimator, the others by themselves."""
+"""A controller's policy as a player of the simulator: a table, probes of some steps, groups of reports."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from speclen.bench.simulation.simulator import World
-from speclen.controller.estimator.buckets import buckets_for
-from speclen.controller.estimator.core import ContextKey, StepObservation
-from speclen.controller.estimator.estimator import Estimator
-from speclen.controller.estimator.policies import ADAPTIVE, make_policy
-from speclen.controller.estimator.policies.fixed import FixedPolicy
-from speclen.controller.estimator.policies.policy import Space
-from speclen.controller.estimator.policies.profile import ProfilePolicy
+from speclen.controller.estimator import Estimator
+from speclen.records import ContextKey, Probe, StepRecord, Table
 
 KEY = ContextKey("simulated target", "simulated draft", "simulated device", "float32")
+PROBE_STEPS = 3
 
 
 class EstimatorPlayer:
-    """The estimator as workers see it: a table, numbers for mixed batches, probes, groups of reports."""
+    """The estimator under one policy, as its workers see it. ValueError for an unknown policy."""
 
-    def __init__(self, world: World) -> None:
-        self.estimator = Estimator(world.scenario.buckets)
+    def __init__(self, world: World, policy: str = "adaptive") -> None:
+        self.estimator, self.limits = Estimator(policy), world.limits
         self.estimator.add_context(KEY, world.limits)
         if world.profile is not None:
             self.estimator.seed_profile(KEY, world.profile)
         self.num_probes = self.num_decisions = 0
+        self._tables: dict[int, Table] = {}
+        self._probes: dict[int, tuple[Probe, int]] = {}  # with the steps that are left of it
 
-    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
-        """A probe if there is one and the worker would use it now, else the table's length, or that for its rows."""
-        name = f"worker-{worker}"
-        length = self.estimator.length_for(KEY, batch_size, name)
-        if rows:
-            mix = self.estimator.mix(KEY, name)
-            length = length if mix is None else mix.length_for(rows)
-        if with_prompts and length:
-            return length
-        probe = self.estimator.take_probe(KEY, batch_size, worker_id=name)
-        if probe is not None:
-            self.num_probes += 1
-            return probe.speculation_length
-        return length
+    def table(self) -> np.ndarray:
+        """Lengths by batch size."""
+        table = self.estimator.table(KEY)
+        return np.array([table.arm_for(size).speculation_length for size in range(self.limits.max_batch_size + 1)])
 
-    def report(self, worker: int, steps: list[StepObservation]) -> None:
-        """A group of reports arrives."""
-        outcome = self.estimator.observe(KEY, steps, f"worker-{worker}")
+    def pull(self, batch_size: int, with_prefill: bool = False, worker: int = 0) -> tuple[int, int]:
+        """The table's length, or that of a probe at the worker, with its number."""
+        if worker not in self._tables:
+            self._tables[worker] = self.estimator.table(KEY, _name(worker))
+        length = self._tables[worker].arm_for(batch_size).speculation_length
+        probe, left = self._probes.get(worker, (None, 0))
+        if probe is None or (with_prefill and length) or not probe.batch_min <= batch_size <= probe.batch_max:
+            return length, 0
+        self._probes[worker] = probe, left - 1
+        if left == 1:
+            del self._probes[worker]
+        return probe.arm.speculation_length, probe.probe_id
+
+    def report(self, worker: int, steps: list[StepRecord]) -> None:
+        """Take a group of reports, and perhaps a probe for their sender."""
+        outcome = self.estimator.observe(KEY, steps, _name(worker))
         self.num_decisions += len(outcome.decisions)
+        self._tables = {}
+        if worker not in self._probes:
+            size = steps[-1].batch_size
+            probe = self.estimator.take_probe(KEY, _name(worker), size, self.limits, PROBE_STEPS)
+            if probe is not None:
+                self._probes[worker] = probe, probe.num_steps
+                self.num_probes += 1
 
 
-class PolicyPlayer:
-    """A policy alone, asked before every step: without the controller's estimates, which it does not use."""
-
-    def __init__(self, world: World, policy: str, seed: int = 0) -> None:
-        self.space = Space(world.limits, buckets_for(world.scenario.buckets, world.limits.max_batch_size))
-        self.bucket_of = self.space.bucket_of(range(world.limits.max_batch_size + 1))
-        self.policy = make_policy(policy, self.space, seed)
-        if world.profile is not None:
-            self.policy.seed(world.profile)
-
-    def table(self) -> np.ndarray | None:
-        """Lengths by batch size of a policy that never learns; None for one that does."""
-        if not isinstance(self.policy, FixedPolicy | ProfilePolicy):
-            return None
-        return np.array(self.policy.pull_all())[self.bucket_of]
-
-    def pull(self, batch_size: int, with_prompts: bool = False, worker: int = 0, rows: tuple[int, ...] = ()) -> int:
-        """The policy's choice in the bucket of this batch size."""
-        return self.policy.pull(int(self.bucket_of[batch_size]))
-
-    def report(self, worker: int, steps: list[StepObservation]) -> None:
-        """A group of reports arrives."""
-        self.policy.update(self.bucket_of[[step.batch_size for step in steps]], steps)
-
-
-def make_player(world: World, policy: str, seed: int = 0) -> EstimatorPlayer | PolicyPlayer:
-    """The player of that policy. ValueError for an unknown one."""
-    return EstimatorPlayer(world) if policy == ADAPTIVE else PolicyPlayer(world, policy, seed)
+def _name(worker: int) -> str:
+    return f"worker-{worker}"

@@ -46,7 +46,6 @@ class Scenario:
     max_batch: int = 32
     noise: float = 0.05
     slow_share: float = 0.01  # steps that take 5 to 20 times as long
-    pause_share: float = 0.0  # steps with 100 to 400 ms on top
     wander: float = 0.0  # log-sd per 1000 steps of a slow random drift of draft and verify times
     neighbour: float = 1.0  # steps take this many times as long while a neighbour uses the device, a third of the time
     bump: float = 0.03
@@ -56,19 +55,13 @@ class Scenario:
     num_workers: int = 1
     stale_steps: int = 8  # steps of a worker that are reported together, as the service does
     delay_steps: int = 0  # steps of the whole fleet that pass before such a group arrives
-    context_growth: bool = False
-    closed_loop: bool = False
-    buckets: str = "each"
     device: str = "accelerator"  # "cpu": no knee to speak of, large bumps; see bench/simulation/world.py
     run_share: float = 1.0  # of the steps asked for
     phase_steps: int = 750  # arrivals change their rate and burstiness this often
     mean_new_tokens: float = 96.0
     # Some steps say nothing about time: those that feed a prompt, the first after length 0, the first of their shape.
     engine_flags: bool = False
-    padded_to: int = 0  # see Machine
-    stalls: bool = False  # every 600 steps or so, half of some 15 steps in a row wait for 50 to 200 ms
-    profile_acceptance: float = 1.0  # the profile's acceptance is that of requests changed by this factor
-    classes_told: bool = False  # reports tell the two classes of requests apart, and a worker knows who is in its batch
+    classes_told: bool = False  # reports tell the two classes of requests apart
     machines: tuple[Callable[[Machine], Machine], ...] = ()  # of each worker, where they are not alike
     liar: str = ""  # what the last worker reports instead of the truth; see bench/simulation/liars.py
     liar_from: float = 0.0  # share of the run after which it does
@@ -83,28 +76,12 @@ def _slow_draft(factor: float) -> tuple[Phase, ...]:
     return (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.slower_draft(factor)), Phase(2 / 3))
 
 
-def _alternating(factor: float, steps: int) -> tuple[Phase, ...]:
-    """Two tenants that take turns, so many steps each, in a run of 12,000."""
-    tenants = (_same_requests, lambda requests: requests.scaled(factor))
-    return tuple(Phase(start / 12_000, requests=tenants[start // steps % 2]) for start in range(0, 12_000, steps))
-
-
-def _slowing_draft(factor: float, parts: int = 60) -> tuple[Phase, ...]:
-    """A draft that takes longer and longer, up to factor times as long."""
-
-    def phase(part: int) -> Phase:
-        return Phase(part / parts, machine=lambda machine: machine.slower_draft(factor ** (part / (parts - 1))))
-
-    return tuple(phase(part) for part in range(parts))
-
-
 def _liar(name: str, title: str, kind: str, workers: int = 4, start: float = 0.0, rate: int = 1) -> Scenario:
     """Honest workers beside one that lies; only the honest ones count."""
     return Scenario(name, title, num_workers=workers, delay_steps=8, liar=kind, liar_from=start, liar_rate=rate)
 
 
 _THROTTLED = (Phase(0.0), Phase(1 / 3, machine=lambda machine: machine.throttled(2.0)), Phase(2 / 3))
-_BUSY = (0.6, 0.8, 0.95)
 
 
 def _first_minute(name: str, title: str, profile: str) -> Scenario:
@@ -133,18 +110,14 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("stationary", "stationary"),
         Scenario("cold", "cold start, no profile", profile="none"),
         Scenario("throttled", "device twice as slow, and back", phases=_THROTTLED),
-        Scenario("draft-x2", "draft twice as slow, and back", phases=_slow_draft(2.0)),
         Scenario("steady-x3", "steady batch near 4, draft x3 and back", phases=_slow_draft(3.0), steady_batch=4),
         Scenario("acceptance", "acceptance halves, and back", phases=_drop(0.5)),
-        Scenario("acceptance-to-0", "same under high load: 0 becomes best", phases=_drop(0.2), loads=_BUSY),
         Scenario("other-hardware", "profile of other hardware", profile="other"),
         Scenario("never", 'profile says "never speculate"', profile="never"),
-        Scenario("256", "256 buckets", max_batch=256),
         Scenario(
             "tails", "slow steps x5, noise 10%, drift", phases=_drop(0.6), noise=0.10, slow_share=0.05, wander=0.05
         ),
         Scenario("neighbour", "a neighbour slows the device by half, on and off", noise=0.12, neighbour=1.5),
-        Scenario("stale", "8 workers, 50 steps stale, drift", phases=_drop(0.5), num_workers=8, delay_steps=50),
         Scenario("cliffs", "8% bumps and a latency cliff, no profile", profile="none", bump=0.08, cliff=True),
         Scenario(
             "correlated",
@@ -152,24 +125,6 @@ SCENARIOS: dict[str, Scenario] = {
             hard_with_load=True,
             num_workers=8,
             delay_steps=50,
-        ),
-        Scenario("pauses-1", "pauses of 100-400 ms in 1% of steps", pause_share=0.01),
-        Scenario("pauses-5", "pauses of 100-400 ms in 5% of steps", pause_share=0.05),
-        Scenario("context", "context length grows", context_growth=True),
-        Scenario("closed", "closed loop, acceptance halves and returns", phases=_drop(0.5), closed_loop=True),
-        Scenario("coarse", "8 workers that report 50 steps at once", num_workers=8, stale_steps=50),
-        Scenario("doubling", "stationary, buckets 1, 2, 3-4, 5-8, ...", buckets="doubling"),
-        Scenario("stepped", "stepped latencies, as of padded graphs", padded_to=16, profile="none"),
-        Scenario("tenants", "two tenants alternate every 200 steps", phases=_alternating(0.55, 200)),
-        Scenario("slow-drift", "draft slows down continuously, up to 2.5 times", phases=_slowing_draft(2.5)),
-        Scenario("stalls", "stalls of 50-200 ms that come in clusters", stalls=True, slow_share=0.0),
-        Scenario("wrong-acceptance", "profile measured with other requests", profile_acceptance=0.45),
-        Scenario(
-            "neighbour-change",
-            "a neighbour, and a draft that becomes three times as slow, and back",
-            phases=_slow_draft(3.0),
-            noise=0.1,
-            neighbour=1.5,
         ),
         Scenario("classes", "greedy and hot requests, told apart", classes_told=True, phases=_drop(0.6)),
         Scenario(

@@ -1,7 +1,7 @@
 """Who is in the batch at each step: gamma arrivals with bursts, requests of random length, a cap on the batch.
 
-The course of the batch size does not depend on the policy under test (a clairvoyant serves the queue), so that all
-policies face the same steps. See bench/simulation/closed_loop.py for the case where it does.
+The course of the batch size does not depend on the policy under test (an oracle serves the queue), so that all
+policies face the same steps.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from speclen.bench.simulation.scenarios import Scenario, hard_share_at
-from speclen.bench.simulation.world import NUM_CLASSES, Requests
-from speclen.controller.estimator.arrays import FloatArray
+from speclen.bench.simulation.world import NUM_CLASSES, FloatArray, Requests
 
 MEAN_PROMPT = 64.0
 
@@ -39,7 +38,7 @@ def traffic(scenario: Scenario, requests: Requests, num_steps: int, rng: np.rand
     rows = np.zeros((num_steps, NUM_CLASSES), dtype=np.int64)
     context = np.zeros(num_steps)
     joined = np.zeros(num_steps, dtype=bool)
-    mean_new = scenario.mean_new_tokens * (6.0 if scenario.context_growth else 1.0)
+    mean_new = scenario.mean_new_tokens
     mean_tokens = requests.tokens(requests.hard_share)[min(3, requests.acceptance.shape[1])]
     class_pace = np.array([requests.tokens(0.0)[3], requests.tokens(1.0)[3]])
     left: list[float] = []
@@ -61,8 +60,7 @@ def traffic(scenario: Scenario, requests: Requests, num_steps: int, rng: np.rand
             joined[step] = True
             hard.append(int(rng.random() < share))
             left.append(1.0 + rng.exponential(mean_new))
-            grown = 40.0 * step / num_steps if scenario.context_growth else 0.0
-            held.append(MEAN_PROMPT * (1.0 + grown) * rng.uniform(0.3, 1.7))
+            held.append(MEAN_PROMPT * rng.uniform(0.3, 1.7))
         rows[step] = (len(hard) - sum(hard), sum(hard))
         context[step] = sum(held) / len(held)
         pace = class_pace[hard]

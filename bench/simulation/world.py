@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from speclen.controller.estimator.arrays import FloatArray
-
+FloatArray = NDArray[np.float64]
 NUM_CLASSES = 2  # easy and hard requests
 
 
@@ -31,22 +31,16 @@ class Machine:
     cliff_at: float = np.inf  # verified tokens from which on verifying takes cliff_factor times as long
     cliff_factor: float = 1.0
     row_s: float = 0.0  # of the verifying pass per row, however few of its tokens are verified
-    kv_s: float = 0.0  # per 1024 held tokens of the batch
-    kv_draft_s: float = 0.0
-    padded_to: int = 0  # verified tokens are rounded up to multiples of it, as recorded graphs are; 0: they are not
 
-    def seconds(self, context: float | FloatArray = 0.0) -> FloatArray:
-        """Usual step time [batch + 1, lengths] (row 0 unused), or [n, batch + 1, lengths] for n context lengths."""
+    def seconds(self) -> FloatArray:
+        """Usual step time [batch + 1, lengths]; row 0 is unused."""
         batch = np.arange(self.bumps.shape[0], dtype=float)[:, None]
         length = np.arange(self.bumps.shape[1], dtype=float)
         tokens = batch * (length + 1.0)
-        if self.padded_to:
-            tokens = np.ceil(tokens / self.padded_to) * self.padded_to
         verify = self.verify_s + self.slope_s * np.maximum(tokens - self.knee, 0.0)
         verify = np.where(tokens >= self.cliff_at, verify * self.cliff_factor, verify) + self.row_s * batch
-        held = np.asarray(context)[..., None, None] * batch / 1024.0
-        draft = length * (self.draft_s + self.draft_row_s * batch + self.kv_draft_s * held)
-        total: FloatArray = (self.overhead_s + draft + verify + self.kv_s * held) * self.bumps
+        draft = length * (self.draft_s + self.draft_row_s * batch)
+        total: FloatArray = (self.overhead_s + draft + verify) * self.bumps
         return total
 
     def slower_draft(self, factor: float) -> Machine:
@@ -55,7 +49,7 @@ class Machine:
 
     def slower(self, factor: float) -> Machine:
         """Another device that takes this many times as long for everything."""
-        names = ("overhead_s", "draft_s", "draft_row_s", "verify_s", "slope_s", "row_s", "kv_s", "kv_draft_s")
+        names = ("overhead_s", "draft_s", "draft_row_s", "verify_s", "slope_s", "row_s")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     def throttled(self, factor: float) -> Machine:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speclen.controller.estimator.cells import Cells
 from speclen.controller.estimator.choice import Selection
 from speclen.controller.estimator.features import Prior, features_of, num_slopes, prior_of
 from speclen.controller.estimator.load import Traffic, by_size
 from speclen.controller.estimator.model import Estimates, Grid, Saved, estimate
-from speclen.controller.estimator.sizes import cell_ranges, choice_ranges
+from speclen.controller.estimator.sizes import Cells, cell_ranges, choice_ranges
 from speclen.controller.estimator.step_time import Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
 from speclen.controller.estimator.workers import MOST_TRACKED, Worker, fair_weights, is_apart

@@ -96,10 +96,11 @@ class Estimator:
         )
         if source is not None:
             seed_from(context, source)
-        if known is not None:
+        if known is None:
+            pair.contexts.append(context)
+        else:
             context.go_on_from(known)
-            pair.contexts.remove(known)
-        pair.contexts.append(context)
+            pair.contexts[pair.contexts.index(known)] = context
         self._contexts[key] = context
         if key in self._profiles:
             self._seed(context, self._profiles[key])
@@ -231,5 +232,16 @@ class Estimator:
         return save_pair(self._pairs[pair].contexts, self._pairs[pair].prior)
 
     def restore(self, pair: PairKey, content: bytes) -> None:
-        """Go on from what was saved of contexts that have been added. ValueError for what is no state of them."""
-        restore_pair(self._pairs[pair].contexts, self._pairs[pair].prior, content)
+        """Go on from what was saved of contexts that have been added. ValueError for what is no state of them.
+
+        All or nothing: where it raises, everything is as before.
+        """
+        old, new = self._pairs[pair], Pair()
+        new.prior.extend(len(old.prior.accepted))
+        new.contexts += [Context(each.key, each.limits, new.prior, new.contexts) for each in old.contexts]
+        restore_pair(new.contexts, new.prior, content)
+        self._pairs[pair] = new
+        self._contexts.update({context.key: context for context in new.contexts})
+        if self.policy != ADAPTIVE:
+            for context in new.contexts:
+                self._decide_all(context, "the state was restored")

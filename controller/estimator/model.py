@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speclen.controller.estimator.cells import Cells
 from speclen.controller.estimator.features import Prior, features_of, shares
 from speclen.controller.estimator.load import Load
-from speclen.controller.estimator.sizes import Ranges
+from speclen.controller.estimator.sizes import Cells, Ranges
 from speclen.controller.estimator.step_time import Evidence, Solution, solve
 from speclen.controller.estimator.tokens import Ratios, contrast_variance
 

@@ -31,9 +31,6 @@ def estimates_of(context: Context) -> list[ArmEstimate]:
     estimates = group.estimates
     if estimates is None or not (context.num_reports or context.profiled.any()):
         return []
-    context.solve("")
-    estimates = context.groups[""].estimates
-    assert estimates is not None
     samples, log_sum = context.samples()
     variance = estimates.variance(group.selection.arms) + context.level_variance()
     rows = []

@@ -34,7 +34,6 @@ NOISE, LEAST_NOISE, MOST_NOISE = 0.08, 0.02, 0.5  # standard deviation of a log 
 NOISE_MEMORY = 200.0  # samples
 RESIDUAL, LEAST_RESIDUAL, MOST_RESIDUAL = 0.04, 0.02, 0.15  # standard deviation of rho: at first, and its bounds
 LEVEL_MEMORY = 300.0  # samples over which the level is averaged for display
-MOST_CELLS = 192  # of one context; those with the least evidence are forgotten beyond it
 
 
 class Samples(NamedTuple):

@@ -113,7 +113,10 @@ class TokenEvidence:
     def _add_output(self, output: OutputEvaluation, ratios: Ratios) -> list[tuple[int, float]]:
         kind, num_lengths = output.request_class, self.steps.shape[2]
         values = np.zeros((3, 2, num_lengths))
-        per_kind = len(output.num_steps) // 2 if len(output.num_steps) > num_lengths else len(output.num_steps)
+        half = len(output.num_steps) // 2
+        # The arm in the middle never drafts only if it is n-gram alone: then the second half are arms with n-grams.
+        has_ngrams = len(output.num_steps) == 2 * half and not output.num_drafted_steps[half]
+        per_kind = half if has_ngrams else len(output.num_steps)
         lists = np.array([output.num_steps, output.num_drafted_steps, output.num_verified_tokens], dtype=float)
         lists = lists.reshape(3, -1, per_kind)
         values[:, : lists.shape[1], :per_kind] = lists

@@ -14,10 +14,10 @@ from grpc_reflection.v1alpha import reflection
 from speclen.controller.config import ControllerConfig
 from speclen.controller.estimator import Estimator
 from speclen.controller.service.intake import Intake
-from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import Registry
-from speclen.controller.service.restoring import restore
+from speclen.controller.service.saving.journal import Journal
+from speclen.controller.service.saving.restoring import restore
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.streams import StreamSettings
 from speclen.controller.service.totals import Totals

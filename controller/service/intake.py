@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from speclen.controller.service.journal import Journal
 from speclen.controller.service.learner import Learner
 from speclen.controller.service.registry import Registration, Registry, Worker
+from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.totals import Totals
 from speclen.controller.wire.ingest import read_step
 from speclen.controller.wire.validation import InvalidMessageError

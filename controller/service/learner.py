@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from speclen.controller.estimator import Estimator
-from speclen.controller.service.journal import Journal
 from speclen.controller.service.prediction import PredictionError
 from speclen.controller.service.registry import Context, Registry, Worker
 from speclen.controller.service.sampling import Sampling
+from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.totals import Totals
 from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Limits, Profile, StepRecord, Table
 
@@ -96,7 +96,7 @@ class Learner:
         worker.num_reports += len(steps)
         self.totals.add_group(len(steps), self.clock() - worker.waiting_since)
         self.journal.note_reports(worker, steps, self.last_group_id)
-        self._note(context, outcome.decisions, outcome.drift_events)
+        self._note(outcome.decisions, outcome.drift_events)
         self._take_probe(worker)
 
     def _give_up(self, worker: Worker, num_reports: int) -> None:
@@ -112,30 +112,28 @@ class Learner:
         except Exception:
             log.exception("a context cannot start anew", context=str(context.key))
             return
-        self._note(context, outcome.decisions, outcome.drift_events)
+        self._note(outcome.decisions, outcome.drift_events)
 
     def _compare(self, worker: Worker, steps: Sequence[StepRecord]) -> None:
         """Compare steps with what the worker's table had promised."""
         self.prediction.setdefault(worker.context.key, PredictionError()).add(self.table(worker)[0], steps)
 
-    def _note(self, context: Context, decisions: Sequence[Decision], drift_events: Sequence[DriftEvent]) -> None:
+    def _note(self, decisions: Sequence[Decision], drift_events: Sequence[DriftEvent]) -> None:
         """Count, keep and apply what changed, which may concern other contexts of the pair."""
-        if not decisions and not drift_events:
-            return
         self.totals.num_decisions += len(decisions)
-        self.totals.drift.update(event.factor for event in drift_events)
+        for decision in decisions:
+            self._tables.pop(decision.context, None)
+            self.journal.note_decision(self.registry.contexts[decision.context], decision, self.last_group_id)
         for event in drift_events:
+            self._tables.pop(event.context, None)
+            self.totals.drift[event.factor] += 1
             if event.factor == "reset":
                 log.error("a context starts anew", context=str(event.context), reason=event.detail)
-        for key in {context.key, *(each.context for each in decisions)}:
-            self._tables.pop(key, None)
-        contexts = self.registry.contexts
-        self.journal.note_decisions([(contexts[each.context], each) for each in decisions], self.last_group_id)
-        self.journal.note_drift([(contexts[each.context], each) for each in drift_events], self.last_group_id)
+            self.journal.note_drift(self.registry.contexts[event.context], event, self.last_group_id)
 
     def note_drift(self, context: Context, factor: str, detail: str) -> None:
         """Keep an event that the estimator does not know of."""
-        self._note(context, (), [DriftEvent(context.key, factor, 1.0, detail)])
+        self._note((), [DriftEvent(context.key, factor, 1.0, detail)])
 
     def _take_probe(self, worker: Worker) -> None:
         """Ask for an exploratory arm for the worker's next steps; mostly there is none."""
@@ -164,7 +162,7 @@ class Learner:
         if self.estimator.limits(key) != before:
             self.journal.note_limits(context, self.last_group_id)
             self._tables.pop(key, None)
-        self._note(context, decisions, ())
+        self._note(decisions, ())
 
     def import_profile(self, key: ContextKey, profile: Profile) -> int:
         """Seed a context, known or new; returns the profile's id. Raises FullError."""
@@ -172,7 +170,7 @@ class Learner:
         context = self.registry.context(key, Limits(max(cell.batch_size for cell in profile.cells), max(lengths)))
         self.prepare(context)
         profile_id = self.journal.note_profile(context, profile, self.last_group_id)
-        self._note(context, self.estimator.seed_profile(key, profile), ())
+        self._note(self.estimator.seed_profile(key, profile), ())
         self._tables.pop(key, None)
         return profile_id
 

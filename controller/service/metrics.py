@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from speclen.controller.config import ControllerConfig
-from speclen.controller.service.journal import Journal
+from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.totals import WAITS_S
 from speclen.records import ContextKey

@@ -23,7 +23,8 @@ from speclen.controller.service.registry import (
     UnknownWorkerError,
     Worker,
 )
-from speclen.controller.service.streams import StreamEndError, Streams, StreamSettings
+from speclen.controller.service.stream import StreamEndError
+from speclen.controller.service.streams import Streams, StreamSettings
 from speclen.controller.wire.messages import learned_table_message
 from speclen.controller.wire.validation import (
     InvalidMessageError,

@@ -29,7 +29,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from speclen.integrations.vllm import Scheduler
-from speclen.worker.engine.length_chooser import LengthChoice, StepFlag
+from speclen.records import Arm, StepFlag
+from speclen.worker.drafting.arm_chooser import ArmChoice
 
 MAX_LENGTH, MAX_BATCH, NUM_STEPS = 5, 8, 400
 
@@ -62,11 +63,11 @@ def overlapping_scheduler(weights: Path) -> Any:
 def drive(scheduler: Any, dice: random.Random) -> dict[str, int]:
     """Steps one ahead of their results. Raises AssertionError where a report and the rows differ."""
     control = scheduler._steering.control
-    control.choice_for = lambda rows, with_prompts=False: LengthChoice(
-        dice.randint(0, MAX_LENGTH) if dice.random() < 0.2 else 3
+    control.choose = lambda rows, with_prefill=False: ArmChoice(
+        Arm(dice.randint(0, MAX_LENGTH) if dice.random() < 0.2 else 3)
     )
     reports: list[Any] = []
-    control.report = lambda choice, result: reports.append(result)
+    control.report = reports.append
     under_way: deque[tuple[Any, set[str], set[str]]] = deque()
     counts = {"steps": 0, "reports": 0, "teaching": 0}
     for number in range(NUM_STEPS):

@@ -42,7 +42,7 @@ if part == "learning":
     from speclen.controller.service.learner import Learner
     Learner.run = soon_broken
 elif part == "journal":
-    from speclen.controller.service.journal import Journal
+    from speclen.controller.service.saving.journal import Journal
     Journal.run = soon_broken
 elif part == "sweep":
     from speclen.controller.service.streams import Streams

@@ -10,7 +10,7 @@ from fake_estimator import FakeEstimator
 from service_parts import ELSEWHERE, KEY, Parts
 
 from speclen.controller.service.registry import Registry
-from speclen.controller.service.restoring import restore
+from speclen.controller.service.saving.restoring import restore
 from speclen.records import Arm, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store

@@ -11,23 +11,18 @@ from rich.console import Console
 from rich.table import Table
 
 from speclen.bench.simulation.policy import run_all
-from speclen.bench.simulation.report_cost import WORLDS, cost_us, reports
-from speclen.bench.simulation.scenarios import SCENARIOS
-from speclen.bench.simulation.scoreboard.parts import LEARNERS, SEED_0, SEEDS, Job, parts, rows_of, run
-from speclen.bench.simulation.simulator import World
+from speclen.bench.simulation.scoreboard.parts import LEARNERS, SEED_0, SEEDS, Job, cost_us, parts, rows_of, run
 
 COST_GROUPS = (8, 64)
 
 
 def costs() -> dict[str, float]:
     """Microseconds of processor time a report, by world and size of the groups; the quickest of three passes."""
-    found = {}
-    for name in WORLDS:
-        world = World(SCENARIOS[name], SEED_0, 6400)
-        steps = reports(world)
-        for size in COST_GROUPS:
-            found[f"{name}, groups of {size}"] = round(min(cost_us(steps, world, size, 1) for _ in range(3)), 1)
-    return found
+    return {
+        f"{name}, groups of {size}": round(min(cost_us(name, size) for _ in range(3)), 1)
+        for name in LEARNERS
+        for size in COST_GROUPS
+    }
 
 
 class Board:
@@ -70,24 +65,19 @@ class Board:
 
 def main(
     out: Path = typer.Option(Path("docs/results/scoreboard.json"), help="File of scores; what it has is kept."),
-    learner: str = typer.Option("today", help=f"Estimator in the worlds made from recordings: {', '.join(LEARNERS)}."),
-    only: str = typer.Option("", help="Parts whose kind (h200, policy, plans) or name contains this."),
-    seeds: int = typer.Option(
-        0, min=0, help="Seeds of a part; 0: 20 of a recorded world, 8 of a scenario, 4 of texts."
-    ),
+    only: str = typer.Option("", help="Parts whose kind (h200, policy) or name contains this."),
+    seeds: int = typer.Option(0, min=0, help="Seeds of a part; 0: 20 of a recorded world, 8 of a scenario."),
     seconds: float = typer.Option(120.0, min=60.0, max=3600.0, help="Simulated time of a recorded world."),
     processes: int = typer.Option(1, min=1, max=2, help="Processes."),
     cost: bool = typer.Option(False, "--cost", help="Measure the cost of a report, and play nothing."),
 ) -> None:
     """Play the parts that the file lacks, and print it."""
-    if learner not in LEARNERS:
-        raise typer.BadParameter(f"learner {learner!r} is unknown: use one of {', '.join(LEARNERS)}")
-    board = Board(out, {"learner": learner, "seconds": seconds})
+    board = Board(out, {"seconds": seconds})
     if cost:
         board.write(cost_us=costs())
-    for part, name in [] if cost else [each for each in parts(learner) if only in f"{each[0]} {each[1]}"]:
+    for part, name in [] if cost else [each for each in parts() if only in f"{each[0]} {each[1]}"]:
         wanted = range(SEED_0, SEED_0 + (seeds or SEEDS[part]))
-        jobs = [Job(part, name, seed, seconds, learner) for seed in wanted]
+        jobs = [Job(part, name, seed, seconds) for seed in wanted]
         if not board.has(jobs[0]):
             board.add(rows_of(jobs[0], list(run_all(run, jobs, processes))))
     board.print()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 from speclen.bench.simulation import policy
-from speclen.bench.simulation.copying import plans
+from speclen.bench.simulation.worlds.learners import Adaptive, Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import World, best_arm, play
-from speclen.bench.simulation.worlds.records import Arm, Constant, Learner
-from speclen.bench.simulation.worlds.today import Today
 from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
-from speclen.controller.estimator.policies import ADAPTIVE
+from speclen.records import Arm, Limits, StepRecord
 
-LEARNERS: dict[str, dict[str, Callable[[], Learner]]] = {
-    "today": {"vllm-h200": lambda: Today(32), "own-h200": lambda: Today(16, ngram=True, probe_steps=1)}
+LEARNERS: dict[str, tuple[Limits, int]] = {  # and steps of a probe
+    "vllm-h200": (Limits(32, 8), 4),
+    "own-h200": (Limits(16, 8, True), 3),
 }
 H200: dict[str, Callable[[int, float], World]] = {"vllm-h200": VllmH200, "own-h200": OwnH200}
 # Situations that users meet, one of each kind that `bench policy` has.
@@ -26,23 +26,22 @@ POLICY = (
     *("cliffs", "correlated", "first-minute-cold", "classes", "unlike-2", "liar-all"),
 )
 CONSTANTS = ("none", *(f"fixed:{length}" for length in range(1, 9)))
-SEEDS = {"h200": 20, "policy": 8, "plans": 4}
+SEEDS = {"h200": 20, "policy": 8}
 LOADS = (1, 2, 4, 8, 16)
 SEED_0 = 1000  # no estimator was tuned on it
-STEPS = {"policy": 12_000, "plans": 6000}
+POLICY_STEPS = 12_000
 INF = float("inf")
 NUM_CONSTANTS = 4  # constant arms that are played: those with the most true goodput over all batch sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One seed of a part. learner: only for worlds made from recordings; the others play the estimator in use."""
+    """One seed of a part. seconds: only for worlds made from recordings."""
 
     part: str
     name: str
     seed: int
     seconds: float
-    learner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,14 @@ class Result:
 
 def run(job: Job) -> Result:
     """Play a job in this process."""
-    return Result(job.seed, {"h200": _h200, "policy": _policy, "plans": _plans}[job.part](job))
+    return Result(job.seed, {"h200": _h200, "policy": _policy}[job.part](job))
 
 
 def _h200(job: Job) -> dict[str, tuple[float, float]]:
     def world() -> World:
         return H200[job.name](job.seed, job.seconds)
 
-    learned = play(world(), LEARNERS[job.learner][job.name]())
+    learned = play(world(), Adaptive(*LEARNERS[job.name]))
     constants = [play(world(), Constant(arm)) for arm in best_constants(world())]
     third = job.seconds / 3
     segments = {"all": (0.0, INF), "first 40 s": (0.0, 40.0), "after 40 s": (40.0, INF), "last third": (2 * third, INF)}
@@ -84,13 +83,8 @@ def best_constants(world: World) -> list[Arm]:
 
 
 def _policy(job: Job) -> dict[str, tuple[float, float]]:
-    outcomes = policy.play(policy.Job(job.name, job.seed, (ADAPTIVE, *CONSTANTS), STEPS["policy"]))
+    outcomes = policy.play(policy.Job(job.name, job.seed, (policy.ADAPTIVE, *CONSTANTS), POLICY_STEPS))
     return {"all": (outcomes[0].score, max(each.score for each in outcomes[1:]))}
-
-
-def _plans(job: Job) -> dict[str, tuple[float, float]]:
-    played = plans.play(plans.Job(job.name, job.seed, STEPS["plans"]))
-    return {"all": (played.adaptive, played.best_plan)}
 
 
 def rows_of(job: Job, results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -108,8 +102,28 @@ def rows_of(job: Job, results: Sequence[Result]) -> list[dict[str, Any]]:
     return rows
 
 
-def parts(learner: str) -> list[tuple[str, str]]:
+def parts() -> list[tuple[str, str]]:
     """Names of all parts, by kind."""
-    policies = [("policy", name) for name in POLICY]
-    texts = [("plans", name) for name in plans.NAMES]
-    return [("h200", name) for name in LEARNERS[learner]] + policies + texts
+    return [("h200", name) for name in LEARNERS] + [("policy", name) for name in POLICY]
+
+
+class Recorder(Constant):
+    """A constant arm that keeps the reports."""
+
+    def __init__(self, arm: Arm) -> None:
+        super().__init__(arm)
+        self.records: list[StepRecord] = []
+
+    def observe(self, records: list[StepRecord]) -> None:
+        """Keep them."""
+        self.records += records
+
+
+def cost_us(name: str, group_size: int) -> float:
+    """Microseconds of processor time a report in one of the recorded worlds."""
+    recorder, learner = Recorder(Arm(3)), Adaptive(*LEARNERS[name])
+    play(H200[name](SEED_0, 40.0), recorder)
+    records, start = recorder.records, time.process_time()
+    for first in range(0, len(records), group_size):
+        learner.observe(records[first : first + group_size])
+    return 1e6 * (time.process_time() - start) / len(records)

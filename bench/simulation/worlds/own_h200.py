@@ -10,19 +10,17 @@ a time; fixed lengths and n-grams alone:
 
 So a draft pass takes some 1.1 ms, and drafting as such as much again per doubling of its rows beyond two. There are no
 times of single steps: level and noise are vLLM's (same machine, see `level.py`). Texts are made up to have these tokens.
-A step that drafts after one without is longer (`catch_up`), one with prompts takes PREFILL_S more (`prefill`).
+A step that drafts after one without is longer (`CATCH_UP`), one with prompts takes PREFILL_S more (`PREFILL`).
 """
 
 from __future__ import annotations
-
-from collections import Counter
 
 import numpy as np
 
 from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
 from speclen.bench.simulation.worlds.play import Step, best_arm
-from speclen.bench.simulation.worlds.records import CATCH_UP, FIRST_USE, PREFILL, Arm, EvaluatedOutput, Record
 from speclen.bench.simulation.worlds.texts import ARMS, draw_text, proposals
+from speclen.records import NUM_CLASSES, Arm, OutputEvaluation, StepFlag, StepRecord
 
 MAX_BATCH = 16
 OVERHEAD_S, ROW_S, PASS_S, DRAFTING_S, TOKEN_S = 0.0057, 0.00012, 0.00108, 0.0011, 0.00002
@@ -31,7 +29,6 @@ SWEEP, BURST_S = (1, 2, 4, 8, 16), (3.0, 5.0)
 NUM_TEXTS = 250  # drawn per world; requests take any of them
 EVALUATED = 0.5  # share of outputs that the worker has time to evaluate
 PROMPT_TOKENS = 100
-NUM_CLASSES = 3
 
 
 def step_s(batch: float, drafting: float, passes: float, verified: float) -> float:
@@ -66,14 +63,14 @@ class OwnH200:
         self._best = [0] + [self._place[best_arm(self, batch)] for batch in range(1, MAX_BATCH + 1)]
         self._best_s = [0.0] + [self.expected(batch, ARMS[self._best[batch]])[0] for batch in range(1, MAX_BATCH + 1)]
         self._last, self._used = Arm(0), set[tuple[int, Arm]]()
-        self._burst = -1
+        self._burst, self._seq = -1, 0
         self._begin_burst(0)
 
     def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
         """Mean seconds of a step outside slow seconds, and tokens per row."""
         steps, drafting, verified = self._walks[:, :, self._place[arm]].sum(axis=0)
         share = drafting / steps
-        passes = arm.draft_length * (1.0 - (1.0 - share) ** batch_size)
+        passes = arm.speculation_length * (1.0 - (1.0 - share) ** batch_size)
         seconds = step_s(batch_size, share * batch_size, passes, batch_size * verified / steps)
         return seconds, float(self._num_tokens.sum() / steps)
 
@@ -96,22 +93,24 @@ class OwnH200:
         """Take a step."""
         batch, level = self.batch_size, self._level.at(self.now_s)
         here, left = self._arrays[:, self._text, self._at], self._num_tokens[self._text] - 1 - self._at
-        by_ngram, offered, accepted = proposals(here, arm.ngram, arm.draft_length, left)
-        drafts = ~by_ngram & (arm.draft_length > 0)
+        by_ngram, offered, accepted = proposals(here, arm.ngram, arm.speculation_length, left)
+        drafts = ~by_ngram & (arm.speculation_length > 0)
         num_drafting, num_verified = int(drafts.sum()), batch + int(offered.sum())
-        passes = arm.draft_length if num_drafting else 0
+        passes = arm.speculation_length if num_drafting else 0
         flags, extra_s = self._flags(arm, passes, num_drafting)
         mean_s = step_s(batch, num_drafting, passes, num_verified)
         spent_s, work_s = level * (mean_s + extra_s), level * self._oracle_s(arm)
         happened_s = noisy(spent_s + PREFILL_S * self.with_prompts, self._rng)
-        runs = np.where(drafts, accepted, 0)
-        by_class = self._by_class(runs, passes)
-        told = Counter(zip(*(each[by_ngram].tolist() for each in (here[0], offered, accepted)), strict=True))
-        held = float(PROMPT_TOKENS + self._at.mean())
-        record = Record(
-            *(batch, arm, happened_s, tuple(np.bincount(runs, minlength=passes + 1).tolist()), held, flags, probe_id),
-            *(num_drafting, num_verified, by_class, tuple((*run, rows) for run, rows in told.items())),
-            self._advance(1 + accepted, happened_s),
+        num_entries, self._seq = arm.max_tokens + 1, self._seq + 1
+        record = StepRecord(
+            *(self._seq, batch, arm, happened_s, tuple(np.bincount(accepted, minlength=num_entries).tolist())),
+            mean_context_length=float(PROMPT_TOKENS + self._at.mean()),
+            flags=flags,
+            probe_id=probe_id,
+            class_histograms=self._by_class(accepted, num_entries),
+            num_drafted_sequences=num_drafting,
+            num_verified_tokens=num_verified,
+            evaluations=self._advance(1 + accepted, happened_s),
         )
         return Step(record, spent_s, work_s)
 
@@ -121,25 +120,27 @@ class OwnH200:
         share = float((worth[:, self._place[arm]] / worth[:, best]).mean())
         return share * self._best_s[self.batch_size]
 
-    def _flags(self, arm: Arm, passes: int, num_drafting: int) -> tuple[tuple[str, ...], float]:
+    def _flags(self, arm: Arm, passes: int, num_drafting: int) -> tuple[frozenset[StepFlag], float]:
         """Flags of a step, and seconds that the change of arm costs."""
-        found, extra_s = [], 0.0
-        if passes and not self._last.draft_length:
-            found.append(CATCH_UP)
+        found, extra_s = set[StepFlag](), 0.0
+        if passes and not self._last.speculation_length:
+            found.add(StepFlag.CATCH_UP)
             extra_s = PASS_S + drafting_s(num_drafting)
         if (self.batch_size, arm) not in self._used:
             self._used.add((self.batch_size, arm))
-            found.append(FIRST_USE)
+            found.add(StepFlag.FIRST_USE)
+        if self.with_prompts:
+            found.add(StepFlag.PREFILL)
         self._last = arm
-        return tuple(found + [PREFILL] * self.with_prompts), extra_s
+        return frozenset(found), extra_s
 
-    def _by_class(self, runs: np.ndarray, passes: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def _by_class(self, runs: np.ndarray, num_entries: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
         kinds = self._kinds[self._text]
-        counts = np.bincount(kinds * (passes + 1) + runs, minlength=NUM_CLASSES * (passes + 1))
+        counts = np.bincount(kinds * num_entries + runs, minlength=NUM_CLASSES * num_entries)
         rows = counts.reshape(NUM_CLASSES, -1).tolist()
         return tuple((kind, tuple(row)) for kind, row in enumerate(rows) if any(row))
 
-    def _advance(self, tokens: np.ndarray, seconds: float) -> tuple[EvaluatedOutput, ...]:
+    def _advance(self, tokens: np.ndarray, seconds: float) -> tuple[OutputEvaluation, ...]:
         """Go on by a step; returns the outputs that ended and were evaluated."""
         self.now_s += seconds
         self._at += tokens

@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from speclen.bench.simulation.worlds.records import Arm, Learner, Record
+from speclen.bench.simulation.worlds.learners import Learner
+from speclen.records import Arm, Probe, StepRecord
 
 GROUP_S = 0.2  # between two deliveries, as recorded: 7 reports each in recording a, 12 in b
 PROBE_VALID_S = 2.0
@@ -15,7 +16,7 @@ PROBE_VALID_S = 2.0
 class Step(NamedTuple):
     """A step as it happened. spent_s: its expected time; work_s: the oracle's for the same tokens of the same requests."""
 
-    record: Record
+    record: StepRecord
     spent_s: float
     work_s: float
 
@@ -68,15 +69,15 @@ def best_arm(world: World, batch_size: int) -> Arm:
 
 
 class _Probe:
-    """A probe on its way to the worker: starts at its batch size, goes on near it."""
+    """A probe at the worker: it starts at a step in its range without prefill."""
 
-    def __init__(self, arm: Arm, num_steps: int, batch_size: int, until_s: float) -> None:
-        self.arm, self.steps_left, self.batch_size, self.until_s = arm, num_steps, batch_size, until_s
+    def __init__(self, probe: Probe, until_s: float) -> None:
+        self.probe, self.steps_left, self.until_s = probe, probe.num_steps, until_s
         self.begun = False
 
     def fits(self, world: World) -> bool:
-        near = abs(world.batch_size - self.batch_size) <= (max(1, self.batch_size // 8) if self.begun else 0)
-        return near and (self.begun or not world.with_prompts)
+        inside = self.probe.batch_min <= world.batch_size <= self.probe.batch_max
+        return inside and (self.begun or not world.with_prompts)
 
     def is_over(self, world: World) -> bool:
         return not self.steps_left or (not self.fits(world) if self.begun else world.now_s > self.until_s)
@@ -84,15 +85,15 @@ class _Probe:
 
 def play(world: World, learner: Learner) -> Score:
     """Let a learner select every arm until the world's time is over."""
-    score, waiting, probe, num_probes, due_s = Score(), list[Record](), None, 0, GROUP_S
+    score, waiting, probe, num_probes, due_s = Score(), list[StepRecord](), None, 0, GROUP_S
     while world.now_s < world.duration_s:
         if world.now_s >= due_s and waiting:
             learner.observe(waiting)
             waiting, due_s = [], world.now_s + GROUP_S
             if probe is None and (offer := learner.probe_for(world.batch_size)) is not None:
-                probe, num_probes = _Probe(*offer, world.batch_size, world.now_s + PROBE_VALID_S), num_probes + 1
+                probe, num_probes = _Probe(offer, world.now_s + PROBE_VALID_S), num_probes + 1
         explores = probe is not None and probe.fits(world)
-        arm = probe.arm if probe is not None and explores else learner.arm_for(world.batch_size)
+        arm = probe.probe.arm if probe is not None and explores else learner.arm_for(world.batch_size)
         waiting.append(_scored(world, score, arm, num_probes if explores else 0))
         if probe is not None and explores:
             probe.begun, probe.steps_left = True, probe.steps_left - 1
@@ -101,7 +102,7 @@ def play(world: World, learner: Learner) -> Score:
     return score
 
 
-def _scored(world: World, score: Score, arm: Arm, probe_id: int) -> Record:
+def _scored(world: World, score: Score, arm: Arm, probe_id: int) -> StepRecord:
     score.start_s.append(world.now_s)
     score.arms.append((world.batch_size, arm))
     step = world.step(arm, probe_id)

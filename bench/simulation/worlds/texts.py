@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speclen.bench.simulation.worlds.records import Arm, EvaluatedOutput
+from speclen.records import NGRAM_MAX_TOKENS, NGRAM_MIN_MATCH, Limits, OutputEvaluation
 
-MAX_LENGTH, NGRAM_MATCH, NGRAM_TOKENS, KNOWN_NGRAM = 8, 3, 8, 16
-ARMS = tuple(Arm(length, ngram) for ngram in (False, True) for length in range(MAX_LENGTH + 1))
+MAX_LENGTH, KNOWN_NGRAM = 8, 16
+ARMS = tuple(Limits(1, MAX_LENGTH, True).arms())
 # By request class (greedy, low and high temperature): share of outputs, and the draft model's chance to be right about a
 # token in easy and in hard outputs. Chance that an output is easy; sd of an output's chance.
 SHARES, EASY, HARD = (0.5, 0.25, 0.25), (0.85, 0.81, 0.74), (0.54, 0.48, 0.42)
@@ -31,7 +31,7 @@ class Walk(NamedTuple):
 class Text(NamedTuple):
     """An output. arrays: matches, proposed, copied, and how many tokens on the draft model is right, by position."""
 
-    evaluated: EvaluatedOutput
+    evaluated: OutputEvaluation
     arrays: np.ndarray
     walk: Walk
 
@@ -54,13 +54,14 @@ def draw_text(rng: np.random.Generator) -> Text:
             repeats[at] = uniform[at] < (GOES_ON if repeats[at - 1] else BEGINS)
     drafted = rng.random(num_tokens) < np.where(repeats, REPEATED, chance)
     behind = np.concatenate([[0], run_ahead(repeats[::-1])[::-1][:-1]])  # repeated tokens right before a position
-    wrong = (behind < NGRAM_MATCH) & (rng.random(num_tokens) < WRONG_MATCH)
-    matches = np.where(wrong, rng.integers(NGRAM_MATCH, 6, num_tokens), np.minimum(behind, KNOWN_NGRAM))
+    wrong = (behind < NGRAM_MIN_MATCH) & (rng.random(num_tokens) < WRONG_MATCH)
+    matches = np.where(wrong, rng.integers(NGRAM_MIN_MATCH, 6, num_tokens), np.minimum(behind, KNOWN_NGRAM))
     proposed = np.where(matches > 0, KNOWN_NGRAM, 0)
     copied = np.where(wrong, 0, np.where(matches > 0, np.minimum(run_ahead(repeats), KNOWN_NGRAM), 0))
     arrays = np.array([matches, proposed, copied, run_ahead(drafted)])
-    told = (np.asarray(each, dtype=np.uint8).tobytes() for each in (matches, proposed, copied, drafted))
-    return Text(EvaluatedOutput(kind, *told), arrays, walk_of(arrays))
+    walk = walk_of(arrays)
+    by_arm = (tuple(each.tolist()) for each in walk)
+    return Text(OutputEvaluation(kind, num_tokens, num_tokens, *by_arm), arrays, walk)
 
 
 def proposals(
@@ -71,15 +72,15 @@ def proposals(
     arrays: as in `Text`, at those positions. left: tokens that the output has after this one.
     """
     matches, proposed, copied, ahead = arrays
-    by_ngram = ngram & (matches >= NGRAM_MATCH)
-    offered = np.where(by_ngram, np.minimum(proposed, NGRAM_TOKENS), lengths)
+    by_ngram = ngram & (matches >= NGRAM_MIN_MATCH)
+    offered = np.where(by_ngram, np.minimum(proposed, NGRAM_MAX_TOKENS), lengths)
     return by_ngram, offered, np.minimum(np.where(by_ngram, copied, ahead), np.minimum(offered, left))
 
 
 def walk_of(arrays: np.ndarray) -> Walk:
     """Step through an output with every arm at once."""
     num_tokens = arrays.shape[1]
-    lengths, ngram = np.array([arm.draft_length for arm in ARMS]), np.array([arm.ngram for arm in ARMS])
+    lengths, ngram = np.array([arm.speculation_length for arm in ARMS]), np.array([arm.ngram for arm in ARMS])
     at, steps, drafting, verified = np.zeros((4, len(ARMS)), dtype=np.int64)
     while (going := at < num_tokens).any():
         here = np.minimum(at, num_tokens - 1)

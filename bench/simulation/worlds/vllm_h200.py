@@ -1,12 +1,12 @@
 """vLLM 0.32 with a draft model on an H200, as recorded: target of 6.7 B, draft of 125 M, at most 32 rows, length up to 8.
 
-Usage: see the package. `learner.observe` gets groups of some 5 to 15 `Record`s; a probe's first steps carry
-`changed_length` and teach nothing of time, so it wants SETTLE_STEPS + 1 steps at least.
+Usage: see the package. `learner.observe` gets groups of some 5 to 15 `StepRecord`s; a probe's first steps carry
+`CHANGED_ARM` and teach nothing of time, so it wants SETTLE_STEPS + 1 steps at least.
 
 Step times are those of the blocks at fixed lengths (vllm-h200-b.json), relative to length 3 in the same round, since
 recorded latencies are shifted by a step; absolute times of length 3 are those of the fast blocks. Length 5 comes from the
 blocks of recording a, other lengths are interpolated. Recorded, and here:
-- `prefill` and `first_use` steps take as long as others (ratios 1.00 and 1.05), they are only flagged.
+- `PREFILL` and `FIRST_USE` steps take as long as others (ratios 1.00 and 1.05), they are only flagged.
 - 1.4% of the unflagged steps report 0.5 to 3 ms: their result arrived right after the one before.
 - Requests keep their acceptance for life: easy ones accept 0.88 of the tokens at each position, hard ones 0.55, in equal
   shares of steps at length 3. Mean tokens per row then are 1.7, 2.2, 2.7, 3.3, 3.9 at lengths 1, 2, 3, 5, 8, as recorded.
@@ -19,7 +19,7 @@ import numpy as np
 
 from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
 from speclen.bench.simulation.worlds.play import Step, best_arm
-from speclen.bench.simulation.worlds.records import CHANGED_LENGTH, FIRST_USE, PREFILL, Arm, Record
+from speclen.records import Arm, StepFlag, StepRecord
 
 MAX_LENGTH, MAX_BATCH = 8, 32
 BATCHES = (1, 4, 16, 32)
@@ -58,15 +58,15 @@ class VllmH200:
         self._rng, self._requests = np.random.default_rng([seed, 14]), np.random.default_rng([seed, 15])
         self._times = step_times()
         self._mean_tokens = population_tokens()
-        self._best = [0] + [best_arm(self, batch).draft_length for batch in range(1, MAX_BATCH + 1)]
+        self._best = [0] + [best_arm(self, batch).speculation_length for batch in range(1, MAX_BATCH + 1)]
         self._last, self._unchanged = Arm(0), 0
         self._used: set[tuple[int, int]] = set()
-        self._burst = -1
+        self._burst, self._seq = -1, 0
         self._begin_burst(0)
 
     def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
         """Mean seconds of a step outside slow seconds, and tokens per row."""
-        return float(self._times[batch_size, arm.draft_length]), float(self._mean_tokens[arm.draft_length])
+        return float(self._times[batch_size, arm.speculation_length]), float(self._mean_tokens[arm.speculation_length])
 
     def _begin_burst(self, index: int) -> None:
         self._burst, load = index, self._bursts.loads[index]
@@ -97,30 +97,34 @@ class VllmH200:
     def step(self, arm: Arm, probe_id: int = 0) -> Step:
         """Take a step; the drafts that it verifies and those that it makes are of this arm."""
         batch, rows, level = self.batch_size, self._decoding, self._level.at(self.now_s)
-        mean_s = float(self._times[batch, arm.draft_length]) * level
-        happened_s = noisy(0.5 * (mean_s + float(self._times[batch, self._last.draft_length]) * level), self._rng)
+        mean_s = float(self._times[batch, arm.speculation_length]) * level
+        happened_s = noisy(0.5 * (mean_s + float(self._times[batch, self._last.speculation_length]) * level), self._rng)
         flags = self._flags(arm, batch)
         best = self._best[batch]
-        worth = (self._tokens[rows, arm.draft_length] / self._tokens[rows, best]).mean()
+        worth = (self._tokens[rows, arm.speculation_length] / self._tokens[rows, best]).mean()
         work_s = float(worth * self._times[batch, best]) * level
-        runs = self._runs(rows, arm.draft_length)
-        record = Record(
-            *(batch, arm, self._told(happened_s), tuple(np.bincount(runs, minlength=arm.draft_length + 1).tolist())),
-            *(float(self._held[rows].mean()), flags, probe_id),
-            num_drafting_rows=batch if arm.draft_length else 0,
-            num_verified_tokens=batch * (1 + arm.draft_length),
+        runs = self._runs(rows, arm.speculation_length)
+        self._seq += 1
+        record = StepRecord(
+            *(self._seq, batch, arm, self._told(happened_s)),
+            tuple(np.bincount(runs, minlength=arm.speculation_length + 1).tolist()),
+            mean_context_length=float(self._held[rows].mean()),
+            flags=flags,
+            probe_id=probe_id,
+            num_drafted_sequences=batch if arm.speculation_length else 0,
+            num_verified_tokens=batch * (1 + arm.speculation_length),
         )
         self._advance(rows, 1 + runs, happened_s)
         return Step(record, mean_s, work_s)
 
-    def _flags(self, arm: Arm, batch: int) -> tuple[str, ...]:
+    def _flags(self, arm: Arm, batch: int) -> frozenset[StepFlag]:
         self._unchanged = self._unchanged + 1 if arm == self._last else 1
         self._last = arm
-        found = [CHANGED_LENGTH] if self._unchanged <= self.settle_steps else []
-        if (batch, arm.draft_length) not in self._used:
-            self._used.add((batch, arm.draft_length))
-            found.append(FIRST_USE)
-        return (*found, PREFILL) if self.with_prompts else tuple(found)
+        found = {StepFlag.CHANGED_ARM} if self._unchanged <= self.settle_steps else set()
+        if (batch, arm.speculation_length) not in self._used:
+            self._used.add((batch, arm.speculation_length))
+            found.add(StepFlag.FIRST_USE)
+        return frozenset(found | {StepFlag.PREFILL} if self.with_prompts else found)
 
     def _told(self, happened_s: float) -> float:
         """The latency in the report."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from speclen.controller.estimator import Estimator
@@ -76,29 +75,23 @@ def acceptance_rows(estimator: Estimator, pair: tuple[str, str], now: float) -> 
     return [AcceptanceRow(*pair, position, chance, num_trials, now) for position, (chance, num_trials) in survival]
 
 
-def decision_rows(decisions: Iterable[tuple[Context, Decision]], after_group_id: int, now: float) -> list[DecisionRow]:
-    """Decisions of workers that are alike: the tables are kept for these. An isolated worker is an event."""
-    return [
-        filled(
-            DecisionRow,
-            each,
-            each.arm,
-            context_id=context.context_id,
-            decision_version=each.version,
-            previous_speculation_length=each.previous_arm and each.previous_arm.speculation_length,
-            previous_ngram=each.previous_arm and each.previous_arm.ngram,
-            after_group_id=after_group_id,
-            decided_at=now,
-        )
-        for context, each in decisions
-        if not each.isolated
-    ]
+def decision_row(context: Context, decision: Decision, after_group_id: int, now: float) -> DecisionRow:
+    previous = decision.previous_arm
+    return filled(
+        DecisionRow,
+        decision,
+        decision.arm,
+        context_id=context.context_id,
+        decision_version=decision.version,
+        previous_speculation_length=None if previous is None else previous.speculation_length,
+        previous_ngram=None if previous is None else previous.ngram,
+        after_group_id=after_group_id,
+        decided_at=now,
+    )
 
 
-def drift_rows(events: Iterable[tuple[Context, DriftEvent]], after_group_id: int, now: float) -> list[DriftEventRow]:
-    return [
-        filled(DriftEventRow, each, context, after_group_id=after_group_id, detected_at=now) for context, each in events
-    ]
+def drift_row(context: Context, event: DriftEvent, after_group_id: int, now: float) -> DriftEventRow:
+    return filled(DriftEventRow, event, context, after_group_id=after_group_id, detected_at=now)
 
 
 def profile_row(profile_id: int, context: Context, profile: Profile, after_group_id: int, now: float) -> ProfileRow:

@@ -11,27 +11,17 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 
 from speclen.controller.estimator import Estimator
-from speclen.controller.service import rows
 from speclen.controller.service.registry import Context, Worker
+from speclen.controller.service.saving import rows
+from speclen.controller.service.saving.pending import Flight, Mark, Pair, Unsaved
 from speclen.controller.wire.stored import row_of
 from speclen.records import Decision, DriftEvent, Profile, StepRecord
-from speclen.store.records import (
-    Commit,
-    ContextLimitsRow,
-    DecisionRow,
-    DriftEventRow,
-    ProfileRow,
-    StateRow,
-    StoreEventRow,
-    StoreHealth,
-    WorkerRow,
-)
+from speclen.store.database import Store
+from speclen.store.records import Commit, StateRow, StoreEventRow
 
 log = structlog.get_logger()
 
@@ -39,60 +29,6 @@ log = structlog.get_logger()
 MAX_SHARE = 0.1
 # Reports on their way to a working disk before streams are made to wait: two seconds at 100,000 a second.
 MAX_WAITING_REPORTS = 200_000
-
-Pair = tuple[str, str]
-OnDone = Callable[[Exception | None], None]
-
-
-class CommitStore(Protocol):
-    """The part of store.Store that is used here."""
-
-    def submit(self, commit: Commit, on_done: OnDone) -> None: ...
-
-    def health(self) -> StoreHealth: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Progress of one incarnation of a worker in a commit: up to seq nothing is missing from it."""
-
-    worker: Worker
-    epoch: int
-    seq: int
-
-    def advance(self) -> None:
-        """Let the worker's durable_seq follow a commit, unless another incarnation has registered meanwhile."""
-        if self.worker.epoch == self.epoch:
-            self.worker.durable_seq = max(self.worker.durable_seq, self.seq)
-
-
-@dataclass(slots=True)
-class Unsaved:
-    """Changes of one pair of models since its last commit; contexts by context_id, workers and marks by worker_id."""
-
-    since: float
-    reports: list[tuple[object, ...]] = field(default_factory=list)
-    workers: dict[str, WorkerRow] = field(default_factory=dict)
-    marks: dict[str, Mark] = field(default_factory=dict)
-    contexts: dict[int, Context] = field(default_factory=dict)
-    decisions: list[DecisionRow] = field(default_factory=list)
-    drift_events: list[DriftEventRow] = field(default_factory=list)
-    profiles: list[ProfileRow] = field(default_factory=list)
-    limits: list[ContextLimitsRow] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Flight:
-    """A commit that the store has and that is not on disk yet.
-
-    workers: of whom it holds rows. marks: by worker, which move when it lands; a later commit may have taken them over.
-    """
-
-    pair: Pair
-    workers: tuple[Worker, ...]
-    marks: dict[str, Mark]
-    num_reports: int
-    since: float
 
 
 class Journal:
@@ -104,7 +40,7 @@ class Journal:
 
     def __init__(
         self,
-        store: CommitStore | None,
+        store: Store | None,
         estimator: Estimator,
         clock: Callable[[], float],
         interval_s: float = 1.0,
@@ -159,13 +95,14 @@ class Journal:
         """The context was made or widened."""
         self._of(context).limits.append(rows.limits_row(context, after_group_id, self.clock()))
 
-    def note_decisions(self, decisions: Sequence[tuple[Context, Decision]], after_group_id: int) -> None:
-        for each in decisions:
-            self._of(each[0]).decisions += rows.decision_rows([each], after_group_id, self.clock())
+    def note_decision(self, context: Context, decision: Decision, after_group_id: int) -> None:
+        """Keep a decision of workers that are alike: the tables are kept for these. An isolated worker is an event."""
+        unsaved = self._of(context)
+        if not decision.isolated:
+            unsaved.decisions.append(rows.decision_row(context, decision, after_group_id, self.clock()))
 
-    def note_drift(self, events: Sequence[tuple[Context, DriftEvent]], after_group_id: int) -> None:
-        for each in events:
-            self._of(each[0]).drift_events += rows.drift_rows([each], after_group_id, self.clock())
+    def note_drift(self, context: Context, event: DriftEvent, after_group_id: int) -> None:
+        self._of(context).drift_events.append(rows.drift_row(context, event, after_group_id, self.clock()))
 
     def note_profile(self, context: Context, profile: Profile, after_group_id: int) -> int:
         """Returns the id under which the profile is kept."""

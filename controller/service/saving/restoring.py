@@ -15,8 +15,8 @@ from pathlib import Path
 import structlog
 
 from speclen.controller.estimator import Estimator
-from speclen.controller.service import rows
 from speclen.controller.service.registry import Context, Registry
+from speclen.controller.service.saving import rows
 from speclen.controller.wire.stored import groups_of, profile_of
 from speclen.records import ContextKey, Limits
 from speclen.store import queries

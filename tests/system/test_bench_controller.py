@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 from speclen.bench.service import swarm
 from speclen.bench.service.controller import controller
 from speclen.bench.service.swarm import SimulatedWorker, round_trips, simulated_steps, throughput
-from speclen.controller.estimator.core import Limits
-from speclen.controller.wire.ingest import Group, Origin, read_reports
+from speclen.controller.wire.ingest import read_step
+from speclen.records import Limits
 
 
 def test_simulated_steps_are_plausible_and_repeatable():
     steps = simulated_steps(random.Random(3), 200)
     for seq, step in enumerate(steps, start=1):
         step.seq = seq
-    assert read_reports(steps, Limits(32, 8), Origin(1, 1, 1, 0.0), Group()) == []
+        assert read_step(step, Limits(32, 8)).seq == seq
     again = simulated_steps(random.Random(3), 200)
     assert [step.latency_s for step in steps] == [step.latency_s for step in again]
 
