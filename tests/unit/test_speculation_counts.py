@@ -6,7 +6,7 @@ import pytest
 from engines import RandomArms, generate, make_engine, request
 from prometheus_client import CollectorRegistry, generate_latest
 
-from speclen.records import Arm, Limits
+from speclen.records import NGRAM_MAX_TOKENS, Arm, Limits
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.drafting.arm_chooser import ArmChooser, FixedArm
 from speclen.worker.engine.engine import Engine
@@ -44,7 +44,7 @@ def test_one_definition_for_all_counts(chooser: ArmChooser) -> None:
         engine, *(request(name, LOOP[at:], max_tokens=20 + at, ignore_eos=True) for at, name in enumerate(names))
     )
     registry = page(engine)
-    by_position = [value(registry, "accepted_tokens_per_pos", position=str(at)) for at in range(9)]
+    by_position = [value(registry, "accepted_tokens_per_pos", position=str(at)) for at in range(NGRAM_MAX_TOKENS)]
     drafts, proposed, accepted = (value(registry, name) for name in ("drafts", "draft_tokens", "accepted_tokens"))
     assert by_position == sorted(by_position, reverse=True)
     assert sum(by_position) == accepted == sum(collected.last(name).num_accepted_tokens for name in names)

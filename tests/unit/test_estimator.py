@@ -1,0 +1,213 @@
+"""The estimator's promises, towards simulated workers: the public calls of `Estimator` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from speclen.controller.estimator import Estimator
+from speclen.records import Arm, ContextKey, Limits, Probe, Profile, ProfileCell, StepFlag, StepRecord
+
+KEY = ContextKey("target", "draft", "cpu:test", "float32")
+LIMITS = Limits(32, 8)
+GROUP = 8
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def step_time(batch_size: int, length: int, draft_s: float = 0.0015) -> float:
+    """Overhead, draft passes, and a verifying pass that grows beyond 60 tokens."""
+    return 0.002 + draft_s * length + 0.020 * max(1.0, batch_size * (length + 1) / 60.0)
+
+
+class Worker:
+    """A simulated worker that follows its table and its probes. distort: what it makes of its reports."""
+
+    def __init__(self, estimator: Estimator, name: str = "worker", seed: int = 0, acceptance: float = 0.75) -> None:
+        self.estimator, self.name, self.acceptance = estimator, name, acceptance
+        self.rng, self.seq = np.random.default_rng(seed), 0
+        self.distort: Callable[[StepRecord], StepRecord] = lambda step: step
+        self.slowdown, self.total_s, self.lost_s = 1.0, 0.0, 0.0
+        self.probe: Probe | None = None
+
+    def tokens(self, length: int) -> float:
+        """Mean tokens per sequence and step."""
+        return sum(self.acceptance**at for at in range(length + 1))
+
+    def goodput(self, batch_size: int, length: int) -> float:
+        """Mean tokens per sequence and second."""
+        return self.tokens(length) / step_time(batch_size, length)
+
+    def shortfall(self, batch_size: int) -> float:
+        """Share of the oracle's goodput that the table loses."""
+        chosen = self.estimator.table(KEY, self.name).arm_for(batch_size).speculation_length
+        return 1.0 - self.goodput(batch_size, chosen) / max(self.goodput(batch_size, at) for at in range(9))
+
+    def step(self, batch_size: int, length: int, probe_id: int = 0) -> StepRecord:
+        """One step with noise."""
+        self.seq += 1
+        runs = np.minimum(self.rng.geometric(1.0 - self.acceptance, size=batch_size) - 1, length)
+        histogram = tuple(np.bincount(runs, minlength=length + 1).tolist())
+        latency_s = self.slowdown * step_time(batch_size, length) * float(np.exp(0.03 * self.rng.standard_normal()))
+        drafted = batch_size if length else 0
+        counts = (frozenset(), probe_id, (), drafted, batch_size * (length + 1))
+        return self.distort(StepRecord(self.seq, batch_size, Arm(length), latency_s, histogram, 100.0, 0, *counts))
+
+    def serve(self, batch_size: int, num_steps: int) -> list[object]:
+        """Decode and report in groups; returns decisions and probes."""
+        happened: list[object] = []
+        for _ in range(num_steps // GROUP):
+            chosen = self.estimator.table(KEY, self.name).arm_for(batch_size).speculation_length
+            probe, self.probe = self.probe, None
+            lengths = [chosen] * GROUP
+            if probe is not None and probe.batch_min <= batch_size <= probe.batch_max:
+                lengths[: probe.num_steps] = [probe.arm.speculation_length] * probe.num_steps
+            ids = [probe.probe_id if probe and length != chosen else 0 for length in lengths]
+            steps = [self.step(batch_size, *each) for each in zip(lengths, ids, strict=True)]
+            for each in steps:
+                usual_s = self.tokens(each.arm.speculation_length) / self.goodput(batch_size, chosen)
+                self.lost_s += max(0.0, step_time(batch_size, each.arm.speculation_length) - usual_s)
+                self.total_s += each.latency_s
+            happened += self.estimator.observe(KEY, steps, self.name).decisions
+            self.probe = self.estimator.take_probe(KEY, self.name, batch_size)
+            happened.append(self.probe)
+        return happened
+
+
+def made(policy: str = "adaptive", limits: Limits = LIMITS) -> Estimator:
+    """An estimator with one context."""
+    estimator = Estimator(policy)
+    estimator.add_context(KEY, limits)
+    return estimator
+
+
+def profile(draft_s: float = 0.0015, acceptance: float = 0.75) -> Profile:
+    """An offline profile, right by default."""
+    cells = tuple(
+        ProfileCell(size, at, step_time(size, at, draft_s), num_steps=20) for size in SIZES for at in range(9)
+    )
+    return Profile(cells, tuple(acceptance**at for at in range(1, 9)), (4000,) * 8, source="test")
+
+
+def test_the_same_calls_give_the_same_decisions_also_with_save_and_restore_in_between() -> None:
+    first = Worker(made())
+    second = Worker(made())
+    for number in range(24):
+        assert first.serve(SIZES[number % 6], 16) == second.serve(SIZES[number % 6], 16)
+        if number % 5 == 0:
+            blob, second.estimator = second.estimator.save(KEY.pair), made()
+            second.estimator.restore(KEY.pair, blob)
+            assert second.estimator.save(KEY.pair) == blob
+    assert first.estimator.rows(KEY) == second.estimator.rows(KEY)
+    assert first.estimator.table(KEY) == second.estimator.table(KEY)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.75])
+def test_from_nothing_it_finds_arms_close_to_the_best(acceptance: float) -> None:
+    worker = Worker(made(), acceptance=acceptance)
+    for number in range(60):
+        worker.serve(SIZES[number % 6], 40)
+    assert max(map(worker.shortfall, SIZES)) < 0.03
+
+
+def test_a_profile_seeds_but_does_not_override() -> None:
+    """By the profile drafting takes ten times as long as it does."""
+    worker = Worker(made())
+    worker.estimator.seed_profile(KEY, profile(draft_s=0.015))
+    assert worker.shortfall(4) > 0.05, "the profile must be wrong"
+    worker.serve(4, 400)
+    assert worker.shortfall(4) < 0.03
+    worker.estimator.seed_profile(KEY, profile(draft_s=0.015))
+    assert worker.shortfall(4) < 0.03
+
+
+def test_a_slowdown_of_all_arms_alike_does_not_move_the_choice() -> None:
+    """Stretches of 40 steps that take 1.7 times as long."""
+    worker = Worker(made(), seed=1)
+    worker.estimator.seed_profile(KEY, profile())
+    worker.serve(4, 400)
+    shortfalls = []
+    for number in range(30):
+        worker.slowdown = 1.7 if number % 3 == 2 else 1.0
+        worker.serve(4, 40)
+        shortfalls.append(worker.shortfall(4))
+    assert max(shortfalls) < 0.03
+
+
+def wrong_times(step: StepRecord) -> StepRecord:
+    return step._replace(latency_s=step.latency_s * 4.0 / (1 + step.arm.speculation_length) ** 1.5)
+
+
+def all_accepted(step: StepRecord) -> StepRecord:
+    return step._replace(accepted_histogram=(0,) * step.arm.speculation_length + (step.batch_size,))
+
+
+@pytest.mark.parametrize("fault", [wrong_times, all_accepted])
+def test_a_faulty_worker_of_four_is_isolated_and_the_others_keep_their_choice(fault) -> None:
+    estimator = made()
+    workers = [Worker(estimator, f"worker-{at}", at, 0.6) for at in range(4)]
+
+    workers[0].distort = fault
+    for number in range(100):
+        for at, worker in enumerate(workers):
+            worker.serve((2, 4, 8, 12)[(number // 5 + at) % 4], GROUP)
+    assert [estimator.is_isolated(KEY, worker.name) for worker in workers] == [True, False, False, False]
+    assert estimator.num_isolated(KEY) == 1
+    assert max(workers[1].shortfall(size) for size in (2, 4, 8, 12)) < 0.03
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.75])
+def test_exploration_spends_about_a_percent_of_the_time_after_the_first_minute(acceptance: float) -> None:
+    worker = Worker(made(), acceptance=acceptance)
+    number, before = 0, (0.0, 0.0)
+    while worker.total_s < 150.0:
+        worker.serve((1, 4, 12, 30)[number % 4], 40)
+        number += 1
+        if not before[0] and worker.total_s > 60.0:
+            before = worker.total_s, worker.lost_s
+    assert worker.lost_s - before[1] < 0.015 * (worker.total_s - before[0])
+
+
+def test_sizes_never_seen_get_no_longer_arm_than_the_nearest_seen() -> None:
+    worker = Worker(made(limits=Limits(128, 8)))
+    for number in range(20):
+        worker.serve((4, 16)[number % 2], 40)
+    table = worker.estimator.table(KEY)
+    for size in range(1, 129):
+        nearest = min((4, 16), key=lambda seen: abs(np.log(size / seen)))
+        if size not in (4, 16) and size != 8:  # as near to both
+            assert table.arm_for(size).speculation_length <= table.arm_for(nearest).speculation_length
+
+
+def test_a_worker_with_smaller_limits_gets_no_probe_beyond_them() -> None:
+    worker, found = Worker(made(limits=Limits(32, 8, True))), []
+    for _ in range(100):
+        worker.estimator.observe(KEY, [worker.step(4, 2) for _ in range(GROUP)], worker.name)
+        found.append(worker.estimator.take_probe(KEY, worker.name, 4, Limits(32, 3)))
+    probes = [probe for probe in found if probe is not None]
+    assert probes
+    assert all(probe.arm.within(Limits(32, 3)) == probe.arm for probe in probes)
+    assert len({probe.probe_id for probe in probes}) == len(probes)
+
+
+def test_flagged_steps_are_no_samples_of_time() -> None:
+    worker = Worker(made())
+    worker.distort = lambda step: step._replace(flags=frozenset({StepFlag.PREFILL}))
+    worker.serve(4, 40)
+    assert not any(row.num_steps for row in worker.estimator.rows(KEY))
+
+
+@pytest.mark.parametrize(("policy", "length"), [("none", 0), ("fixed:3", 3), ("profile", 8)])
+def test_policies_that_do_not_learn_keep_their_table(policy: str, length: int) -> None:
+    worker = Worker(made(policy))
+    worker.estimator.seed_profile(KEY, profile(draft_s=1e-5, acceptance=0.99))
+    assert worker.serve(1, 160) == [None] * 20
+    assert worker.estimator.table(KEY).arm_for(1) == Arm(length)
+
+
+def test_what_is_unknown_is_refused() -> None:
+    with pytest.raises(ValueError, match="best"):
+        Estimator("best")
+    with pytest.raises(ValueError, match="state"):
+        made().restore(KEY.pair, b"nothing of ours")
