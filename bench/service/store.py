@@ -1,4 +1,4 @@
-"""What the store costs: rows a second, time of a commit, bytes a report, growth under retention, time of a restart.
+"""Costs of the store: rows a second, time of a commit, bytes a report, growth under retention, time of a restart.
 
     python -m speclen.bench.service.store --reports 2000000 --keep 1000000 --after 98000000
 
@@ -23,11 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from speclen.controller.estimator.core import ContextKey, Limits, StepObservation
-from speclen.controller.estimator.estimator import Estimator
+from speclen.controller.estimator import Estimator
+from speclen.controller.wire.stored import row_of
+from speclen.records import Arm, ContextKey, Limits, StepRecord
 from speclen.store.connection import sqlite3
 from speclen.store.database import Store, StoreConfig
-from speclen.store.records import Commit, ContextRow, LatencyCellRow, ReportRow, StateRow, WorkerRow
+from speclen.store.records import ArmEstimateRow, Commit, ContextRow, ReportRow, StateRow, WorkerRow
 from speclen.store.retention import Retention
 
 KEY = ContextKey("bundled:target", "bundled:draft", "cpu:bench", "float32", "0f3a9c")
@@ -113,64 +114,50 @@ def make_rows(count: int) -> list[ReportRow]:
     for n in range(count):
         batch_size, length = 1 << dice.randrange(6), dice.randrange(9)
         accepted = sorted(dice.choices(range(length + 1), k=batch_size))
-        histogram = [accepted.count(j) for j in range(length + 1)]
-        text = json.dumps(histogram, separators=(",", ":"))
-        worker = 1 + n % 64
-        latency_s = dice.lognormvariate(-4, 0.3)
-        context_length = dice.uniform(50, 900)
-        rows.append(
-            ReportRow(
-                *(1, 1, worker, EPOCH, 1, batch_size, length, latency_s, text),
-                *(sum(accepted), context_length, 17, 0, "", time.time()),
-            )
+        step = StepRecord(
+            *(1, batch_size, Arm(length), dice.lognormvariate(-4, 0.3)),
+            accepted_histogram=tuple(accepted.count(j) for j in range(length + 1)),
+            mean_context_length=dice.uniform(50, 900),
+            decision_version=17,
+            num_drafted_sequences=batch_size if length else 0,
+            num_verified_tokens=batch_size * (length + 1),
         )
+        rows.append(ReportRow(*row_of(step, 1, 1, 1 + n % 64, EPOCH, time.time())))
     return rows
 
 
-def estimates_of_one_context() -> tuple[list[LatencyCellRow], list[StateRow]]:
-    """Cells and state as the controller writes them with every commit."""
-    controller = Estimator()
-    controller.add_context(KEY, Limits(32, 8))
-    controller.observe(KEY, [StepObservation(4, 2, 0.02 + 0.0001 * (n % 7), (1, 2, 1)) for n in range(200)], "w")
-    now = time.time()
-    cells = [
-        LatencyCellRow(
-            context_id=1,
-            batch_min=row.bucket.batch_min,
-            batch_max=row.bucket.batch_max,
-            speculation_length=row.estimate.speculation_length,
-            step_s=row.estimate.step_s,
-            expected_tokens=row.estimate.expected_tokens,
-            ms_per_token_low=row.estimate.ms_per_token_low,
-            ms_per_token_high=row.estimate.ms_per_token_high,
-            num_steps=row.num_steps,
-            source=row.source,
-            is_best=row.is_best,
-            updated_at=now,
+def estimates_of_one_context() -> tuple[list[ArmEstimateRow], list[StateRow]]:
+    """Estimates and state as the controller writes them with every commit."""
+    estimator, now = Estimator(), time.time()
+    estimator.add_context(KEY, Limits(32, 8))
+    steps = [StepRecord(n, 4, Arm(2), 0.02 + 0.0001 * (n % 7), (1, 2, 1), 100.0) for n in range(1, 201)]
+    steps = [step._replace(num_drafted_sequences=4, num_verified_tokens=12) for step in steps]
+    estimator.observe(KEY, steps, "w")
+    rows = [
+        ArmEstimateRow(
+            *(1, row.batch_min, row.batch_max, *row.arm, row.step_s, row.expected_tokens),
+            *(row.ms_per_token_low, row.ms_per_token_high, row.num_steps, row.observed_step_s),
+            *(row.source, row.is_best, now),
         )
-        for row in controller.learned_rows(KEY)
+        for row in estimator.rows(KEY)
     ]
-    states = [
-        StateRow("context", "1", json.dumps(controller.export_state(KEY)), now),
-        StateRow("pair", json.dumps(KEY.pair), json.dumps(controller.export_pair_state(KEY.pair)), now),
-    ]
-    return cells, states
+    return rows, [StateRow(*KEY.pair, estimator.save(KEY.pair), now)]
 
 
 def commit_of(
-    reports: list[ReportRow], applied_seq: int, estimates: tuple[list[LatencyCellRow], list[StateRow]]
+    reports: list[ReportRow], applied_seq: int, estimates: tuple[list[ArmEstimateRow], list[StateRow]]
 ) -> Commit:
     now = time.time()
-    cells, states = estimates
-    context = ContextRow(1, KEY.target, KEY.draft, KEY.device, KEY.dtype, KEY.engine_fingerprint, 32, 8, 1, now, now)
+    rows, states = estimates
+    context = ContextRow(1, *KEY, 32, 8, False, 1, now, now)
     workers = [
         WorkerRow(
-            *(key, f"worker-{key}", EPOCH, 1, "127.0.0.1:7080", "adaptive", 32, 8, applied_seq, applied_seq),
-            *(0, 0, 0, now, now),
+            *(key, f"worker-{key}", EPOCH, 1, "127.0.0.1:7080", "adaptive", 32, 8, False, applied_seq, "[]"),
+            *(applied_seq, 0, 0, 0, now, now),
         )
         for key in range(1, 65)
     ]
-    return Commit(contexts=[context], workers=workers, reports=reports, latency_cells=cells, states=states)
+    return Commit(contexts=[context], workers=workers, reports=reports, arm_estimates=rows, states=states)
 
 
 def store_now(store: Store, commit: Commit) -> float:
