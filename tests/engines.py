@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ import pytest
 import tiny_models
 import torch
 
+from speclen.records import Arm, StepRecord
 from speclen.worker.backends import openvino
 from speclen.worker.backends.recording import Recorder
-from speclen.worker.drafting.plan import Plan
+from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser, FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import FixedLength, LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair, cpu_has_bfloat16
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, SequenceOutput
@@ -65,47 +65,45 @@ def make_pair(family: str = "llama", noise: float = 0.1, draft: Any | None = Non
 
 @dataclass
 class RandomLengths:
-    """Another length at every step, 0 included; keeps what was reported."""
+    """Another length at every step, 0 included; keeps the records."""
 
     seed: int = 0
     longest: int = 6
-    results: list[StepResult] = field(default_factory=list)
-    choices: list[LengthChoice] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+    wants_evaluations: bool = False
 
     def __post_init__(self) -> None:
         self.generator = random.Random(self.seed)
 
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        return LengthChoice(self.generator.choice([0, 0, *range(self.longest + 1)]), decision_version=7)
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        return ArmChoice(Arm(self.generator.choice([0, 0, *range(self.longest + 1)])), decision_version=7)
 
-    def report(self, choice: LengthChoice, result: StepResult) -> None:
-        self.choices.append(choice)
-        self.results.append(result)
+    def report(self, record: StepRecord) -> None:
+        self.records.append(record)
 
 
 @dataclass
-class SameLength(RandomLengths):
-    """The longest at every step; keeps what was reported."""
+class RandomArms(RandomLengths):
+    """Another arm at every step: plain, drafting, n-grams, and both."""
 
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        return LengthChoice(self.longest)
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        drafted = self.generator.randint(1, self.longest)
+        arms = [Arm(), Arm(drafted), Arm(0, ngram=True), Arm(drafted, ngram=True)]
+        return ArmChoice(self.generator.choice(arms), decision_version=7)
 
 
-@dataclass
-class RandomPlans(RandomLengths):
-    """Another plan at every step: plain, drafting, copying, and both in either way."""
+class Arms:
+    """One arm after the other, the last one for good; keeps the records."""
 
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        draw = self.generator.randint
-        drafted, copying = draw(1, self.longest), (draw(1, 3), draw(1, 6))
-        plans = [Plan(), Plan(drafted), Plan(0, *copying), Plan(drafted, *copying), Plan(drafted, *copying, True)]
-        return LengthChoice.of(self.generator.choice(plans), decision_version=7)
+    def __init__(self, *arms: Arm, wants_evaluations: bool = False) -> None:
+        self.arms, self.wants_evaluations = list(arms), wants_evaluations
+        self.records: list[StepRecord] = []
+
+    def choose(self, batch_size: int, with_prefill: bool = False) -> ArmChoice:
+        return ArmChoice(self.arms.pop(0) if len(self.arms) > 1 else self.arms[0])
+
+    def report(self, record: StepRecord) -> None:
+        self.records.append(record)
 
 
 @dataclass
@@ -134,12 +132,12 @@ class Collected:
 
 def make_engine(
     pair: ModelPair | None = None,
-    chooser: LengthChooser | int = 3,
+    chooser: ArmChooser | int = 3,
     recorder: Recorder | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine of 4 rows that checks nothing, since one test checks every family."""
-    chooser = FixedLength(chooser) if isinstance(chooser, int) else chooser
+    chooser = FixedArm(Arm(chooser)) if isinstance(chooser, int) else chooser
     defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1, "backend": "torch"}
     defaults["record_ahead_s"] = 0.0
     pair, config = pair or make_pair(), EngineConfig(**(defaults | settings))
@@ -172,7 +170,7 @@ def generate(engine: Engine, *requests: GenerationRequest) -> Collected:
 
 
 def repeating_prompt(generator: random.Random, longest: int = 40) -> list[int]:
-    """Pieces that come again, some often: there is always something to copy, mostly in vain."""
+    """Pieces that come again, some often: there is always an n-gram match, mostly in vain."""
     pieces = [random_prompt(generator, 4) for _ in range(generator.randint(1, 3))]
     prompt = [token for _ in range(12) for token in generator.choice(pieces)]
     return prompt[: generator.randint(1, longest)]
@@ -191,3 +189,27 @@ def plain_logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0].float().cpu()
     finally:
         model.set_attn_implementation(used)
+
+
+def check_greedy(model: object, one: GenerationRequest, ids: list[int]) -> int:
+    """Assert that ids are the target's own greedy choice; returns how many of them broke a tie the other way."""
+    tokens = [*one.prompt_ids, *ids]
+    logits = plain_logits(model, tokens)[len(one.prompt_ids) - 1 : -1]
+    best = logits.max(dim=-1).values
+    ties = 0
+    for at, token in enumerate(ids):
+        if token != int(logits[at].argmax()):
+            gap = float(best[at] - logits[at, token])
+            assert gap < 1e-4, f"{one.request_id}: token {at} is {token}, {gap} below the target's choice"
+            ties += 1
+    return ties
+
+
+def check_counts(counts: Counter[int], context: list[int], target: object) -> None:
+    """Chi-square of the counts against the target's own 6 most likely tokens."""
+    logits = plain_logits(target, context)[-1]
+    top = logits.topk(6)
+    expected = torch.softmax(top.values / 1.1, 0) * sum(counts.values())
+    assert set(counts) <= set(top.indices.tolist())
+    found = torch.tensor([float(counts[token]) for token in top.indices.tolist()])
+    assert float(((found - expected) ** 2 / expected).sum()) < 20.5

@@ -23,8 +23,9 @@ from speclen.worker.observing.labelled import page_of
 from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.observing.tracing import Tracing
-from speclen.worker.reporting.control_client import ControlClient, WorkerCard
-from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.server import create_server
@@ -108,8 +109,8 @@ def http_worker(
 ) -> Iterator[HttpWorker]:
     """settings: of the engine."""
     engine = make_engine(pair, max_batch_size=max_batch_size, **settings)
-    card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.max_batch_size, 8, "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, LengthTable.constant(2, engine.max_batch_size, "default"), follow=False)
+    card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.limits, "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, engine.limits, "default"), follow=False)
     timeouts = body_timeout_s, unread_timeout_s
     worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, *timeouts, max_waiting, model)
     worker.tracing = tracing

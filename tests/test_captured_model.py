@@ -8,14 +8,14 @@ from collections.abc import Callable
 import engines
 import pytest
 import torch
-from engines import RandomLengths
-from test_lossless import Traffic, check_greedy
+from engines import RandomLengths, check_greedy
+from traffic import Traffic
 
+from speclen.records import StepFlag, StepRecord
 from speclen.worker.backends.captured_model import CapturedModel, padded_rows, reach
 from speclen.worker.backends.prompt_blocks import MOST_BLOCKS, sizes_up_to
 from speclen.worker.backends.recording import Recording, RerunRecorder
 from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.length_chooser import StepFlag, StepResult
 
 
 class CountingRecorder(RerunRecorder):
@@ -76,8 +76,8 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> No
     target, _ = engines.models(family)
     assert sum(check_greedy(target, one, collected.ids(one.request_id)) for one in requests) <= 1
     assert recorder.num_recordings > 20
-    recorded = [result for result in chooser.results if StepFlag.COMPILATION in result.flags]
-    assert 0 < len(recorded) < len(chooser.results)
+    recorded = [result for result in chooser.records if StepFlag.COMPILATION in result.flags]
+    assert 0 < len(recorded) < len(chooser.records)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.95}])
@@ -123,8 +123,8 @@ def test_passes_are_recorded_before_anybody_is_served() -> None:
         chooser=RandomLengths(1, longest=3), max_speculation_length=3, max_context_length=100
     )
     assert texts(engine) == texts(expected)
-    assert not any(StepFlag.COMPILATION in result.flags for result in chooser.results if not catches_up(result))
-    assert recorder.num_recordings <= num_recorded + sum(map(catches_up, chooser.results))
+    assert not any(StepFlag.COMPILATION in result.flags for result in chooser.records if not catches_up(result))
+    assert recorder.num_recordings <= num_recorded + sum(map(catches_up, chooser.records))
 
 
 def num_blocks_recorded(engine: Engine) -> int:
@@ -132,7 +132,7 @@ def num_blocks_recorded(engine: Engine) -> int:
     return 2 * len(sizes_up_to(MOST_BLOCKS)) if captured(engine.target).has_kernels else 0
 
 
-def catches_up(result: StepResult) -> bool:
+def catches_up(result: StepRecord) -> bool:
     return StepFlag.CATCH_UP in result.flags
 
 
@@ -170,7 +170,7 @@ def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
         before = recorder.num_recordings
         found = texts(engine)
     assert found == texts(engines.make_engine(chooser=RandomLengths(1, longest=3), **settings))
-    assert recorder.num_recordings <= before + sum(map(catches_up, chooser.results))
+    assert recorder.num_recordings <= before + sum(map(catches_up, chooser.records))
     told = [record.getMessage() for record in caplog.records if "recording of PassShape" in record.getMessage()]
     assert len(told) == 2, "each once: 4 rows of 3 and of 4 queries"
 

@@ -24,6 +24,7 @@ from speclen.bench.profile.importing import Destination
 from speclen.console.client import Client
 from speclen.console.errors import UserError
 from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
+from speclen.records import Limits
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
 from speclen.store.profiles import stored_profiles
@@ -37,7 +38,7 @@ from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.request import knows_context, profile_request
 from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileSettings
-from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.reporting.table import ArmTable
 
 KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")
 
@@ -115,10 +116,10 @@ def test_steps_of_another_commit_are_not_gone_on_with(tmp_path: Path, monkeypatc
 
 
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
-    table = table_from_file(measured / "p.json", 3, 2)
-    assert isinstance(table, LengthTable)
+    table = table_from_file(measured / "p.json", Limits(3, 2))
+    assert isinstance(table, ArmTable)
     best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json")).batches}
-    assert {size: table.lengths[size] for size in best} == best
+    assert {size: table.arms[size].speculation_length for size in best} == best
 
 
 def test_a_worker_says_when_its_profile_was_measured_elsewhere(measured: Path, tmp_path: Path) -> None:

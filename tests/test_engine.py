@@ -10,12 +10,23 @@ import engines
 import pytest
 import tiny_models
 import torch
-from engines import Collected, RandomLengths, RandomPlans, finish, generate, make_engine, make_pair, request
+from engines import (
+    Arms,
+    Collected,
+    RandomArms,
+    RandomLengths,
+    check_counts,
+    finish,
+    generate,
+    make_engine,
+    make_pair,
+    request,
+)
 
+from speclen.records import Arm, StepFlag
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.drafting.plan import Plan
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.length_chooser import FixedLength, FixedPlan, LengthChoice, StepFlag, StepResult
 from speclen.worker.requests.request import DrainingError, FinishReason, SequenceOutput
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
@@ -39,10 +50,10 @@ def test_totals_agree_with_what_requests_were_told() -> None:
 def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
     """Nobody gets it, so it must not make a length look better. The draft is the target: nothing is rejected."""
     target, _ = engines.models("llama")
-    script = Script(5, 5)
+    script = script_of(5, 5)
     requests = [request(str(at), PROMPT, max_tokens=wanted, ignore_eos=True) for at, wanted in enumerate((4, 7))]
     generate(make_engine(make_pair(draft=target), script), *requests)
-    assert [result.accepted_histogram for result in script.results] == [(0, 0, 1, 0, 0, 1)]
+    assert [result.accepted_histogram for result in script.records] == [(0, 0, 1, 0, 0, 1)]
 
 
 # Sampling.
@@ -71,28 +82,18 @@ def test_sampled_outputs_follow_the_targets_distribution(length: int, seeded: bo
         assert engine.load().num_accepted_tokens > 300
 
 
-def check_counts(counts: Counter[int], context: list[int], target: object) -> None:
-    """Chi-square of the counts against the target's own 6 most likely tokens."""
-    logits = engines.plain_logits(target, context)[-1]
-    top = logits.topk(6)
-    expected = torch.softmax(top.values / 1.1, 0) * sum(counts.values())
-    assert set(counts) <= set(top.indices.tolist())
-    found = torch.tensor([float(counts[token]) for token in top.indices.tolist()])
-    assert float(((found - expected) ** 2 / expected).sum()) < 20.5
-
-
 def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> None:
     """Promised in float32 on one machine: noise goes by seed, sequence and position, and drafts do not change a choice."""
     settings = {"temperature": 0.9, "top_p": 0.95, "min_p": 0.01, "max_tokens": 24, "seed": 5, "n": 2}
     alone = generate(make_engine(chooser=0), request("x", PROMPT, **settings))
     generator = random.Random(0)
-    choosers = (FixedLength(4), RandomLengths(1), RandomLengths(2), FixedPlan(Plan(0, 1, 6)), RandomPlans(3))
+    choosers = (FixedArm(Arm(4)), RandomLengths(1), RandomLengths(2), FixedArm(Arm(0, True)), RandomArms(3))
     for lengths in choosers:
         others = [
             request(str(at), engines.random_prompt(generator), max_tokens=20, temperature=generator.choice([0, 1.0]))
             for at in range(6)
         ]
-        engine = make_engine(chooser=lengths, max_copied_tokens=6)
+        engine = make_engine(chooser=lengths, ngram=True)
         busy = generate(engine, *others[:3], request("x", PROMPT, **settings), *others[3:])
         for index in range(2):
             assert busy.ids("x", index) == alone.ids("x", index)
@@ -210,54 +211,43 @@ def test_length_0_does_no_draft_work_at_all() -> None:
     assert engine.load().num_draft_tokens == 0
 
 
-class Script:
+def script_of(*lengths: int) -> Arms:
     """Given lengths, then the last one for ever."""
-
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = list(lengths)
-        self.results: list[StepResult] = []
-
-    def choice_for(
-        self, batch_size: int, with_prompts: bool = False, rows_by_class: tuple[int, ...] = ()
-    ) -> LengthChoice:
-        return LengthChoice(self.lengths.pop(0) if len(self.lengths) > 1 else self.lengths[0])
-
-    def report(self, choice: LengthChoice, result: StepResult) -> None:
-        self.results.append(result)
+    return Arms(*map(Arm, lengths))
 
 
 @pytest.mark.parametrize("num_plain", [2, 30])
 def test_the_draft_catches_up_after_length_0_and_the_step_is_flagged(num_plain: int) -> None:
     """Story: a stale draft made acceptance look low for good. A draft that is the target must stay perfect."""
     target, _ = engines.models("llama")
-    script = Script(2, *[0] * num_plain, 3)
+    script = script_of(2, *[0] * num_plain, 3)
     engine = make_engine(make_pair(draft=target), script)
     requests = [request(str(at), PROMPT[: at + 1], max_tokens=60, ignore_eos=True) for at in range(3)]
     generate(engine, *requests)
-    flagged = [at for at, result in enumerate(script.results) if StepFlag.CATCH_UP in result.flags]
+    flagged = [at for at, result in enumerate(script.records) if StepFlag.CATCH_UP in result.flags]
     assert flagged == [1 + num_plain]
-    drafted = [result for result in script.results if result.speculation_length]
+    drafted = [result for result in script.records if result.arm.speculation_length]
     assert all(sum(result.accepted_histogram[:-1]) == 0 for result in drafted)
 
 
 @pytest.mark.parametrize("slow_changes", [False, True])
 def test_the_first_step_of_another_length_is_flagged_where_the_backend_takes_longer_for_it(slow_changes: bool) -> None:
     """Unless rows went, which is a part of what steps take."""
-    script = Script(2, 2, 3, 3, 0, 0, 2)
+    script = script_of(2, 2, 3, 3, 0, 0, 2)
     engine = make_engine(chooser=script)
     engine.target.slow_changes = slow_changes
     requests = [request(str(at), PROMPT, max_tokens=2000, ignore_eos=True) for at in range(2)]
     for each in requests:
         engine.submit(each, lambda event: None)
-    while len(script.results) < 9:
+    while len(script.records) < 9:
         engine.step()
     engine.abort("0")
-    script.lengths = [3]
-    while len(script.results) < 12:
+    script.arms = [Arm(3)]
+    while len(script.records) < 12:
         engine.step()
-    flagged = [at for at, result in enumerate(script.results) if StepFlag.CHANGED_LENGTH in result.flags]
+    flagged = [at for at, result in enumerate(script.records) if StepFlag.CHANGED_ARM in result.flags]
     assert flagged == ([2, 4, 6] if slow_changes else [])
-    assert script.results[9].batch_size == 1
+    assert script.records[9].batch_size == 1
 
 
 def test_every_row_keeps_to_its_own_length() -> None:
@@ -277,54 +267,54 @@ def test_every_row_keeps_to_its_own_length() -> None:
 
 
 def test_nothing_is_drafted_that_no_row_could_use() -> None:
-    script = Script(6)
+    script = script_of(6)
     collected = generate(make_engine(chooser=script), request("x", PROMPT, max_tokens=3, ignore_eos=True))
-    assert script.results[0].speculation_length == 1  # two tokens are left
+    assert script.records[0].arm.speculation_length == 1  # two tokens are left
     assert len(collected.ids("x")) == 3
-    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.results)
+    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
 
 
 def test_a_row_near_its_end_does_not_keep_the_step_from_teaching() -> None:
     """It drafts with the others, and what it does not need is cut from its output."""
-    script = Script(4)
+    script = script_of(4)
     requests = [request("short", PROMPT, max_tokens=2), request("long", PROMPT, max_tokens=30, ignore_eos=True)]
     collected = generate(make_engine(chooser=script), *requests)
     assert len(collected.ids("short")) == 2
-    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.results)
-    assert script.results[0].batch_size == 2
-    assert script.results[0].speculation_length == 4
+    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
+    assert script.records[0].batch_size == 2
+    assert script.records[0].arm.speculation_length == 4
 
 
 def test_first_use_of_a_shape_is_flagged_once() -> None:
-    script = Script(2)
+    script = script_of(2)
     engine = make_engine(chooser=script)
     for name in ("a", "b"):
         generate(engine, request(name, PROMPT, max_tokens=20, ignore_eos=True))
-    first = [(r.batch_size, r.speculation_length) for r in script.results if StepFlag.FIRST_USE in r.flags]
+    first = [(r.batch_size, r.arm.speculation_length) for r in script.records if StepFlag.FIRST_USE in r.flags]
     assert len(first) == len(set(first))
     assert (1, 2) in first
 
 
 def test_without_a_draft_lengths_are_0() -> None:
-    script = Script(5)
+    script = script_of(5)
     pair = make_pair()
     pair.draft = None
     generate(make_engine(pair, script), request("x", PROMPT, max_tokens=5))
-    assert {result.speculation_length for result in script.results} == {0}
+    assert {result.arm.speculation_length for result in script.records} == {0}
 
 
 # Joining, leaving, refusing.
 
 
 def test_a_step_that_waited_for_a_copied_prompt_does_not_teach() -> None:
-    script = Script(0)
+    script = script_of(0)
     engine = make_engine(chooser=script, max_batch_size=2)
     generate(engine, request("x", PROMPT, n=2, max_tokens=6, ignore_eos=True))
-    assert [StepFlag.PREFILL in result.flags for result in script.results][:2] == [True, False]
+    assert [StepFlag.PREFILL in result.flags for result in script.records][:2] == [True, False]
 
 
 def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
-    script = Script(0)
+    script = script_of(0)
     engine = make_engine(chooser=script, prefill_chunk=16)
     collected = Collected()
     engine.submit(request("short", PROMPT, max_tokens=60, ignore_eos=True), collected)
@@ -336,7 +326,7 @@ def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
         engine.step()
     assert len(collected.ids("short")) == before + 200 // 16
     assert not collected.outputs["long", 0]
-    assert all(StepFlag.PREFILL in result.flags for result in script.results[-12:])
+    assert all(StepFlag.PREFILL in result.flags for result in script.records[-12:])
     finish(engine)
     assert len(collected.ids("long")) <= 5
 

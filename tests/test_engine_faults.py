@@ -14,12 +14,13 @@ import engines
 import pytest
 import tiny_models
 import torch
-from engines import Collected, RandomLengths, SameLength, finish, generate, make_engine, request
+from engines import Arms, Collected, RandomLengths, finish, generate, make_engine, request
 
+from speclen.records import Arm
 from speclen.worker.backends.attention import PackedAttention, RowAttention
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.engine.engine import PLAIN_STEPS, Engine
+from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
@@ -159,7 +160,7 @@ def test_a_failing_first_token_ends_its_request_only() -> None:
 @pytest.mark.parametrize("broken", ["draft", "verification"])
 def test_rows_go_on_without_drafts_where_drafting_fails(broken: str) -> None:
     """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked."""
-    chooser = SameLength(longest=3)
+    chooser = Arms(Arm(3))
     engine = make_engine(chooser=chooser)
     assert engine.draft is not None
     if broken == "draft":
@@ -177,8 +178,8 @@ def test_rows_go_on_without_drafts_where_drafting_fails(broken: str) -> None:
     collected = generate(engine, *requests)
     for one in requests:
         assert collected.ids(one.request_id) == generate(make_engine(chooser=0), one).ids(one.request_id)
-    assert {result.speculation_length for result in chooser.results} == {0}
-    assert engine._num_plain_steps == PLAIN_STEPS - len(chooser.results), "one try failed, and none after it"
+    assert {result.arm.speculation_length for result in chooser.records} == {0}
+    assert len(chooser.records) == 18, "one try failed, and none after it"
 
 
 def test_a_failing_callback_is_the_callers_problem() -> None:

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from engines import Collected, RandomLengths, SameLength
+from engines import Arms, Collected, RandomLengths
 
+from speclen.records import Arm
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
 from speclen.worker.sampling.grammar import Grammar, StepGrammars
 from speclen.worker.sampling.noise import make_key
@@ -527,19 +528,19 @@ def test_what_a_slow_grammar_takes_teaches_no_step_time() -> None:
     grammar = Grammar(SlowMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
     asked = structured("a", grammar, [3, 4], max_tokens=8, ignore_eos=True)
     engines.generate(engines.make_engine(chooser=chooser), asked)
-    taken = [result.latency_s for result in chooser.results]
+    taken = [result.latency_s for result in chooser.records]
     assert len(taken) == 7
     assert min(taken) < SLOW_S / 2, "a step of the tiny models takes some 2 ms"
 
 
 def test_nothing_is_proposed_for_a_grammar_whose_masks_take_long() -> None:
     """All rows wait for the masks of one, and every proposed token needs one of its own."""
-    chooser = SameLength(longest=3)
+    chooser = Arms(Arm(3))
     grammar = Grammar(SlowMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
     engines.generate(
         engines.make_engine(chooser=chooser), structured("a", grammar, [3, 4], max_tokens=8, ignore_eos=True)
     )
-    assert [result.speculation_length for result in chooser.results] == [0] * 7
+    assert [result.arm.speculation_length for result in chooser.records] == [0] * 7
 
 
 def test_the_text_of_an_end_token_ends_nothing(prepared: Any) -> None:

@@ -65,8 +65,8 @@ def test_models(client):
 
 
 def test_a_chat_without_a_limit_takes_what_a_worker_with_little_kv_can_hold():
-    """Story: what rows copy ahead was not counted, and such a request was refused."""
-    with http_worker(max_copied_tokens=16, max_kv_tokens=120) as small:
+    """Story: room for n-gram tokens was not counted, and such a request was refused."""
+    with http_worker(ngram=True, max_kv_tokens=120) as small:
         one = small.client()
         most = one.models.retrieve(MODEL).max_model_len
         answer = one.chat.completions.create(

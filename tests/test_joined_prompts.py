@@ -8,8 +8,7 @@ from typing import Any
 import engines
 import pytest
 import torch
-from engines import RandomLengths
-from test_lossless import check_greedy
+from engines import RandomLengths, check_greedy
 
 from speclen.worker.backends import cached_model
 from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention

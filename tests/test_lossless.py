@@ -11,84 +11,15 @@ largest, and the test counts such tokens: over 10,000 there may be one or two, a
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import engines
 import pytest
 import tiny_models
-from engines import Collected, RandomLengths, RandomPlans
+from engines import RandomLengths, check_greedy
+from traffic import Traffic, check_outputs
 
-from speclen.worker.backends.recording import Recorder
-from speclen.worker.engine.length_chooser import StepFlag
-from speclen.worker.models.loading import ModelPair
-from speclen.worker.requests.request import FinishReason, GenerationRequest
-
-TIE = 1e-4
-NUM_REQUESTS = 240  # for each of nine families
-
-
-def check_greedy(model: object, one: GenerationRequest, ids: list[int]) -> int:
-    """Assert that ids are the target's own greedy choice; returns how many of them broke a tie the other way."""
-    tokens = [*one.prompt_ids, *ids]
-    logits = engines.plain_logits(model, tokens)[len(one.prompt_ids) - 1 : -1]
-    best = logits.max(dim=-1).values
-    ties = 0
-    for at, token in enumerate(ids):
-        if token != int(logits[at].argmax()):
-            gap = float(best[at] - logits[at, token])
-            assert gap < TIE, f"{one.request_id}: token {at} is {token}, {gap} below the target's choice"
-            ties += 1
-    return ties
-
-
-@dataclass
-class Traffic:
-    """Requests that join at random moments, some of which are cancelled."""
-
-    family: str
-    seed: int
-    recorder: Recorder | None = None
-    num_requests: int = NUM_REQUESTS
-    backend: str = "torch"
-    plans: bool = False
-    pair: ModelPair | None = None  # None: the family's usual one
-
-    def run(self) -> tuple[list[GenerationRequest], Collected, RandomLengths]:
-        generator = random.Random(self.seed)
-        chooser = (RandomPlans if self.plans else RandomLengths)(self.seed, longest=4)
-        engine = engines.make_engine(
-            self.pair or engines.make_pair(self.family),
-            chooser,
-            self.recorder,
-            max_recordings=8,
-            max_batch_size=6,
-            prefill_chunk=17,
-            max_kv_tokens=400,
-            backend=self.backend,
-            max_copied_tokens=6 if self.plans else 0,
-        )
-        collected, requests, cancelled = Collected(), [], 0
-        while len(requests) < self.num_requests or engine.load().num_running or engine.load().num_waiting:
-            if len(requests) < self.num_requests and generator.random() < 0.6:
-                requests.append(self.make_request(generator, str(len(requests)), self.plans))
-                engine.submit(requests[-1], collected)
-            if generator.random() < 0.1 and requests:
-                cancelled += engine.abort(generator.choice(requests[-8:]).request_id)
-            engine.step()
-        assert engine.load().num_kv_tokens_used == 0
-        assert engines.DEVICE.type != "cpu" or engine.target.pool.num_bytes_held() == 0
-        assert cancelled > 3, "the test is about cancelled rows too"
-        return requests, collected, chooser
-
-    @staticmethod
-    def make_request(generator: random.Random, name: str, repeating: bool = False) -> GenerationRequest:
-        make_prompt = engines.repeating_prompt if repeating else engines.random_prompt
-        return engines.request(
-            name,
-            make_prompt(generator, 32),
-            fixed_length=generator.choice([None] * 8 + [0, 0, 1, 5]),
-            max_tokens=generator.randint(1, 30 if repeating else 14),
-        )
+from speclen.records import Arm, StepFlag
+from speclen.worker.requests.request import FinishReason
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
@@ -99,83 +30,47 @@ def test_ragged_schedules_put_out_what_the_target_alone_would(family: str, backe
     seed = list(tiny_models.FAMILIES).index(family)
     requests, collected, chooser = Traffic(family, seed, backend=backend).run()
     check_outputs(engines.models(family)[0], requests, collected)
-    flags = {StepFlag.COMPILATION, StepFlag.CHANGED_LENGTH} if backend == "openvino" else set()
+    flags = {StepFlag.COMPILATION, StepFlag.CHANGED_ARM} if backend == "openvino" else set()
     check_reports(chooser, {StepFlag.COMPILATION} if engines.DEVICE.type == "cuda" else flags)
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_plans_that_change_with_every_step_put_out_what_the_target_alone_would(family: str, backend: str) -> None:
-    """Copied tokens, drafted ones, one after the other and neither, for rows of one step that each propose their own."""
+def test_arms_that_change_with_every_step_put_out_what_the_target_alone_would(family: str, backend: str) -> None:
+    """N-grams, drafted tokens and neither, for rows of one step that each propose their own."""
     if backend == "openvino" and family == "gemma2":
         pytest.skip("OpenVINO's attention has no softcap: torch runs Gemma 2")
     seed = 50 + list(tiny_models.FAMILIES).index(family)
-    requests, collected, chooser = Traffic(family, seed, backend=backend, plans=True).run()
+    requests, collected, chooser = Traffic(family, seed, backend=backend, ngrams=True).run()
     check_outputs(engines.models(family)[0], requests, collected)
-    check_copies(chooser)
+    check_ngrams(chooser)
 
 
-def check_outputs(target: object, requests: list[GenerationRequest], collected: Collected) -> None:
-    """All are the target's own, and end where they should."""
-    num_ties = num_tokens = 0
-    for one in requests:
-        ids, reason = collected.ids(one.request_id), collected.reason(one.request_id)
-        assert reason is not None
-        if ids:
-            num_ties += check_greedy(target, one, ids)
-        num_tokens += len(ids)
-        assert tiny_models.EOS_ID not in ids[:-1]
-        if reason is FinishReason.LENGTH:
-            assert len(ids) == one.sampling.max_tokens
-        if reason is FinishReason.STOP:
-            assert ids[-1] == tiny_models.EOS_ID
-        last = collected.last(one.request_id)
-        assert last.num_completion_tokens == len(ids)
-        assert last.num_accepted_tokens <= last.num_draft_tokens
-        if one.fixed_length == 0:
-            assert last.num_draft_tokens == 0
-    assert num_ties <= 2
-    assert num_tokens > 1000
-
-
-def check_copies(chooser: RandomLengths) -> None:
-    """Steps were of all kinds, some copies were kept, and every report is consistent."""
-    num_proposed = num_accepted = 0
-    for choice, result in zip(chooser.choices, chooser.results, strict=True):
-        assert (choice.plan is not None) == (StepFlag.COPIED in result.flags) == (result.copying is not None)
-        assert len(result.accepted_histogram) == result.speculation_length + 1
-        assert sum(result.accepted_histogram) == result.batch_size
-        if (copying := result.copying) is None:
-            continue
-        num_matches = sum(run.num_rows for run in copying.runs)
-        assert num_matches <= copying.num_searched_rows <= result.batch_size
-        assert result.batch_size <= copying.num_verified_tokens
-        assert all(choice.plan.copy_min_match <= run.match_length for run in copying.runs)
-        assert all(run.num_accepted <= run.num_proposed <= choice.plan.copy_max_tokens for run in copying.runs)
-        if choice.plan.draft_after_copy or not choice.plan.draft_length:
-            # Only rows with a length of their own draft in a plan that does not.
-            assert copying.num_drafting_rows <= result.batch_size
-        else:
-            assert copying.num_drafting_rows + num_matches <= result.batch_size
-        num_proposed += sum(run.num_rows * run.num_proposed for run in copying.runs)
-        num_accepted += sum(run.num_rows * run.num_accepted for run in copying.runs)
-    drafted = [result for result in chooser.results if result.copying and result.speculation_length]
-    accepted = sum(at * count for result in drafted for at, count in enumerate(result.accepted_histogram))
-    assert num_proposed > 80
-    assert num_accepted > 8, "copies that are always rejected would prove nothing"
-    assert accepted > 8, "nor would drafts beside them"
+def check_ngrams(chooser: RandomLengths) -> None:
+    """Steps were of all kinds, some n-gram tokens were accepted, and every record is consistent."""
+    for record in chooser.records:
+        assert len(record.accepted_histogram) == record.arm.max_tokens + 1
+        assert sum(record.accepted_histogram) == record.batch_size
+        assert record.num_drafted_sequences <= record.batch_size <= record.num_verified_tokens
+        assert record.num_tokens <= record.num_verified_tokens
+    alone = [record for record in chooser.records if record.arm == Arm(0, ngram=True)]
+    both = [record for record in chooser.records if record.arm.ngram and record.num_drafted_sequences]
+    assert sum(record.num_tokens - record.batch_size for record in alone) > 0, (
+        "n-grams that are always rejected prove nothing"
+    )
+    assert sum(record.num_tokens - record.batch_size for record in both) > 8, "nor would drafts beside them"
 
 
 def check_reports(chooser: RandomLengths, flags_of_backend: set[StepFlag]) -> None:
     """The schedule was as varied as the test claims, and every report is consistent."""
-    results = chooser.results
-    for choice, result in zip(chooser.choices, results, strict=True):
-        assert choice.decision_version == 7
-        assert len(result.accepted_histogram) == result.speculation_length + 1
+    results = chooser.records
+    for result in results:
+        assert result.decision_version == 7
+        assert len(result.accepted_histogram) == result.arm.speculation_length + 1
         assert sum(result.accepted_histogram) == result.batch_size
         assert result.latency_s > 0
     assert {result.batch_size for result in results} >= {2, 3, 4, 5, 6}
-    assert {result.speculation_length for result in results} >= {0, 1, 2, 3, 4, 5}
+    assert {result.arm.speculation_length for result in results} >= {0, 1, 2, 3, 4, 5}
     flags = [flag for result in results for flag in result.flags]
     expected = {StepFlag.PREFILL, StepFlag.CATCH_UP, StepFlag.MIXED_LENGTHS, StepFlag.FIRST_USE}
     assert set(flags) == expected | flags_of_backend
@@ -204,8 +99,8 @@ def test_a_draft_that_is_the_target_is_accepted_whole() -> None:
         engine, *(engines.request(str(at), prompt, max_tokens=20, ignore_eos=True) for at, prompt in enumerate(prompts))
     )
     num_rejected = num_drafted = 0
-    for result in chooser.results:
-        num_drafted += result.batch_size * result.speculation_length
+    for result in chooser.records:
+        num_drafted += result.batch_size * result.arm.speculation_length
         num_rejected += sum(result.accepted_histogram[:-1])
     assert num_drafted > 200
     # Only ties of the logits could be told apart by the two passes.

@@ -14,18 +14,19 @@ from engines import make_pair
 from structlog.testing import capture_logs
 
 import speclen.worker.profiling.profiler
+from speclen.records import Arm, Limits, StepRecord
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.backends.passes import StepRows
 from speclen.worker.config import WorkerConfig
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling import seeding
 from speclen.worker.profiling.profiler import Profiler, quick_profile
 from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileSettings, fit_settings, quick_settings
-from speclen.worker.reporting.control_client import WorkerCard
+from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 
 TEXTS = ["The target verifies what the draft proposes. " * 20, "def step(self, batch):\n    return batch\n" * 20]
@@ -85,17 +86,17 @@ def test_survival_is_that_of_serving(pair: ModelPair) -> None:
     with profiler(pair, settings) as running:
         profiled = running.run().result()
 
-    class Counting(FixedLength):
+    class Counting(FixedArm):
         accepted, rows = [0, 0, 0], 0
 
-        def report(self, choice: Any, result: Any) -> None:
-            if result.speculation_length == 3:
-                Counting.rows += result.batch_size
+        def report(self, record: StepRecord) -> None:
+            if record.arm == Arm(3):
+                Counting.rows += record.batch_size
                 for position in range(3):
-                    Counting.accepted[position] += sum(result.accepted_histogram[position + 1 :])
+                    Counting.accepted[position] += sum(record.accepted_histogram[position + 1 :])
 
     source = PromptSource(pair.tokenizer, TEXTS, seed=99)
-    engine = Engine(pair, EngineConfig(max_batch_size=8, max_speculation_length=3), Counting(3))
+    engine = Engine(pair, EngineConfig(max_batch_size=8, max_speculation_length=3), Counting(Arm(3)))
     for number in range(40):
         sampling = SamplingParams(max_tokens=60, ignore_eos=True)
         engine.submit(GenerationRequest(str(number), source.draw(16), sampling), lambda output: None)
@@ -262,7 +263,7 @@ def test_a_worker_whose_profile_fails_serves_without(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(seeding, "knows_context", lambda *_: False)
     monkeypatch.setattr(speclen.worker.profiling.profiler, "held_out_texts", list)
     config = WorkerConfig(controller="127.0.0.1:1", quick_profile_s=1.0)
-    card = WorkerCard("w", 1, pb.ContextKey(), 2, 2, "127.0.0.1:1", "adaptive")
+    card = WorkerCard("w", 1, pb.ContextKey(), Limits(2, 2), "127.0.0.1:1", "adaptive")
     told: list[str] = []
     with capture_logs() as logs:
         seeding.seed_controller(config, make_pair(), card, told.append)

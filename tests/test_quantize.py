@@ -9,7 +9,7 @@ import engines
 import pytest
 import tiny_models
 import torch
-from test_lossless import Traffic, check_outputs
+from traffic import Traffic, check_outputs
 
 from speclen.bench.engine.bandwidth import bytes_per_pass
 from speclen.worker.backends import openvino
@@ -118,7 +118,7 @@ def loaded(model: Any, dtype: torch.dtype) -> Any:
 def test_outputs_are_what_the_rounded_target_alone_would_write(family: str) -> None:
     """100 requests that join and leave at random, under plans that change with every step."""
     pair = rounded_pair(family)
-    traffic = Traffic(family, 90, backend="openvino", plans=True, pair=pair, num_requests=100)
+    traffic = Traffic(family, 90, backend="openvino", ngrams=True, pair=pair, num_requests=100)
     requests, collected, _ = traffic.run()
     check_outputs(pair.target, requests, collected)
 

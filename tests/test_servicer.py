@@ -21,6 +21,7 @@ from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
+from speclen.records import Limits
 from speclen.transport.aio import prepare_aio
 from speclen.transport.keyring import Keyring
 from speclen.v1 import control_pb2
@@ -30,8 +31,9 @@ from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.observing.request_metrics import RequestMetrics
-from speclen.worker.reporting.control_client import ControlClient, WorkerCard
-from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -74,8 +76,8 @@ async def served(
 ) -> AsyncIterator[Served]:
     pair = engines.make_pair()
     engine = engines.make_engine(pair, max_batch_size=rows)
-    card = WorkerCard("w", 1, control_pb2.ContextKey(), rows, 3, "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, LengthTable.constant(2, rows, "default"), follow=True)
+    card = WorkerCard("w", 1, control_pb2.ContextKey(), Limits(rows, 3), "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
     entrance = Entrance(pair, engine.max_context_length, rows, max_waiting)
     metrics = WorkerMetrics(engine, control, num_at_entrance=lambda: entrance.num_waiting)
     facts = ModelFacts(card.context, "t", "d", 1, 1)

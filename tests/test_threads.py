@@ -13,11 +13,12 @@ import torch
 from engines import generate, make_engine, make_pair, request
 from structlog.testing import capture_logs
 
+from speclen.records import PLAIN
 from speclen.worker.backends import threads
 from speclen.worker.backends.spinning import SPINS, set_spins
 from speclen.worker.backends.threads import ThreadChoice, Usage, free_cores, read_usage, waited_share, watch_cores
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import FixedLength
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import FinishReason
 
@@ -141,7 +142,7 @@ def test_watching_tells_the_engine(monkeypatch):
 def test_the_engine_changes_its_threads_between_steps():
     before = torch.get_num_threads()
     try:
-        engine = Engine(make_pair(), EngineConfig(backend="torch"), FixedLength(0))
+        engine = Engine(make_pair(), EngineConfig(backend="torch"), FixedArm(PLAIN))
         assert engine.num_threads == before
         engine.use_threads(before + 1)
         assert torch.get_num_threads() == before

@@ -13,7 +13,8 @@ import pytest
 
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker
-from speclen.worker.engine.length_chooser import LengthChoice, StepFlag
+from speclen.records import Arm, Limits, StepFlag
+from speclen.worker.drafting.arm_chooser import ArmChoice
 
 RECORDED = Path(__file__).parent / "data" / "vllm_steps.jsonl"
 
@@ -25,16 +26,16 @@ class Control:
         self.lengths = lengths
         self.probes = []
         self.asked, self.reports = [], []
-        self.card = SimpleNamespace(max_batch_size=8)
+        self.card = SimpleNamespace(limits=Limits(8, 5))
 
-    def choice_for(self, batch_size, with_prompts=False, rows_by_class=()):
-        self.asked.append((batch_size, with_prompts))
-        if self.probes and not with_prompts:
+    def choose(self, batch_size, with_prefill=False):
+        self.asked.append((batch_size, with_prefill))
+        if self.probes and not with_prefill:
             return self.probes.pop()
-        return LengthChoice(self.lengths(batch_size), decision_version=3)
+        return ArmChoice(Arm(self.lengths(batch_size)), decision_version=3)
 
-    def report(self, choice, result):
-        self.reports.append((choice, result))
+    def report(self, record):
+        self.reports.append(record)
 
 
 class Engine:
@@ -44,7 +45,7 @@ class Engine:
         base = fake_vllm.AsyncScheduler if overlapped else fake_vllm.Scheduler
         control = self.control = Control(lengths)
         steering = self.steering = Steering(
-            control, StepTracker(ragged, overlapped, LengthChoice(5)), SimpleNamespace(stop=lambda: None)
+            control, StepTracker(ragged, overlapped, ArmChoice(Arm(5))), SimpleNamespace(stop=lambda: None)
         )
         engine = self
 
@@ -85,7 +86,7 @@ class Engine:
         self.end(took_s)
 
     def results(self):
-        return [result for _, result in self.control.reports]
+        return self.control.reports
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -96,10 +97,10 @@ def test_a_steady_batch_teaches_its_length_and_its_time(overlapped):
     for _ in range(6):
         engine.step(0.02)
     last = engine.results()[-1]
-    assert (last.batch_size, last.speculation_length, last.accepted_histogram) == (3, 2, (0, 3, 0))
+    assert (last.batch_size, last.arm.speculation_length, last.accepted_histogram) == (3, 2, (0, 3, 0))
     assert last.latency_s == pytest.approx(0.02)
     assert last.flags == frozenset()
-    assert engine.control.reports[-1][0].decision_version == 3
+    assert last.decision_version == 3
     # The first step is a prompt alone, which is no decoding step; the next one is the first of its shape.
     assert engine.results()[0].flags == {StepFlag.FIRST_USE}
     assert engine.steering.num_reported == len(engine.results())
@@ -132,7 +133,7 @@ def test_a_step_between_two_lengths_teaches_no_time(overlapped):
     length = 1
     for _ in range(5):
         engine.step()
-    seen = [(r.speculation_length, StepFlag.CHANGED_LENGTH in r.flags) for r in engine.results()]
+    seen = [(r.arm.speculation_length, StepFlag.CHANGED_ARM in r.flags) for r in engine.results()]
     assert seen.count((4, True)) == 1, "verified four, drafted one"
     before, after = seen[: seen.index((4, True))], seen[seen.index((4, True)) + 1 :]
     assert set(before) == {(4, False)}
@@ -145,19 +146,20 @@ def test_length_zero_is_plain_decoding():
     for _ in range(4):
         engine.step()
     last = engine.results()[-1]
-    assert (last.speculation_length, last.accepted_histogram, last.flags) == (0, (1,), frozenset())
+    assert (last.arm.speculation_length, last.accepted_histogram, last.flags) == (0, (1,), frozenset())
 
 
-def test_a_probe_takes_two_steps_and_teaches_once():
+def test_all_steps_of_a_probe_quote_it_and_all_but_its_first_are_usable():
     engine = Engine(lambda size: 2)
     engine.scheduler.add("a", 10)
     for _ in range(3):
         engine.step()
-    engine.control.probes = [LengthChoice(4, 3, probe_id=9)]
-    for _ in range(5):
+    engine.control.probes = [ArmChoice(Arm(4), 3, probe_id=9)] * 4
+    for _ in range(7):
         engine.step()
-    told = [(c.probe_id, r.speculation_length, StepFlag.CHANGED_LENGTH in r.flags) for c, r in engine.control.reports]
-    assert told[-5:] == [(0, 2, True), (9, 4, False), (0, 4, True), (0, 2, False), (0, 2, False)]
+    told = [(r.probe_id, r.arm.speculation_length, StepFlag.CHANGED_ARM in r.flags) for r in engine.results()]
+    probed = [(9, 4, False), (9, 4, False), (9, 4, False), (9, 4, True)]
+    assert told[-7:] == [(0, 2, True), *probed, (0, 2, False), (0, 2, False)]
 
 
 def test_a_wait_for_requests_is_nobodys_time():
@@ -184,7 +186,7 @@ def test_rows_with_shorter_drafts_are_ordinary_for_ngrams_and_mixed_for_a_draft_
         engine.scheduler.requests["a"].spec_token_ids = []  # nothing found
         engine.step()
         last = engine.results()[-1]
-        assert (last.batch_size, last.speculation_length, last.accepted_histogram) == (2, 3, (1, 1, 0, 0))
+        assert (last.batch_size, last.arm.speculation_length, last.accepted_histogram) == (2, 3, (1, 1, 0, 0))
         assert (StepFlag.MIXED_LENGTHS in last.flags) is not ragged
 
 
@@ -251,7 +253,7 @@ def recorded_runs():
 def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
     """What was read of each step while vLLM ran is read again from the record; and all of it adds up."""
     steps = recorded_runs()[run]
-    tracker = StepTracker(run == "ngram", False, LengthChoice(5))
+    tracker = StepTracker(run == "ngram", False, ArmChoice(Arm(5)))
     num_read = 0
     for step in steps:
         output = SimpleNamespace(
@@ -265,7 +267,7 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
         requests = {name: SimpleNamespace(**values) for name, values in step["requests"].items()}
         pending = tracker.scheduled(output, requests, step["started"])
         if pending is not None:
-            tracker.drafts(pending, LengthChoice(step["drafting"]))
+            tracker.drafts(pending, ArmChoice(Arm(step["drafting"])))
         rows = SimpleNamespace(
             sampled_token_ids=[[0] * n for n in step["sampled"].values()],
             req_id_to_index={name: i for i, name in enumerate(step["sampled"])},
@@ -276,11 +278,14 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
         if found is None:
             continue
         num_read += 1
-        _, result = found
+        result = found
         assert result.batch_size == len(decoding)
         accepted = sum(run * rows for run, rows in enumerate(result.accepted_histogram))
         assert accepted == sum(max(step["sampled"][name] - 1, 0) for name in decoding)
         assert (StepFlag.PREFILL in result.flags) == bool(step["in_prompt"])
         assert result.latency_s > 0
+        drafts = [len(ids) for ids in output.scheduled_spec_decode_tokens.values()]
+        assert result.num_verified_tokens == len(decoding) + sum(drafts)
+        assert result.num_drafted_sequences == sum(number > 0 for number in drafts)
     assert num_read > 50
     assert tracker.num_odd == 0

@@ -20,10 +20,10 @@ import structlog
 from control_fakes import run, served
 
 from speclen.integrations.vllm import logs
-from speclen.integrations.vllm.context import configured_table, context_key
+from speclen.integrations.vllm.context import configured_table, context_key, limits_of
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.versions import TESTED, check_version
-from speclen.v1 import control_pb2 as pb
+from speclen.records import PLAIN, Arm, Limits
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
 
@@ -279,8 +279,10 @@ def test_several_gpus_of_one_engine_are_another_device_than_one():
 
 def test_the_configured_table_is_vllms_own():
     lookup = fake_vllm.lookup_of(fake_vllm.config())
-    assert configured_table(lookup, "adaptive", 5).lengths[1:] == (5, 5, 5, 5, 2, 2, 2, 2)
-    assert configured_table(lookup, "none", 5).lengths[1:] == (0,) * 8
+    limits = limits_of(lookup, 5)
+    assert limits == Limits(8, 5)
+    assert configured_table(lookup, "adaptive", limits).arms[1:] == (*[Arm(5)] * 4, *[Arm(2)] * 4)
+    assert configured_table(lookup, "none", limits).arms[1:] == (PLAIN,) * 8
 
 
 def test_sentences_name_variables_for_our_flags_and_leave_vllms():
@@ -289,12 +291,8 @@ def test_sentences_name_variables_for_our_flags_and_leave_vllms():
 
 
 def test_a_policy_that_vllm_cannot_play_is_refused():
-    with pytest.raises(ValueError, match="--policy copy is not known here"):
-        VllmSettings("127.0.0.1:7070", policy="copy")
-
-
-def test_the_flag_for_changed_lengths_is_the_protocols():
-    assert pb.STEP_FLAG_CHANGED_LENGTH == 40
+    with pytest.raises(ValueError, match="--policy n-gram is not known here"):
+        VllmSettings("127.0.0.1:7070", policy="n-gram")
 
 
 def test_vllms_process_loads_neither_our_torch_nor_our_engine():

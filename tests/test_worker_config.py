@@ -5,25 +5,31 @@ import socket
 
 import pytest
 
+from speclen.records import PLAIN, Arm, Limits
 from speclen.worker import config as settings_of_workers
 from speclen.worker.backends.threads import default_threads
 from speclen.worker.config import WorkerConfig, parse_policy
-from speclen.worker.drafting.plan import COPYING, Plan
 from speclen.worker.engine.config import BACKENDS
 from speclen.worker.models.loading import DTYPES
 from speclen.worker.models.quantize import WEIGHTS
-from speclen.worker.service.assembly import initial_table, max_copied
+from speclen.worker.service.assembly import initial_table
 from speclen.worker.service.server import check_config
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"), [("adaptive", ("adaptive", None)), ("none", ("none", None)), ("fixed:12", ("fixed", 12))]
+    ("policy", "expected"),
+    [
+        ("adaptive", ("adaptive", None)),
+        ("none", ("none", None)),
+        ("n-gram", ("n-gram", None)),
+        ("fixed:12", ("fixed", 12)),
+    ],
 )
 def test_policies(policy, expected):
     assert parse_policy(policy) == expected
 
 
-@pytest.mark.parametrize("policy", ["", "fixed", "fixed:", "fixed:-1", "fixed:x", "Adaptive"])
+@pytest.mark.parametrize("policy", ["", "fixed", "fixed:", "fixed:-1", "fixed:x", "Adaptive", "copy", "arms"])
 def test_unknown_policies_are_named(policy):
     with pytest.raises(ValueError, match="--policy"):
         parse_policy(policy)
@@ -41,32 +47,34 @@ def test_threads_suit_the_model_and_the_cores(num_cores, num_parameters, threads
     ("policy", "lengths", "follows"), [("adaptive", {2}, True), ("none", {0}, False), ("fixed:5", {5}, False)]
 )
 def test_the_first_table_is_the_policys(policy, lengths, follows):
-    table, follow = initial_table(WorkerConfig(policy=policy, max_batch_size=4), max_length=8)
-    assert (set(table.lengths[1:]), follow) == (lengths, follows)
+    table, follow = initial_table(WorkerConfig(policy=policy, max_batch_size=4), Limits(4, 8))
+    assert ({arm.speculation_length for arm in table.arms[1:]}, follow) == (lengths, follows)
 
 
 @pytest.mark.parametrize(
-    ("settings", "plans", "follows"),
+    ("settings", "arms", "follows", "ngram"),
     [
-        ({"plan": "copy>=2 up to 8, else draft 3"}, {Plan(3, 2, 8)}, False),
-        ({"plan": "1: draft 5; 2-: plain"}, {Plan(5), Plan()}, False),
-        ({"policy": "copy"}, {COPYING}, False),
-        ({"draft": ""}, {COPYING}, True),
-        ({"draft": "none"}, {COPYING}, True),
-        ({"draft": "", "policy": "none"}, {Plan()}, False),
+        ({"arms": "n-gram else draft 3"}, {Arm(3, True)}, False, True),
+        ({"arms": "1: draft 5; 2-: plain"}, {Arm(5), PLAIN}, False, False),
+        ({"policy": "n-gram"}, {Arm(0, True)}, False, True),
+        ({"draft": ""}, {Arm(0, True)}, True, True),
+        ({"draft": "none"}, {Arm(0, True)}, True, True),
+        ({"draft": "none", "ngram": False}, {PLAIN}, True, False),
+        ({"draft": "", "policy": "none"}, {PLAIN}, False, False),
+        ({"ngram": False}, {Arm(2)}, True, False),
+        ({"policy": "fixed:3"}, {Arm(3)}, False, False),
     ],
 )
-def test_the_first_table_may_be_of_plans(settings, plans, follows):
+def test_the_first_table_may_have_n_grams(settings, arms, follows, ngram):
     config = WorkerConfig(**settings, max_batch_size=4)
-    table, follow = initial_table(config, max_length=8 if config.has_draft else 0)
-    assert (set(table.plans[1:]), follow) == (plans, follows)
-    planned = max(plan.copy_max_tokens for plan in plans)
-    assert max_copied(config) == (config.max_copied_tokens if follows else planned), "a controller may plan more"
+    assert config.may_use_ngrams is ngram
+    table, follow = initial_table(config, Limits(4, 8 if config.has_draft else 0, ngram))
+    assert (set(table.arms[1:]), follow) == (arms, follows)
 
 
 def test_a_fixed_length_over_the_limit_is_refused():
     with pytest.raises(ValueError, match="fixed:5 is over --max-length 4"):
-        initial_table(WorkerConfig(policy="fixed:5"), max_length=4)
+        initial_table(WorkerConfig(policy="fixed:5"), Limits(32, 4))
 
 
 def test_a_profile_is_read_and_used(tmp_path):
@@ -75,8 +83,8 @@ def test_a_profile_is_read_and_used(tmp_path):
         '{"cells": [{"batch_size": 1, "speculation_length": 0, "step_s": 0.01},'
         ' {"batch_size": 1, "speculation_length": 1, "step_s": 0.011}], "survival": [0.8]}'
     )
-    table, follow = initial_table(WorkerConfig(policy="profile", profile=profile, max_batch_size=4), max_length=8)
-    assert (table.lengths[1:], follow) == ((1, 1, 1, 1), False)
+    table, follow = initial_table(WorkerConfig(policy="profile", profile=profile, max_batch_size=4), Limits(4, 8))
+    assert (table.arms[1:], follow) == ((Arm(1),) * 4, False)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
     profile = tmp_path / "profile.json"
     profile.write_text(content)
     with pytest.raises(ValueError, match="profile"):
-        initial_table(WorkerConfig(profile=profile), max_length=8)
+        initial_table(WorkerConfig(profile=profile), Limits(32, 8))
 
 
 @pytest.mark.parametrize(
@@ -94,16 +102,16 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
     [
         ({"policy": "fixed:9"}, "fixed:9 is over --max-length 8"),
         ({"policy": "profile"}, "--policy profile needs --profile FILE"),
-        ({"plan": "draft 9"}, "--plan 'draft 9' drafts 9 tokens, over --max-length 8: raise that, or draft less"),
-        ({"plan": "copy>=2 up to 99"}, "--plan: a plan copies up to 99 tokens; it must be 1 to 64"),
+        ({"arms": "draft 9"}, "--arms 'draft 9' drafts 9 tokens, over --max-length 8: raise that, or draft less"),
+        ({"arms": "copy>=2 up to 8"}, "--arms: the arm 'copy>=2 up to 8' is unknown"),
         (
-            {"plan": "1-4: draft 2", "max_batch_size": 8},
-            "--plan: no plan for batch size 5; the worker has up to 8 rows",
+            {"arms": "1-4: draft 2", "max_batch_size": 8},
+            "--arms: no arm for batch size 5; the worker has up to 8 sequences",
         ),
-        ({"plan": "draft 2", "draft": ""}, "--plan 'draft 2' drafts 2 tokens: give a --draft, or a plan that copies"),
+        ({"arms": "draft 2", "draft": ""}, "--arms 'draft 2' drafts 2 tokens: give a --draft, or arms without one"),
         (
-            {"plan": "plain", "policy": "none"},
-            "--plan 'plain' and --policy none say different things: give one of them",
+            {"arms": "plain", "policy": "none"},
+            "--arms 'plain' and --policy none say different things: give one of them",
         ),
         ({"max_kv_tokens": 10}, "--max-kv-tokens is 10; it must be 0, for as many as fit, or at least 256"),
         ({"backend": "x"}, "--backend 'x' is not known; use auto, torch, openvino"),

@@ -5,17 +5,18 @@ import urllib.request
 from dataclasses import dataclass
 
 import pytest
+from addresses import free_address
 from certificates import make_certificates
 from engines import generate, make_engine, request
 from prometheus_client import generate_latest
-from test_whose import free_address
 
+from speclen.records import PLAIN, Arm, Limits, StepRecord
 from speclen.transport.credentials import ServerSecurity, check_pages
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.engine.length_chooser import LengthChoice, StepResult
 from speclen.worker.observing.metrics import WorkerMetrics
-from speclen.worker.reporting.control_client import ControlClient, WorkerCard
-from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import ArmTable
 
 
 @dataclass
@@ -28,8 +29,9 @@ class Load:
     num_reused_tokens: int = 96
     num_steps: int = 7
     num_generated_tokens: int = 11
-    num_draft_tokens: int = 6
     num_drafts: int = 3
+    num_draft_tokens: int = 6
+    num_ngram_tokens: int = 2
     num_accepted_tokens: int = 4
     num_accepted_by_position: tuple[int, ...] = (2, 2)
 
@@ -43,10 +45,10 @@ class FakeEngine:
 
 @pytest.fixture
 def metrics() -> WorkerMetrics:
-    card = WorkerCard("w", 1, pb.ContextKey(), 4, 2, "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, LengthTable.constant(2, 4, "default"), follow=True)
-    control.report(LengthChoice(2), StepResult(3, 2, 0.01, (1, 0, 2), 10.0))
-    control.report(LengthChoice(0), StepResult(3, 0, 0.01, (3,), 10.0))
+    card = WorkerCard("w", 1, pb.ContextKey(), Limits(4, 2, ngram=True), "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, ArmTable.constant(Arm(2, ngram=True), card.limits, "default"), follow=True)
+    control.report(StepRecord(0, 3, Arm(2), 0.01, (1, 0, 2), 10.0))
+    control.report(StepRecord(0, 3, PLAIN, 0.01, (3,), 10.0))
     return WorkerMetrics(FakeEngine(), control)  # type: ignore[arg-type]
 
 
@@ -60,10 +62,12 @@ def metrics() -> WorkerMetrics:
         "speclen_prefix_cache_hits_total 96.0",
         "speclen_spec_decode_num_drafts_total 3.0",
         "speclen_spec_decode_num_draft_tokens_total 6.0",
+        "speclen_spec_decode_num_ngram_tokens_total 2.0",
         "speclen_spec_decode_num_accepted_tokens_total 4.0",
         'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="0"} 2.0',
         'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0',
         'speclen_speculation_length{batch_max="4",batch_min="1"} 2.0',
+        'speclen_ngram{batch_max="4",batch_min="1"} 1.0',
         "speclen_decode_steps_total 7.0",
         "speclen_decode_step_seconds_total 0.02",
         "speclen_cpu_threads 3.0",
@@ -80,9 +84,7 @@ def test_rows_for_which_nothing_was_drafted_are_no_drafts():
     drafts = request("drafts", [3, 4, 5], max_tokens=20, ignore_eos=True)
     counted = []
     for others in ([], [request("off", [5, 4, 3], max_tokens=40, ignore_eos=True, fixed_length=0)]):
-        card = WorkerCard("w", 1, pb.ContextKey(), 4, 3, "127.0.0.1:1", "adaptive")
-        control = ControlClient(card, LengthTable.constant(3, 4, "default"), follow=True)
-        engine = make_engine(chooser=control, max_batch_size=2)
+        engine = make_engine(chooser=3, max_batch_size=2)
         generate(engine, drafts, *others)
         load = engine.load()
         counted.append((load.num_drafts, load.num_accepted_by_position))

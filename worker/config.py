@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from speclen.records import Arm, Choice
 from speclen.transport.address import check_free, split_address
 from speclen.transport.credentials import ClientSecurity, ServerSecurity
 from speclen.transport.settings import check_bounds, flag, setting
-from speclen.worker.drafting.plan import COPYING, PlannedBucket, parse_plans
+from speclen.worker.drafting.arms import parse_arms
 from speclen.worker.models.naming import AUTO, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
@@ -20,7 +21,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("full", "int8")
 DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port from all others
-POLICY = re.compile(r"adaptive|profile|none|copy|fixed:(\d{1,2})")
+POLICY = re.compile(r"adaptive|profile|none|n-gram|fixed:(\d{1,2})")
+NGRAM = Arm(0, ngram=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class WorkerConfig:
     target: str = setting("bundled:target", "Target model: directory, hub id or bundled name.")
     draft: str = setting(
         AUTO,
-        "Draft model, likewise; auto: the bundled one with a bundled target; none: rows only copy from their own text.",
+        "Draft model, likewise; auto: the bundled one with a bundled target; none: only n-grams are proposed.",
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
     dtype: str = setting("auto", "auto, float32, bfloat16 or float16.")
@@ -50,19 +52,7 @@ class WorkerConfig:
     )
     max_batch_size: int = setting(32, "Rows decoding in one step.", least=1, most=4096)
     max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
-    max_copied_tokens: int = setting(
-        16,
-        "Tokens that a row may copy from its own text in one step, where that is planned; 0: none.",
-        least=0,
-        most=64,
-    )
-    max_shared_tokens: int = setting(
-        0,
-        "Newest tokens of past outputs that rows may copy from, too; then what one caller was given can make another's "
-        "answer come sooner, which that one can measure. 0: each row copies from its own text alone.",
-        least=0,
-        most=1_000_000,
-    )
+    ngram: bool = setting(True, "Let the adaptive policy select n-grams (prompt lookup) beside draft tokens.")
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_queue_s: float = setting(
         0.0, "A request that would wait longer than these seconds for a row is refused at once; 0: none is.", least=0
@@ -71,10 +61,10 @@ class WorkerConfig:
     max_cached_tokens: int = setting(
         8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
     )
-    policy: str = setting("adaptive", "adaptive, profile, fixed:K, copy or none.")
-    plan: str = setting(
+    policy: str = setting("adaptive", "adaptive, profile, fixed:K, n-gram or none.")
+    arms: str = setting(
         "",
-        "What rows propose: 'copy>=2 up to 8, else draft 3', or by batch size: '1-4: draft 5; 5-: plain'.",
+        "Arm for all steps, 'n-gram else draft 3', or by batch size, '1-4: draft 5; 5-: plain'; instead of a policy.",
     )
     profile: Path | None = setting(None, "Profile as JSON, to start from or for --policy profile.")
     quick_profile_s: float = setting(
@@ -127,7 +117,7 @@ class WorkerConfig:
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")
         if kind == "profile" and self.profile is None:
             raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
-        self.check_plans()
+        self.check_arms()
         if 0 < self.max_kv_tokens < LEAST_KV_TOKENS:
             raise ValueError(
                 f"--max-kv-tokens is {self.max_kv_tokens}; it must be 0, for as many as fit, or at least {LEAST_KV_TOKENS}"
@@ -160,29 +150,37 @@ class WorkerConfig:
             if same_port(split_address(other, given[other]), split_address(name, given[name])):
                 raise OSError(f"cannot listen on {given[name]}: {other} does already; choose another with {name}")
 
-    def check_plans(self) -> None:
-        """Raises ValueError when `--plan` cannot be followed."""
-        if self.plan and self.policy != "adaptive":
-            raise ValueError(f"--plan {self.plan!r} and --policy {self.policy} say different things: give one of them")
-        for bucket in self.planned():
-            drafted = bucket.plan.draft_length
-            if self.plan and drafted > self.max_length:
-                raise ValueError(
-                    f"--plan {self.plan!r} drafts {drafted} tokens, over --max-length {self.max_length}: raise that, or "
-                    "draft less"
-                )
-            if self.plan and drafted and not self.has_draft:
-                raise ValueError(f"--plan {self.plan!r} drafts {drafted} tokens: give a --draft, or a plan that copies")
+    def check_arms(self) -> None:
+        """Raises ValueError when `--arms` cannot be followed."""
+        if not self.arms:
+            return
+        if self.policy != "adaptive":
+            raise ValueError(f"--arms {self.arms!r} and --policy {self.policy} say different things: give one of them")
+        longest = max(choice.arm.speculation_length for choice in self.chosen_arms())
+        if longest > self.max_length:
+            raise ValueError(
+                f"--arms {self.arms!r} drafts {longest} tokens, over --max-length {self.max_length}: raise that, or draft "
+                "less"
+            )
+        if longest and not self.has_draft:
+            raise ValueError(f"--arms {self.arms!r} drafts {longest} tokens: give a --draft, or arms without one")
 
-    def planned(self) -> list[PlannedBucket]:
-        """The plans that flags give, none where lengths do. Raises ValueError for a plan that cannot be read."""
-        if self.plan:
+    @property
+    def may_use_ngrams(self) -> bool:
+        """True if any arm that the worker may run has n-grams."""
+        if self.policy == "adaptive" and not self.arms:
+            return self.ngram
+        return any(choice.arm.ngram for choice in self.chosen_arms())
+
+    def chosen_arms(self) -> tuple[Choice, ...]:
+        """The arms that flags name; none where lengths or a controller decide. Raises ValueError naming the words."""
+        if self.arms:
             try:
-                return parse_plans(self.plan, self.max_batch_size)
+                return parse_arms(self.arms, self.max_batch_size)
             except ValueError as error:
-                raise ValueError(f"--plan: {error}") from None
-        copies = self.policy == "copy" or (self.policy == "adaptive" and not self.has_draft)
-        return [PlannedBucket(1, self.max_batch_size, COPYING)] if copies else []
+                raise ValueError(f"--arms: {error}") from None
+        named = self.policy == "n-gram" or (self.policy == "adaptive" and self.ngram and not self.has_draft)
+        return (Choice(1, self.max_batch_size, NGRAM),) if named else ()
 
     def server_security(self) -> ServerSecurity:
         """Raises ValueError for flags that do not belong together."""
@@ -210,7 +208,7 @@ def parse_policy(policy: str) -> tuple[str, int | None]:
     match = POLICY.fullmatch(policy)
     if match is None:
         raise ValueError(
-            f"--policy {policy!r} is unknown: use adaptive, profile, copy, none or fixed:K with K a number"
+            f"--policy {policy!r} is unknown: use adaptive, profile, n-gram, none or fixed:K with K a number"
         )
     if match.group(1) is not None:
         return "fixed", int(match.group(1))

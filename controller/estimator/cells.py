@@ -22,14 +22,13 @@ class Cells:
         """Places of the steps' cells among those known, made where they are new. features: of the steps."""
         if len(self._place) != len(self.numbers):
             self._place = {number: at for at, number in enumerate(self.numbers.tolist())}
-        places = []
-        for at, number in enumerate(numbers.tolist()):
-            place = self._place.setdefault(number, len(self._place))
-            if place == len(self.numbers):
+        listed, known = numbers.tolist(), self._place
+        for number in dict.fromkeys(listed):
+            if number not in known:
+                known[number] = len(known)
                 self.numbers = np.append(self.numbers, number)
-                self.features = np.vstack([self.features, features[at]])
-            places.append(place)
-        return np.array(places)
+                self.features = np.vstack([self.features, features[listed.index(number)]])
+        return np.array([known[number] for number in listed])
 
     def to_keep(self, count: Array) -> Array | None:
         """Places of the cells to keep, ascending; None where there are not too many. count: samples of each."""

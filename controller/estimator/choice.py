@@ -45,19 +45,16 @@ class Selection:
         """The arm in use at a range of sizes: n-grams or not, length."""
         return divmod(int(self.arms[index]), self.num_lengths)
 
-    def earn(self, index: int, seconds: float) -> None:
-        """Count a step at a range of sizes."""
+    def earn(self, index: int, seconds: float, count: int) -> None:
+        """Count steps at a range of sizes."""
+        step_s = seconds / count
         if self.credit_s < 0.0:
-            self.credit_s = FIRST_CREDIT * seconds
-        first = FIRST_EARNED / (1.0 + self.steps[index] / FIRST_STEPS) ** 2
-        share = EARNED_OTHERWISE + (EARNED + first) * self.optimistic[index]
-        self.credit_s = min(self.credit_s + share * seconds, max(MOST_CREDIT * seconds, self.credit_s))
-        self.steps[index] += 1
-        self.since_probe[index] += 1
-
-    def look_again(self) -> None:
-        """Let every size be probed soon."""
-        self.since_probe[:] = MOST_GAP
+            self.credit_s = FIRST_CREDIT * step_s
+        first = FIRST_EARNED / (1.0 + float(self.steps[index]) / FIRST_STEPS) ** 2
+        share = EARNED_OTHERWISE + (EARNED + first) * float(self.optimistic[index])
+        self.credit_s = min(self.credit_s + share * seconds, max(MOST_CREDIT * step_s, self.credit_s))
+        self.steps[index] += count
+        self.since_probe[index] += count
 
     def go_on_from(self, other: Selection) -> None:
         """Begin with the arms of another group."""

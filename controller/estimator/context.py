@@ -10,17 +10,17 @@ import numpy as np
 from speclen.controller.estimator.cells import Cells
 from speclen.controller.estimator.choice import Selection
 from speclen.controller.estimator.features import Prior, features_of, num_slopes, prior_of
-from speclen.controller.estimator.load import Traffic
+from speclen.controller.estimator.load import Traffic, by_size
 from speclen.controller.estimator.model import Estimates, Grid, Saved, estimate
 from speclen.controller.estimator.sizes import cell_ranges, choice_ranges
-from speclen.controller.estimator.step_time import KEPT, Evidence, Samples
+from speclen.controller.estimator.step_time import Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
 from speclen.controller.estimator.workers import MOST_TRACKED, Worker, fair_weights, is_apart
 from speclen.records import NGRAM_MAX_TOKENS, Arm, ContextKey, DriftEvent, Limits, RequestClass, StepRecord
 
 Array = np.ndarray
 
-FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 256.0, 0.05  # reports between two solutions: at first, at most, per report
+FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 512.0, 0.1  # reports between two solutions: at first, at most, per report
 EXPIRED = 20_000  # reports of others after which a worker without any has left
 POOL = ""  # name of the group that agrees, and of the evidence of workers that are not told apart
 NEAR_PROBE = 1.25  # a probe may run at batch sizes up to so many times larger or smaller
@@ -36,6 +36,16 @@ class Group:
         self.estimates: Estimates | None = None
         self.saved: Saved | None = None  # while it is saved or restored
         self.pending = self.num_learned = 0.0
+        self._believed: tuple[Estimates | None, Array, Array] = (None, np.zeros(0), np.zeros(0))
+
+    def believed(self, cells: Cells, offset: Array) -> tuple[Array, Array]:
+        """Log time of every cell, and its variance, by the newest estimates."""
+        assert self.estimates is not None
+        known, theta, variance = self._believed
+        if known is not self.estimates or len(theta) != len(cells.numbers):
+            theta, variance = self.estimates.believed(cells, offset)
+            self._believed = (self.estimates, theta, variance)
+        return theta, variance
 
 
 class Context:
@@ -135,7 +145,7 @@ class Context:
         events = self._learn_tokens(worker.tokens if tracked else self.pool_tokens, group, records)
         self.traffic.count(records, self.grid.choices.of)
         if usable := [record for record in records if not record.flags]:
-            events += self._learn_times(worker, worker.times if tracked else self.pool, group, usable)
+            self._learn_times(worker, worker.times if tracked else self.pool, group, usable)
         self._earn(group, records)
         if tracked and worker.is_due:
             events += self._compare(worker_id, worker)
@@ -181,9 +191,7 @@ class Context:
             for kind, statistic in changes
         ]
 
-    def _learn_times(
-        self, worker: Worker, evidence: Evidence, group: Group, records: list[StepRecord]
-    ) -> list[DriftEvent]:
+    def _learn_times(self, worker: Worker, evidence: Evidence, group: Group, records: list[StepRecord]) -> None:
         assert group.estimates is not None
         samples = self._samples(records)
         numbers = self.grid.cells_at(
@@ -192,15 +200,11 @@ class Context:
         places = self.cells.places(numbers, samples.features)
         evidence.grow(len(self.cells.numbers))
         weights = np.exp(group.estimates.solution.phi)
-        theta, variance = group.estimates.believed(self.cells, self.offset)
+        theta, variance = group.believed(self.cells, self.offset)
         # What a step took is put down to the features of its cell's first step: they differ in context and n-gram tokens.
         own, reference = np.log(samples.features @ weights), np.log(self.cells.features @ weights)[places]
         adjusted = samples._replace(cells=places, log_s=samples.log_s - own + reference)
-        if not evidence.add(worker.tail, adjusted, theta, variance):
-            return []
-        evidence.fade(KEPT)
-        group.selection.look_again()
-        return [DriftEvent(self.key, "latency", 1.0, "step times of some arms changed relative to others")]
+        evidence.add(worker.tail, adjusted, theta, variance)
 
     def _samples(self, records: list[StepRecord]) -> Samples:
         values = np.array([
@@ -212,9 +216,10 @@ class Context:
         return Samples(np.zeros(len(records), int), features_of(columns, self.grid.slopes), np.log(seconds))
 
     def _earn(self, group: Group, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            if not record.probe_id:
-                group.selection.earn(self.grid.choices.of[record.batch_size], record.latency_s)
+        usual = [record for record in records if not record.probe_id]
+        for size, same in by_size(usual).items():
+            seconds = sum(record.latency_s for record in same)
+            group.selection.earn(self.grid.choices.of[size], seconds, len(same))
 
     def _compare(self, worker_id: str, worker: Worker) -> list[DriftEvent]:
         """Hold a worker against the others; isolate it, or let it join them again."""

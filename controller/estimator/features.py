@@ -8,6 +8,7 @@ is learned at one batch size and arm says something of all others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -40,11 +41,19 @@ def features_of(columns: Sequence[Array], slopes: int) -> Array:
     """[n, p] of steps. columns: batch size, passes of the draft model, sequences in each, verified tokens, and tokens
     held per sequence, [n] each."""
     batch, passes, drafted, verified, context = columns
-    knots = np.concatenate([[0.0], FIRST_KNOT * 2.0 ** np.arange(slopes)])
-    widths = np.append(np.diff(knots)[:-1], np.inf) if slopes > 1 else np.array([np.inf])
-    parts = [np.ones_like(batch, dtype=float), batch, passes > 0, passes, passes * drafted]
-    segments = np.clip(np.asarray(verified)[:, None] - knots[:-1], 0.0, widths)
-    return np.column_stack([*parts, segments, np.asarray(batch) * context])
+    knots, widths = _knots(slopes)
+    features = np.empty((len(batch), NUM_PARTS + slopes + 1))
+    features[:, 0], features[:, 1], features[:, 2], features[:, 3] = 1.0, batch, passes > 0, passes
+    features[:, 4], features[:, -1] = passes * drafted, batch * context
+    features[:, NUM_PARTS:-1] = np.minimum(np.maximum(verified[:, None] - knots, 0.0), widths)
+    return features
+
+
+@lru_cache
+def _knots(slopes: int) -> tuple[Array, Array]:
+    """Verified tokens at which each slope begins, and how many it covers."""
+    knots = np.concatenate([[0.0], FIRST_KNOT * 2.0 ** np.arange(slopes - 1)])
+    return knots, np.append(np.diff(knots), np.inf)
 
 
 def prior_of(slopes: int) -> Prior:

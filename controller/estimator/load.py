@@ -41,16 +41,28 @@ class Traffic:
         fade = float(np.exp(-len(records) / LOAD_MEMORY))
         self.rates *= fade
         self.class_tokens *= fade
+        prefill_s, num_new, num_tokens = 0.0, 0, 0
         for record in records:
-            at, tokens = range_of[record.batch_size], record.num_tokens
-            self.rates += (record.draft_prefill_s, record.num_new_sequences, tokens)
+            prefill_s += record.draft_prefill_s
+            num_new += record.num_new_sequences
+            num_tokens += record.num_tokens
+        self.rates += (prefill_s, num_new, num_tokens)
+        for size, same in by_size(records).items():
+            self._count_size(range_of[size], same)
+
+    def _count_size(self, at: int, records: Sequence[StepRecord]) -> None:
+        """Take note of steps of one batch size."""
+        tokens = [0] * NUM_CLASSES
+        for record in records:
             for kind, histogram in record.class_histograms:
-                self.class_tokens[at, kind] += sum((run + 1) * rows for run, rows in enumerate(histogram))
+                tokens[kind] += sum((run + 1) * rows for run, rows in enumerate(histogram))
             if not record.class_histograms:
-                self.class_tokens[at, 0] += tokens
-            self.seen[at] += not record.flags
-            weight = max(1.0 / CONTEXT_MEMORY, 1.0 / max(self.seen[at], 1.0))
-            self.context[at] += weight * (record.mean_context_length - self.context[at])
+                tokens[0] += record.num_tokens
+        self.class_tokens[at] += tokens
+        self.seen[at] += sum(not record.flags for record in records)
+        weight = len(records) / min(max(self.seen[at], len(records)), max(CONTEXT_MEMORY, len(records)))
+        context = sum(record.mean_context_length for record in records) / len(records)
+        self.context[at] += weight * (context - self.context[at])
 
     def load(self) -> Load:
         """The averages; those of all sizes where few steps were seen."""
@@ -61,3 +73,11 @@ class Traffic:
         context = np.where(self.context > 0, self.context, usual)
         mix = mixed / mixed.sum(axis=1, keepdims=True)
         return Load(mix, context, float(self.rates[0] / tokens), float(self.rates[1] / tokens))
+
+
+def by_size(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
+    """Steps by batch size, in order."""
+    found: dict[int, list[StepRecord]] = {}
+    for record in records:
+        found.setdefault(record.batch_size, []).append(record)
+    return found

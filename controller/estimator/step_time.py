@@ -15,6 +15,7 @@ one arm relative to another.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +34,6 @@ NOISE, LEAST_NOISE, MOST_NOISE = 0.08, 0.02, 0.5  # standard deviation of a log 
 NOISE_MEMORY = 200.0  # samples
 RESIDUAL, LEAST_RESIDUAL, MOST_RESIDUAL = 0.04, 0.02, 0.15  # standard deviation of rho: at first, and its bounds
 LEVEL_MEMORY = 300.0  # samples over which the level is averaged for display
-TELLING = 0.5  # own weight from which on a contrast is with other cells than the usual
-# CUSUM of the squares of telling contrasts: the largest that counts, allowance, threshold; what evidence then keeps.
-MOST_SURPRISE, SURPRISE_SLACK, SURPRISE_THRESHOLD, KEPT = 12.0, 3.0, 24.0, 0.2
 MOST_CELLS = 192  # of one context; those with the least evidence are forgotten beyond it
 
 
@@ -58,14 +56,14 @@ class Samples(NamedTuple):
 class Tail:
     """Newest samples of one worker, which its next ones are compared with, and its level.
 
-    level: mean of log times without theta, for display. cusum: of surprising contrasts.
+    level: mean of log times without theta, for display.
     """
 
-    STATE = ("cells", "features", "log_s", "level", "num_samples", "cusum")
+    STATE = ("cells", "features", "log_s", "level", "num_samples")
 
     def __init__(self, num_features: int) -> None:
         self.cells, self.features, self.log_s = np.zeros(0, int), np.zeros((0, num_features)), np.zeros(0)
-        self.level = self.num_samples = self.cusum = 0.0
+        self.level = self.num_samples = 0.0
 
     @property
     def samples(self) -> Samples:
@@ -84,15 +82,6 @@ class Tail:
         cells = place[self.cells]
         known = cells >= 0
         self.cells, self.features, self.log_s = cells[known], self.features[known], self.log_s[known]
-
-    def detects(self, squares: Array) -> bool:
-        """True where contrasts stay surprising. squares: of standardised contrasts with cells other than the usual."""
-        for square in np.minimum(squares, MOST_SURPRISE):
-            self.cusum = max(0.0, self.cusum + float(square) - SURPRISE_SLACK)
-        if self.cusum <= SURPRISE_THRESHOLD:
-            return False
-        self.cusum = 0.0
-        return True
 
 
 class Evidence:
@@ -134,8 +123,8 @@ class Evidence:
         for values in (self.information, self.moment, self.count, self.log_sum):
             values *= factor
 
-    def add(self, tail: Tail, samples: Samples, theta: Array, variance: Array) -> bool:
-        """Learn from the next samples of a worker; True where a change of step times was detected.
+    def add(self, tail: Tail, samples: Samples, theta: Array, variance: Array) -> None:
+        """Learn from the next samples of a worker.
 
         theta, variance: what is believed of every cell, and the variance of that, for the clipping.
         """
@@ -148,18 +137,13 @@ class Evidence:
         if not len(tail.log_s):
             rows = rows[1:]  # nothing to compare the first sample with
         known, place = np.unique(window.cells, return_inverse=True)
-        one_hot = np.zeros((len(place), len(known)))
-        one_hot[np.arange(len(place)), place] = 1.0
+        one_hot = (place[:, None] == np.arange(len(known))).astype(float)
         contrasts, differences = rows @ one_hot, rows @ window.log_s
-        squares = self._add_contrasts(known, contrasts, differences, theta[known], variance[known])
-        own = contrasts[np.arange(len(rows)), place[len(place) - len(rows) :]]
+        self._add_contrasts(known, contrasts, differences, theta[known], variance[known])
         tail.move(window, num_new, theta)
-        return tail.detects(squares[own > TELLING])
 
-    def _add_contrasts(
-        self, known: Array, contrasts: Array, differences: Array, theta: Array, variance: Array
-    ) -> Array:
-        """Sum contrasts up; returns the squares of standardised surprises."""
+    def _add_contrasts(self, known: Array, contrasts: Array, differences: Array, theta: Array, variance: Array) -> None:
+        """Sum contrasts up, and learn how noisy they are."""
         surprise, believed = differences - contrasts @ theta, contrasts**2 @ variance
         noise = NEIGHBOUR_NOISE * self.noise**2
         spread = np.sqrt(noise + believed)
@@ -173,9 +157,9 @@ class Evidence:
             share = min(len(z) / NOISE_MEMORY, 0.5)
             noise = np.sqrt((1.0 - share) * self.noise**2 + share * own)
             self.noise = float(np.clip(noise, LEAST_NOISE, MOST_NOISE))
-        return z**2
 
 
+@lru_cache(256)
 def _rows(num_new: int, num_all: int) -> Array:
     """Contrast of each new step with those before it, [num_new, num_all]: 1 for itself, minus the weights of the mean."""
     at, all_at = np.arange(num_all - num_new, num_all)[:, None], np.arange(num_all)

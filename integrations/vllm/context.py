@@ -9,18 +9,18 @@ from itertools import groupby
 from typing import Any
 
 from speclen.integrations.vllm.settings import VllmSettings
+from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, Arm, Choice, Limits
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.config import parse_policy
 from speclen.worker.models.devices import processor_name
-from speclen.worker.reporting.length_table import BucketLength, LengthTable
 from speclen.worker.reporting.model_label import digest, model_label
+from speclen.worker.reporting.table import ArmTable
 
 NGRAM = ("ngram", "ngram_gpu")
 # They propose what they find: nothing, or less than what was asked for.
 RAGGED = (*NGRAM, "suffix")
 # Lengths of these are the draft's own, or none.
 WITHOUT_LENGTHS = ("extract_hidden_states", "custom_class")
-MAX_BATCH_SIZE, MAX_LENGTH = 4096, 64  # of the protocol
 
 
 def check_config(config: Any) -> None:
@@ -41,10 +41,8 @@ def check_config(config: Any) -> None:
             f"data_parallel_size is {replicas}, for which vLLM switches lengths by batch size off: start {replicas} "
             "servers of one replica each, which are one worker each"
         )
-    if speculative.num_speculative_tokens > MAX_LENGTH:
-        raise ValueError(
-            f"num_speculative_tokens is {speculative.num_speculative_tokens}, over speclen's {MAX_LENGTH}: give less"
-        )
+    if (longest := speculative.num_speculative_tokens) > MAX_SPECULATION_LENGTH:
+        raise ValueError(f"num_speculative_tokens is {longest}, over speclen's {MAX_SPECULATION_LENGTH}: give less")
     if not speculative.num_speculative_tokens_per_batch_size:
         length, rows = speculative.num_speculative_tokens, config.scheduler_config.max_num_seqs
         raise ValueError(
@@ -98,22 +96,24 @@ def fingerprint(config: Any, vllm_version: str) -> str:
     return f"vllm {vllm_version},{config.speculative_config.method},{sizes},{digest(rest)}"
 
 
-def configured_table(lookup: Sequence[int], policy: str, max_length: int) -> LengthTable:
-    """The lengths to use until a controller says others, by policy. lookup[b]: vLLM's configured length at batch size b.
+def limits_of(lookup: Sequence[int], max_length: int) -> Limits:
+    """Batch sizes and lengths that vLLM was configured for. lookup[b]: its length at batch size b."""
+    return Limits(min(len(lookup) - 1, MAX_BATCH_SIZE), max_length)
 
-    Raises ValueError for a fixed length over max_length.
-    """
-    max_batch_size = min(len(lookup) - 1, MAX_BATCH_SIZE)
+
+def configured_table(lookup: Sequence[int], policy: str, limits: Limits) -> ArmTable:
+    """The lengths to use until a controller says others, by policy. Raises ValueError for a fixed length over the limit."""
     kind, length = parse_policy(policy)
     if kind in ("fixed", "none"):
         length = length or 0
-        if length > max_length:
+        if length > limits.max_speculation_length:
             raise ValueError(
-                f"--policy {policy} is over num_speculative_tokens, which is {max_length}: raise that, or use less"
+                f"--policy {policy} is over num_speculative_tokens, which is {limits.max_speculation_length}: raise that, "
+                "or use less"
             )
-        return LengthTable.constant(length, max_batch_size, "policy")
-    buckets = []
-    for value, sizes in groupby(range(1, max_batch_size + 1), key=lambda size: lookup[size]):
+        return ArmTable.constant(Arm(length), limits, "policy")
+    choices = []
+    for value, sizes in groupby(range(1, limits.max_batch_size + 1), key=lambda size: lookup[size]):
         run = list(sizes)
-        buckets.append(BucketLength(run[0], run[-1], value))
-    return LengthTable.from_buckets(buckets, max_batch_size, max_length, 0, "configured")
+        choices.append(Choice(run[0], run[-1], Arm(value)))
+    return ArmTable.of(choices, limits, "configured")

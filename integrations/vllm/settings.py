@@ -39,8 +39,10 @@ class VllmSettings:
 
     def __post_init__(self) -> None:
         split_address(CONTROLLER, self.controller)
-        if parse_policy(self.policy)[0] == "copy":
-            raise ValueError("--policy copy is not known here: vLLM's drafts come from what --speculative-config names")
+        if parse_policy(self.policy)[0] == "n-gram":
+            raise ValueError(
+                "--policy n-gram is not known here: vLLM's drafts come from what --speculative-config names"
+            )
 
 
 def settings_from(environment: Mapping[str, str]) -> VllmSettings:

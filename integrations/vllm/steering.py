@@ -9,7 +9,6 @@ import structlog
 
 from speclen.integrations.vllm.background import Reporting
 from speclen.integrations.vllm.steps import Request, Sampled, Scheduled, StepTracker
-from speclen.worker.engine.length_chooser import LengthChoice
 from speclen.worker.reporting.control_client import ControlClient
 
 log = structlog.get_logger()
@@ -45,7 +44,6 @@ class Steering:
         self.tracker = tracker
         self.reporting = reporting
         self.num_reported = 0
-        self._held: LengthChoice | None = None
         self.cost = Cost()
         self._choosing_s = 0.0  # of steps under way
 
@@ -55,28 +53,18 @@ class Steering:
         step = self.tracker.scheduled(output, requests, started)
         if step is None:
             return
-        choice = self._choose(step.num_next, waiting)
+        rows = min(max(step.num_next, 1), self.control.card.limits.max_batch_size)
+        choice = self.control.choose(rows, with_prefill=waiting)
         self.tracker.drafts(step, choice)
-        output.num_spec_tokens_to_schedule = choice.speculation_length
+        output.num_spec_tokens_to_schedule = choice.arm.speculation_length
         self._choosing_s += time.perf_counter() - begin
-
-    def _choose(self, num_rows: int, waiting: bool) -> LengthChoice:
-        """A probe is held for a second step: only one that verifies and drafts its length teaches time."""
-        if self._held is not None:
-            choice, self._held = self._held, None
-            return choice
-        rows = min(max(num_rows, 1), self.control.card.max_batch_size)
-        choice = self.control.choice_for(rows, with_prompts=waiting)
-        if choice.probe_id:
-            self._held = LengthChoice(choice.speculation_length, choice.decision_version)
-        return choice
 
     def finished(self, output: Scheduled, sampled: Sampled, ended: float, busy: bool) -> None:
         """Report a step. ended: when its result was there; busy: whether requests go on."""
         begin = time.perf_counter()
         found = self.tracker.finished(output, sampled, ended, busy)
         if found is not None:
-            self.control.report(*found)
+            self.control.report(found)
             self.num_reported += 1
         self.cost.add(self._choosing_s + time.perf_counter() - begin)
         self._choosing_s = 0.0

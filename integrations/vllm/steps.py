@@ -11,7 +11,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from speclen.worker.engine.length_chooser import LengthChoice, StepFlag, StepResult
+from speclen.records import Arm, StepFlag, StepRecord
+from speclen.worker.drafting.arm_chooser import ArmChoice
 
 NOBODY: Set[str] = frozenset()
 ORDINARY: frozenset[StepFlag] = frozenset()
@@ -65,12 +66,13 @@ class PendingStep:
 
     scheduled: Scheduled
     started: float
-    choice: LengthChoice
-    drafting: LengthChoice
+    choice: ArmChoice
+    drafting: ArmChoice
     prompts: Set[str]
     num_decoding: int
     num_next: int
     longest_draft: int
+    num_drafted_sequences: int
     num_drafts: int
     mean_context_length: float
 
@@ -83,7 +85,7 @@ class StepTracker:
     before the one ahead of them has ended.
     """
 
-    def __init__(self, ragged: bool, overlapped: bool, first: LengthChoice) -> None:
+    def __init__(self, ragged: bool, overlapped: bool, first: ArmChoice) -> None:
         self.ragged = ragged
         self.overlapped = overlapped
         self.num_odd = 0  # steps whose rows do not add up: not reported
@@ -114,6 +116,7 @@ class StepTracker:
             num_decoding=len(tokens) - len(prompts),
             num_next=len(tokens) - len(unfinished),
             longest_draft=max(drafts, default=0),
+            num_drafted_sequences=len(drafts) - drafts.count(0),
             num_drafts=sum(drafts),
             mean_context_length=sum(contexts) / len(contexts) if contexts else 0.0,
         )
@@ -129,14 +132,12 @@ class StepTracker:
         self._prefilling = unfinished | {name for name in self._prefilling - tokens.keys() if name in requests}
         return prompts, unfinished
 
-    def drafts(self, step: PendingStep, choice: LengthChoice) -> None:
+    def drafts(self, step: PendingStep, choice: ArmChoice) -> None:
         """The step drafts at this choice."""
         step.drafting = self._drafting = choice
 
-    def finished(
-        self, output: Scheduled, sampled: Sampled, ended: float, busy: bool
-    ) -> tuple[LengthChoice, StepResult] | None:
-        """The report of a step after vLLM has taken its tokens, and cut off what lies behind the end of a request.
+    def finished(self, output: Scheduled, sampled: Sampled, ended: float, busy: bool) -> StepRecord | None:
+        """The record of a step after vLLM has taken its tokens, and cut off what lies behind the end of a request.
 
         busy: whether requests go on. None for a step in which no row decoded.
         """
@@ -147,20 +148,25 @@ class StepTracker:
             return None
         length = step.longest_draft
         if self.ragged:
-            length = max(length, step.choice.speculation_length)
+            length = max(length, step.choice.arm.speculation_length)
         histogram = accepted_histogram(sampled, step.prompts, length)
         if histogram is None or sum(histogram) != step.num_decoding:
             self.num_odd += 1
             return None
-        flags = self._flags(step, length)
-        choice = step.choice
-        if choice.probe_id and StepFlag.CHANGED_LENGTH in flags:  # the probe is the step with its length alone
-            choice = LengthChoice(choice.speculation_length, choice.decision_version)
-        result = StepResult(
-            *(step.num_decoding, length, ended - began, histogram, step.mean_context_length, flags),
-            num_new_rows=len(output.scheduled_new_reqs),
+        return StepRecord(
+            seq=0,
+            batch_size=step.num_decoding,
+            arm=Arm(length),
+            latency_s=ended - began,
+            accepted_histogram=histogram,
+            mean_context_length=step.mean_context_length,
+            decision_version=step.choice.decision_version,
+            flags=self._flags(step, length),
+            probe_id=step.choice.probe_id,
+            num_drafted_sequences=step.num_drafted_sequences,
+            num_verified_tokens=step.num_decoding + step.num_drafts,
+            num_new_sequences=len(output.scheduled_new_reqs),
         )
-        return choice, result
 
     def _take(self, output: Scheduled) -> PendingStep | None:
         """The pending step of an output. Those before it never ended: vLLM gave them up."""
@@ -184,9 +190,9 @@ class StepTracker:
             flags.append(StepFlag.PREFILL)
         if not self.ragged and step.num_drafts != length * step.num_decoding:
             flags.append(StepFlag.MIXED_LENGTHS)
-        if step.drafting.speculation_length != length:
-            flags.append(StepFlag.CHANGED_LENGTH)
-        shape = (step.num_decoding, length, step.drafting.speculation_length)
+        if step.drafting.arm.speculation_length != length:
+            flags.append(StepFlag.CHANGED_ARM)
+        shape = (step.num_decoding, length, step.drafting.arm.speculation_length)
         if shape not in self._seen:
             self._seen.add(shape)
             flags.append(StepFlag.FIRST_USE)

@@ -9,15 +9,20 @@ from typing import Any, Protocol
 import structlog
 
 from speclen.integrations.vllm.background import Reporting
-from speclen.integrations.vllm.context import RAGGED, check_config, configured_table, context_key
+from speclen.integrations.vllm.context import RAGGED, check_config, configured_table, context_key, limits_of
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker
 from speclen.integrations.vllm.versions import check_version
-from speclen.worker.engine.length_chooser import LengthChoice
-from speclen.worker.reporting.control_client import ControlClient, WorkerCard
+from speclen.records import Arm
+from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
 
 log = structlog.get_logger()
+
+# The first step of another arm is no usable sample of time: it verifies one length and drafts another.
+PROBE_STEPS = 4
 
 
 class Engine(Protocol):
@@ -44,7 +49,7 @@ def steering_for(
     tracker = StepTracker(
         ragged=engine.vllm_config.speculative_config.method in RAGGED,
         overlapped=engine.vllm_config.scheduler_config.async_scheduling,
-        first=LengthChoice(engine.num_spec_tokens),
+        first=ArmChoice(Arm(engine.num_spec_tokens)),
     )
     steering = Steering(control, tracker, reporting)
     reporting.tell = steering.tell
@@ -62,15 +67,16 @@ def steering_for(
 def control_for(engine: Engine, settings: VllmSettings, platform: Any, version: str, worker_id: str) -> ControlClient:
     """The control client with the engine's name, context and first table. Raises ValueError."""
     assert engine.dynamic_sd_lookup is not None, "check_config has seen it"
-    table = configured_table(engine.dynamic_sd_lookup, settings.policy, engine.num_spec_tokens)
+    limits = limits_of(engine.dynamic_sd_lookup, engine.num_spec_tokens)
+    table = configured_table(engine.dynamic_sd_lookup, settings.policy, limits)
     card = WorkerCard(
         worker_id=settings.worker_id or worker_id,
         epoch=time.time_ns(),
         context=context_key(engine.vllm_config, settings, platform, version),
-        max_batch_size=len(table.lengths) - 1,
-        max_speculation_length=engine.num_spec_tokens,
+        limits=limits,
         address="",  # vLLM's own, which its engine is not told
         policy=settings.policy,
         run_id=settings.run_id,
+        probe_steps=PROBE_STEPS,
     )
     return ControlClient(card, table, follow=settings.policy == "adaptive")

@@ -9,7 +9,6 @@ from google.protobuf.message import Message
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import create_service
-from speclen.controller.service.news import News
 from speclen.controller.service.servicer import STATUS
 from speclen.controller.service.servicer import registration as read_registration
 from speclen.controller.wire.validation import read_profile
@@ -46,12 +45,12 @@ class Targets:
     """A controller's service and a worker's checks. Anything but a refusal in words comes out as an error."""
 
     def __init__(self) -> None:
-        self.service = create_service(ControllerConfig(in_memory=True), None, StoredState(), News())
+        self.intake, self.learner = create_service(ControllerConfig(in_memory=True), None, StoredState())
         self.num_taken = self.num_refused = self._seq = self._num_reports = 0
         self._register()
 
     def _register(self) -> None:
-        self.worker = self.service.register(read_registration(registration()))
+        self.worker = self.intake.register(read_registration(registration()))
 
     def give(self, message: Message, dice: random.Random) -> None:
         """Raises whatever is no refusal."""
@@ -61,7 +60,7 @@ class Targets:
             elif isinstance(message, control.RegisterWorkerRequest):
                 taken = read_registration(message)
                 if dice.random() < 0.01:
-                    self.service.register(taken)
+                    self.intake.register(taken)
             elif isinstance(message, control.ImportProfileRequest):
                 read_profile(message)
             else:
@@ -72,11 +71,11 @@ class Targets:
             self.num_taken += 1
 
     def _report(self, message: control.StreamReportsRequest) -> None:
-        refused = self.service.take(self.worker, message.reports)
+        refused = self.intake.take(self.worker, message.reports)
         self._num_reports += len(message.reports)
         if self._num_reports > 2000:
             self._num_reports = 0
-            self.service.learn(self.worker)
+            self.learner.learn(self.worker)
             self._register()
         if refused:
             raise refused[0]
@@ -89,10 +88,10 @@ class Targets:
 
     def check(self) -> None:
         """After all that, an honest worker is still learned from, and every number can be worked with."""
-        worker = self.service.register(read_registration(registration("honest", epoch=2**61)))
-        assert not self.service.take(worker, [report(seq) for seq in range(1, 50)]), "honest reports are refused"
-        self.service.learn(worker)
-        for key in self.service.registry.contexts:
-            for row in self.service.learned(key)[1]:
-                assert row.estimate.step_s > 0
-                assert row.estimate.ms_per_token_low <= row.estimate.ms_per_token_high < float("inf")
+        worker = self.intake.register(read_registration(registration("honest", epoch=2**61)))
+        assert not self.intake.take(worker, [report(seq) for seq in range(1, 50)]), "honest reports are refused"
+        self.learner.learn(worker)
+        for key in self.learner.registry.contexts:
+            for row in self.learner.learned(key)[1]:
+                assert row.step_s > 0
+                assert row.ms_per_token_low <= row.ms_per_token_high < float("inf")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.assembly import create_service
-from speclen.controller.service.news import News
 from speclen.controller.service.servicer import registration as read_registration
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.store.records import StoredState
@@ -41,6 +40,9 @@ step_reports = st.builds(
     decision_version=uint64,
     flags=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5),
     probe_id=uint64,
+    ngram=st.booleans(),
+    num_verified_tokens=st.none() | uint32,
+    draft_prefill_s=floats,
 )
 profiles = st.builds(
     pb.ImportProfileRequest,
@@ -152,16 +154,16 @@ def test_any_profile_is_taken_or_refused(profile):
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(step_reports, max_size=20))
 def test_nonsense_teaches_nothing_and_never_raises(reports):
-    service = create_service(ControllerConfig(in_memory=True), None, StoredState(), News())
-    worker = service.register(read_registration(registration()))
-    before = service.table(worker)
-    refusals = service.take(worker, reports)
-    service.learn(worker)
-    accepted = service.totals.num_reports
-    assert accepted + len(refusals) + service.totals.num_repeated == len(reports)
+    intake, learner = create_service(ControllerConfig(in_memory=True), None, StoredState())
+    worker = intake.register(read_registration(registration()))
+    before = learner.table(worker)
+    refusals = intake.take(worker, reports)
+    learner.learn(worker)
+    accepted = learner.totals.num_reports
+    assert accepted + len(refusals) + learner.totals.num_repeated == len(reports)
     if not accepted:
-        assert service.table(worker) == before
-    for key in service.registry.contexts:
-        for row in service.learned(key)[1]:
-            assert row.estimate.step_s > 0
-            assert row.estimate.ms_per_token_low <= row.estimate.ms_per_token_high
+        assert learner.table(worker) == before
+    for key in learner.registry.contexts:
+        for row in learner.learned(key)[1]:
+            assert row.step_s > 0
+            assert row.ms_per_token_low <= row.ms_per_token_high

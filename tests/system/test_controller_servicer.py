@@ -242,7 +242,7 @@ def test_a_profile_seeds_a_context_and_is_checked():
                 (lambda p: setattr(p.cells[0], "step_s_stderr", -1.0), "step_s_stderr"),
                 (lambda p: setattr(p.cells[0], "num_steps", 0), "num_steps"),
                 (lambda p: setattr(p.cells[0], "mean_context_length", math.nan), "mean_context_length"),
-                (lambda p: p.survival.append(0.9), "survival has 4"),
+                (lambda p: p.survival.append(0.9), "survival has 5"),
                 (lambda p: p.survival.__setitem__(1, 0.95), "survival"),
                 (lambda p: p.survival.__setitem__(0, math.nan), "survival"),
                 (lambda p: p.context.ClearField("target"), "context.target"),

@@ -1,1 +1,1 @@
-"""Where draft tokens come from, per batch size: plans, and copying from a row's own text or past outputs."""
+"""Arms: who selects them, their words, and proposals without a draft model."""

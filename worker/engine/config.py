@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from speclen.records import NGRAM_MAX_TOKENS
 from speclen.worker.backends.passes import padded_width
 
 BACKENDS = ("auto", "torch", "openvino")
@@ -15,8 +16,7 @@ class EngineConfig:
 
     max_batch_size: int = 32  # rows, decoding and prefilling together
     max_speculation_length: int = 8  # draft tokens per row and step, at most
-    max_copied_tokens: int = 0  # copied from a row's own text per row and step, at most; 0: plans that copy do not
-    max_shared_tokens: int = 0  # of the outputs of requests that have ended, for others to copy from; 0: none
+    ngram: bool = False  # arms may propose n-gram tokens
     max_context_length: int | None = None  # tokens of prompt and output; None: the models' limit, or what fits on a GPU
     max_kv_tokens: int | None = None  # tokens of KV over all rows; None: what fits into half of the free memory
     max_cached_tokens: int = 8192  # of prompts and outputs remembered for requests that begin alike; OpenVINO only
@@ -34,6 +34,6 @@ class EngineConfig:
     @property
     def max_proposed_tokens(self) -> int:
         """Tokens per row and step that may turn out wrong: places that a row needs beyond its own."""
-        if not self.max_copied_tokens:
+        if not self.ngram:
             return self.max_speculation_length
-        return padded_width(self.max_speculation_length + self.max_copied_tokens)
+        return padded_width(max(self.max_speculation_length, NGRAM_MAX_TOKENS))

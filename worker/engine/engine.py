@@ -5,9 +5,9 @@ rows take one speculative step together, in which prompts are fed along in chunk
 callback; a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called
 from any.
 
-What fails. A step that fails is run again in parts, and a part that fails ends its own requests: `_run_and_commit`.
+A step that fails is run again in parts, and a part that fails ends its own requests: `StepExecutor`.
 
-What is promised. Greedy output is what the target alone writes, and sampled output follows the target's distribution,
+Greedy output is what the target alone writes, and sampled output follows the target's distribution,
 whatever is drafted and whoever shares the batch. A request with a seed gives the same tokens alone and in any batch, at any
 speculation lengths: its noise goes by seed, sequence and position only. Both hold as far as the arithmetic allows: sums
 depend on the shape of a product in their last bits, so two tokens whose logits (with noise, where sampled) agree to
@@ -20,40 +20,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from speclen.worker.drafting.copying import PastOutputs, Reading
-from speclen.worker.drafting.plan import Plan
+from speclen.records import PLAIN, Arm, Limits, StepRecord
+from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser
 from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.copies import READ_ROWS, find_copies, read_ends, read_texts
+from speclen.worker.engine.execution import StepExecutor
 from speclen.worker.engine.inbox import Inbox
-from speclen.worker.engine.length_chooser import LengthChoice, LengthChooser, StepResult
 from speclen.worker.engine.outbox import Outbox, Totals, describe
 from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.engine.scheduler import Scheduler
-from speclen.worker.engine.step_plan import PromptChunk, StepPlan, plan_lengths, rows_by_class
-from speclen.worker.engine.step_runner import StepRunner, StepTokens
+from speclen.worker.engine.step_plan import Proposals, StepPlan, plan_proposals
+from speclen.worker.engine.step_runner import StepRunner
+from speclen.worker.evaluation.evaluator import Evaluator
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.requests.detokenize import make_decode
-from speclen.worker.requests.request import EngineFailedError, GenerationRequest, TokenLogprobs
+from speclen.worker.requests.request import EngineFailedError, GenerationRequest
 from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
 from speclen.worker.requests.validation import check_request
-from speclen.worker.reviewing.reviewer import Reviewer
 
 __all__ = ["Engine", "EngineConfig", "EngineLoad"]
 
 log = logging.getLogger(__name__)
-
-GRAMMAR_SHARE = 0.25  # of what else a step takes: the masks of its grammars are counted up to that
-
-# Steps without drafts and copies after one in which they failed: else every step might be taken twice.
-PLAIN_STEPS = 256
-
-# Tokens of output that are read before it is told what they were: such a report is larger, and takes longer to learn from.
-READ_TOGETHER = 256
 
 
 @dataclass(slots=True)
@@ -78,22 +69,19 @@ class Engine:
     """
 
     def __init__(
-        self, pair: ModelPair, config: EngineConfig, chooser: LengthChooser, prepared: PreparedPair | None = None
+        self, pair: ModelPair, config: EngineConfig, chooser: ArmChooser, prepared: PreparedPair | None = None
     ) -> None:
         self.pair = pair
         self.config = config
         self._chooser = chooser
-        self._reading = Reading()  # what is not told yet of what rows' indexes have read
-        self._draft_prompt_s = 0.0  # not told yet
-        self._num_plain_steps = 0  # to come, whatever is chosen
-        shared = config.max_shared_tokens if config.max_copied_tokens else 0
-        self._past = PastOutputs(shared) if shared else None
         self.num_threads = self._wanted_threads = torch.get_num_threads()  # on a CPU
         prepared = prepared or prepare(pair, config)
         self.backend = prepared.backend
         self.target, self.draft = prepared.target, prepared.draft
         self.max_batch_size = prepared.max_batch_size
         self.max_context_length = prepared.max_context_length
+        longest = config.max_speculation_length if self.draft is not None else 0
+        self.limits = Limits(prepared.max_batch_size, longest, config.ngram)
         self.scheduler = Scheduler(
             self.target.pool,
             self.draft.pool if self.draft is not None else None,
@@ -106,15 +94,11 @@ class Engine:
         generator = torch.Generator(pair.device)
         generator.seed() if config.seed is None else generator.manual_seed(config.seed)
         self.runner = StepRunner(self.target, self.draft, config.prefill_chunk, generator)
-        # Where rows may copy from others' outputs, too, one output does not tell what they would have.
-        self._reviewer = None if shared else Reviewer(self.target, self.draft, config.prefill_chunk, pair.vocab_size)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
         self._inbox = Inbox()
-        self._outbox = Outbox(self._inbox.forget, config.max_speculation_length + config.max_copied_tokens)
-
-    @property
-    def _reads_texts(self) -> bool:
-        return getattr(self._chooser, "reads_texts", False)
+        self._outbox = Outbox(self._inbox.forget, Arm(config.max_speculation_length, config.ngram).max_tokens)
+        evaluator = Evaluator(self.target, self.draft, self.limits, config.prefill_chunk, pair.vocab_size)
+        self._executor = StepExecutor(self.runner, self._outbox, self.scheduler, evaluator)
 
     # Called from any thread.
 
@@ -172,9 +156,9 @@ class Engine:
         """Compute with that many CPU threads from the next step on."""
         self._wanted_threads = num_threads
 
-    def use_chooser(self, chooser: LengthChooser) -> None:
-        """Take lengths from another chooser from now on, and tell it of the steps. To be called while nothing runs."""
-        self._chooser, self._reading = chooser, Reading()
+    def use_chooser(self, chooser: ArmChooser) -> None:
+        """Take arms from another chooser from now on, and report to it. To be called while nothing runs."""
+        self._chooser = chooser
 
     def load(self) -> EngineLoad:
         """A snapshot; its numbers may be of neighbouring steps."""
@@ -225,18 +209,18 @@ class Engine:
         return failure
 
     @torch.inference_mode()
-    def step(self) -> StepResult | None:
+    def step(self) -> StepRecord | None:
         """One iteration: give rows, let those that decode take a step, and feed prompts along. None when no row decoded."""
         started = time.perf_counter()
         self._adjust_threads()
         self._take_in()
-        plan, choice = self._schedule()
+        plan = self._plan()
         if not plan.sequences:
             return None
-        result = self._run_and_commit(plan, started)
-        if result is not None:
-            self._chooser.report(choice, result)
-        return result
+        record = self._executor.run(plan, started, self._chooser.wants_evaluations)
+        if record is not None:
+            self._chooser.report(record)
+        return record
 
     def _adjust_threads(self) -> None:
         wanted = self._wanted_threads
@@ -260,158 +244,48 @@ class Engine:
         if aborting:
             for request_id in aborting:
                 self._outbox.abort(self.scheduler.drop_waiting(request_id))
-            self._end([s for s in self.scheduler.rows if s.request.request_id in aborting])
+            self._executor.end([s for s in self.scheduler.rows if s.request.request_id in aborting])
 
-    def _schedule(self) -> tuple[StepPlan, LengthChoice]:
-        """Give rows, and decide what the next step runs; with the choice that its lengths follow."""
+    def _plan(self) -> StepPlan:
+        """Give rows, select the arm, and decide what the next step runs."""
+        num_new, prefilled = self._admit()
+        rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
+        prefilled = prefilled or bool(chunks)
+        choice, proposals = ArmChoice(PLAIN), Proposals.none(0)
+        if rows:
+            choice = self._chooser.choose(len(rows), prefilled)
+            choice = choice._replace(arm=choice.arm.within(self.limits))
+            prefilling = [chunk.sequence for chunk in chunks]
+            drafting_context = (self.draft or self.target).max_context_length
+            proposals = plan_proposals(rows, choice.arm, self.target.max_context_length, drafting_context, prefilling)
+        plan = StepPlan(rows, self.scheduler.num_drafting, choice, proposals, chunks, prefilled, num_new)
+        if rows and self._executor.num_plain_steps:
+            self._executor.num_plain_steps -= 1
+            plan = plan.plainly()
+        return plan
+
+    def _admit(self) -> tuple[int, bool]:
+        """Give rows to waiting sequences. Returns how many now wait for their first token, and True if any got it here."""
         num_before = len(self.scheduler.rows)
         for sequence, error in self.scheduler.admit():
             log.error("request %s cannot start; it ends", sequence.request.request_id, exc_info=error)
             self._outbox.abort([sequence], error)
         new = self.scheduler.rows[num_before:]
-        copied = self._start_copies()
-        num_new_rows = sum(sequence not in copied for sequence in new)  # the others have begun, and wait for nothing
-        rows, chunks = self.scheduler.decoding, self.scheduler.next_prompts()
-        prefilled = bool(copied or chunks)
-        choice = self._chooser.choice_for(len(rows), prefilled, rows_by_class(rows)) if rows else LengthChoice(0)
-        wanted = (choice.plan or Plan(choice.speculation_length)).within(
-            self.config.max_speculation_length, self.config.max_copied_tokens
-        )
-        copies = None
-        read: tuple[tuple[int, int, int], ...] = ()
-        if wanted.copies or self._reads_texts:
-            most_rows = None if wanted.copies else READ_ROWS
-            read_texts(rows, [chunk.sequence for chunk in chunks], self._reading, most_rows, self._past)
-            if rows and self._reading.num_tokens >= READ_TOGETHER:  # without rows nothing is reported
-                read, self._reading = self._reading.counts, Reading()
-        if wanted.copies:
-            copies = find_copies(rows, wanted, self.target.max_context_length)
-        lengths = plan_lengths(rows, wanted.draft_length, (self.draft or self.target).max_context_length, copies)
-        plan = StepPlan(
-            rows,
-            self.scheduler.num_drafting,
-            lengths,
-            chunks,
-            prefilled,
-            drafts=wanted.draft_length > 0,
-            copies=copies,
-            read=read,
-            num_new_rows=num_new_rows,
-        )
-        if rows and self._num_plain_steps:
-            self._num_plain_steps -= 1
-            plan = plan.plainly()
-        return plan, choice
+        started = self._start_from_shared()
+        return sum(sequence not in started for sequence in new), bool(started)
 
-    def _start_copies(self) -> list[SequenceState]:
+    def _start_from_shared(self) -> list[SequenceState]:
         """Start the sequences that share their prompt with one that has fed it; those that have their first token."""
-        copied: list[SequenceState] = []
+        started: list[SequenceState] = []
         while (pair := self.scheduler.next_copy()) is not None:
             sequence, source = pair
             try:
                 ids, logprobs = self.runner.copy_prompt(sequence, source)
             except Exception as error:
                 log.exception("copying a prompt of %d tokens failed; its request ends", sequence.num_prompt_tokens)
-                self._end([sequence], error)
+                self._executor.end([sequence], error)
             else:
                 self._outbox.hand_out(sequence, ids, logprobs)
                 self.scheduler.settle([sequence])
-                copied.append(sequence)
-        return copied
-
-    def _run_and_commit(self, plan: StepPlan, started: float) -> StepResult | None:
-        """Run a plan, hand out its tokens and settle the rows; None when no row decoded.
-
-        A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other, and
-        what is proposed for them may fail without them. A part that fails ends its requests, not the engine. Every try makes
-        its rules and its batch anew, and finds the rows where they are by then; its time is its own.
-        """
-        try:
-            tokens = self.runner.run(plan)
-        except Exception as error:
-            if len(parts := plan.apart()) > 1:
-                log.exception(
-                    "%d rows and %d prompts failed together; they run apart", len(plan.rows), len(plan.chunks)
-                )
-                results = [self._run_and_commit(part, time.perf_counter()) for part in parts]
-                return results[0]
-            if plan.proposes:
-                self._num_plain_steps = PLAIN_STEPS
-                log.exception(
-                    "what was proposed for %d rows failed; they go on without for %d steps", len(plan.rows), PLAIN_STEPS
-                )
-                self._run_and_commit(plan.plainly(), time.perf_counter())
-                return None  # what a step takes is not what this one took
-            log.exception("a step of %d rows and %d prompts failed; it ends them", len(plan.rows), len(plan.chunks))
-            self._end(plan.sequences, error)
-            return None
-        return self._commit(plan, tokens, started)
-
-    def _commit(self, plan: StepPlan, tokens: StepTokens, started: float) -> StepResult | None:
-        """Hand out the tokens of a step, and settle who has which row; what the step was worth, None when no row decoded."""
-        mean_context_length = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
-        self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_copied)
-        new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
-        kept = [self._hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids is not None]
-        self._feed_draft(plan.chunks)
-        read_ends(plan.rows, self._reading, self._past)
-        ended = time.perf_counter()
-        reviews = (
-            () if self._reviewer is None or not self._reads_texts else self._reviewer.review(plan.rows, ended - started)
-        )
-        aside_s = time.perf_counter() - ended + beyond_usual_s(plan.sequences, ended - started)
-        self.scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
-        if not plan.rows:
-            return None
-        prompt_s, self._draft_prompt_s = self._draft_prompt_s, 0.0
-        kept = kept[: len(plan.rows)]
-        drafted, copying = kept, None
-        if plan.copies is not None:
-            drafted = [number - copied for number, copied in zip(kept, plan.copies.accepted(kept), strict=True)]
-            copying = plan.copies.report(kept, plan.draft_lengths, self.target.ragged)
-        return StepResult(
-            batch_size=len(plan.rows),
-            speculation_length=plan.speculation_length,
-            latency_s=time.perf_counter() - started - aside_s,
-            accepted_histogram=plan.histogram(drafted),
-            mean_context_length=mean_context_length,
-            flags=frozenset(tokens.flags | plan.flags),
-            class_histograms=plan.class_histograms(drafted),
-            copying=copying,
-            read=plan.read,
-            draft_prompt_s=prompt_s,
-            reviews=reviews,
-            num_new_rows=plan.num_new_rows,
-            num_idle_rows=plan.num_idle_rows,
-        )
-
-    def _hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
-        """As Outbox.hand_out. A row that got no token is tried again without proposals: one of these may be why."""
-        if not ids and sequence.num_output_tokens and sequence.may_propose:
-            log.warning("request %s goes on without proposals: its logits were NaN", sequence.request.request_id)
-            sequence.go_on_plainly()
-            self.target.pool.clear_beyond(sequence.row, sequence.target_length)
-            return 0
-        return self._outbox.hand_out(sequence, ids, logprobs)
-
-    def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
-        """Feed the draft the step's prompts. What fails here costs nobody a token: the draft is behind until it is asked."""
-        try:
-            self._draft_prompt_s += self.runner.feed_draft_prompts(chunks)
-        except Exception:
-            log.exception("the draft was not fed %d prompts; it catches up when it is to draft", len(chunks))
-
-    def _end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
-        """Abort sequences that have rows. error: None when somebody asked for it."""
-        sequences = list(sequences)
-        self._outbox.abort(sequences, error)
-        self.scheduler.settle(sequences)
-
-
-def beyond_usual_s(sequences: Iterable[SequenceState], step_s: float) -> float:
-    """Seconds of a step that say nothing of the machine: what masks of grammars took beyond their usual share of it.
-
-    What they usually take is a reason for shorter drafts; a grammar that is made to take long must not teach everybody.
-    """
-    spent_s = sum(one.sampling.grammar.take_spent_s() for one in sequences if one.sampling.grammar is not None)
-    return max(0.0, spent_s - GRAMMAR_SHARE * (step_s - spent_s))
+                started.append(sequence)
+        return started

@@ -9,8 +9,20 @@ from typing import TypeAlias
 import torch
 
 from speclen.worker.requests.request import TokenLogprobs
+from speclen.worker.requests.sequence import SequenceState
 
 RowLogits: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # by row, [columns, vocab]
+
+
+def logprobs_of(
+    rows: Sequence[SequenceState], logits: RowLogits, ids: torch.Tensor
+) -> list[list[TokenLogprobs] | None]:
+    """Of each row, None for those that did not ask for them. logits, ids: as `token_logprobs`."""
+    wanted = [(at, row.request.sampling.logprobs) for at, row in enumerate(rows)]
+    if all(k is None for _, k in wanted):
+        return [None] * len(rows)
+    found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
+    return [found.get(at) for at in range(len(rows))]
 
 
 def token_logprobs(

@@ -18,7 +18,7 @@ NO_TOKEN = "the model gave logits that are NaN or infinite, from which no token 
 class Totals:
     """Counts since the start. Generated and accepted tokens are those that went to callers.
 
-    num_draft_tokens: proposed, num_copied_tokens of them copied from a text. num_drafts: proposals of a row in a step.
+    num_drafts: proposals, of one row in one step; num_draft_tokens: their tokens, num_ngram_tokens of them n-grams.
     num_accepted_by_position[j]: proposals whose token at position j was accepted; together num_accepted_tokens.
     """
 
@@ -27,7 +27,7 @@ class Totals:
     num_generated_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
-    num_copied_tokens: int = 0
+    num_ngram_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_by_position: list[int] = field(default_factory=list)
 
@@ -40,21 +40,20 @@ class Outbox:
         self._on_end = on_end
 
     def count_step(
-        self, rows: Sequence[SequenceState], draft_lengths: Sequence[int], num_copied: Sequence[int]
+        self, rows: Sequence[SequenceState], draft_lengths: Sequence[int], num_ngrams: Sequence[int]
     ) -> None:
-        """Before any delivery: whoever is told divides one count by another. num_copied: proposed without a draft model."""
-        num_proposed = [drafted + copied for drafted, copied in zip(draft_lengths, num_copied, strict=True)]
+        """Before any delivery: whoever is told divides one count by another."""
         self.totals.num_steps += bool(rows)
         self.totals.num_row_steps += len(rows)
-        self.totals.num_drafts += sum(number > 0 for number in num_proposed)
-        self.totals.num_draft_tokens += sum(num_proposed)
-        self.totals.num_copied_tokens += sum(num_copied)
-        for row, number in zip(rows, num_proposed, strict=True):
+        self.totals.num_draft_tokens += sum(draft_lengths) + sum(num_ngrams)
+        self.totals.num_ngram_tokens += sum(num_ngrams)
+        for row, drafted, ngrams in zip(rows, draft_lengths, num_ngrams, strict=True):
             row.num_steps += 1
-            row.num_draft_tokens += number
+            row.num_draft_tokens += drafted + ngrams
+            self.totals.num_drafts += drafted + ngrams > 0
 
     def hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
-        """Append new tokens to a sequence and tell its caller; returns how many of them it owes to the draft.
+        """Append new tokens to a sequence and tell its caller; returns the number of them that were proposed.
 
         That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
         a longer length. Tokens that cannot be taken in end their sequence, and so does it that there are none.

@@ -167,7 +167,7 @@ def _on_torch(
 def _target_widths(config: EngineConfig, drafts: bool) -> list[tuple[int, int]]:
     """Queries and logits a row of the passes that verify what rows propose."""
     lengths = set(range(config.max_speculation_length + 1 if drafts else 1))
-    if config.max_copied_tokens:
+    if config.ngram:
         lengths |= {padded_width(proposed) for proposed in range(1, config.max_proposed_tokens + 1)}
     return [(length + 1, length + 1) for length in sorted(lengths)]
 

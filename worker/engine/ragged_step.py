@@ -1,4 +1,4 @@
-"""One step of rows that propose different numbers of tokens: copied ones, drafted ones, both or none. As `speculative`.
+"""One step of rows that propose different numbers of tokens: n-grams, drafted ones, or none. As `speculative`.
 
 A model that is `ragged` is fed what each row has, at the cost of all tokens together, and the draft model runs over the
 rows that draft. Other models are fed rectangles: verification is filled up to the longest proposal, whose number of
@@ -25,47 +25,34 @@ from speclen.worker.sampling.rules import TokenRule
 class RaggedBatch:
     """Rows 0..b-1 of both models. texts: their tokens, the pending one last. draft_lengths: held by the draft's pool.
 
-    copied: [b, k], tokens that rows propose first, num_copied[r] of row r; num_drafted: [b], what the draft model adds to
-    them. k: of the longest proposal.
+    ngrams: [b, k], n-gram tokens, num_ngrams[r] of row r; num_drafted: [b], tokens of the draft model, for rows without
+    n-grams. k: of the longest proposal.
     """
 
     texts: list[list[int]]
     draft_lengths: np.ndarray
-    copied: np.ndarray
-    num_copied: np.ndarray
+    ngrams: np.ndarray
+    num_ngrams: np.ndarray
     num_drafted: np.ndarray
 
     @property
     def num_proposed(self) -> np.ndarray:
-        return self.num_copied + self.num_drafted
+        return self.num_ngrams + self.num_drafted
 
     @property
-    def places(self) -> np.ndarray:
-        """[b], of the pending tokens."""
-        return np.array([len(text) - 1 for text in self.texts])
-
-    @property
-    def ends(self) -> np.ndarray:
-        """[b], tokens that each row holds, copied ones included."""
-        return self.places + 1 + self.num_copied
-
-    def tail(self, row: int, start: int) -> list[int]:
-        """The row's tokens from a place on, copied ones included."""
-        held = len(self.texts[row])
-        copied = self.copied[row, max(0, start - held) : self.num_copied[row]].tolist()
-        return self.texts[row][start:] + copied
+    def num_tokens(self) -> np.ndarray:
+        """[b], tokens that each row holds, the pending one included."""
+        return np.array([len(text) for text in self.texts])
 
 
 def make_ragged_batch(plan: StepPlan) -> RaggedBatch:
-    """The plan's rows, what they copy and how much they draft."""
-    num_copied, num_drafted = np.array(plan.num_copied), np.array(plan.draft_lengths)
-    copied = np.zeros((len(plan.rows), (num_copied + num_drafted).max()), np.int64)
-    if plan.copies is not None:
-        for row, found in enumerate(plan.copies.found):
-            if found is not None:
-                copied[row, : len(found.ids)] = found.ids
+    """The plan's rows, their n-grams and numbers of tokens to draft."""
+    num_ngrams, num_drafted = np.array(plan.num_ngrams), np.array(plan.draft_lengths)
+    ngrams = np.zeros((len(plan.rows), (num_ngrams + num_drafted).max()), np.int64)
+    for row, ids in enumerate(plan.proposals.ngrams):
+        ngrams[row, : len(ids)] = ids
     held = np.array([min(row.draft_length, len(row.tokens) - 1) for row in plan.rows])
-    return RaggedBatch([row.tokens for row in plan.rows], held, copied, num_copied, num_drafted)
+    return RaggedBatch([row.tokens for row in plan.rows], held, ngrams, num_ngrams, num_drafted)
 
 
 def ragged_step(
@@ -76,10 +63,10 @@ def ragged_step(
     prompts: Sequence[PassPart] = (),
 ) -> StepOutcome:
     """Complete the rows' proposals, verify them in one pass of the target, and accept a prefix of each."""
-    proposed = torch.from_numpy(batch.copied).to(target.device)
+    proposed = torch.from_numpy(batch.ngrams).to(target.device)
     if batch.num_drafted.any():
         assert draft is not None
-        _append(proposed, batch, _propose(draft, batch, rule))
+        _insert(proposed, batch, _propose(draft, batch, rule))
     caps = torch.from_numpy(batch.num_proposed).to(target.device)
     if not target.ragged:
         logits, *prompt_logits = _verify_filled(target, batch, proposed, prompts)
@@ -88,7 +75,7 @@ def ragged_step(
     at = torch.from_numpy(rows), torch.from_numpy(columns)
     counts = batch.num_proposed + 1
     ids = torch.cat([_pending(batch, target.device), proposed], dim=1)[at]
-    part = RaggedPart(np.arange(len(counts)), batch.places, counts, ids, counts)
+    part = RaggedPart(np.arange(len(counts)), batch.num_tokens - 1, counts, ids, counts)
     flat, *prompt_logits = target.forward([part, *prompts])
     if isinstance(rule, HostRule):
         found = rule.verify(on_host(flat), rows, columns, proposed.numpy(), batch.num_proposed)
@@ -106,7 +93,7 @@ def _verify_filled(
     """Logits [b, k + 1, vocab] after the pending tokens and the proposed ones; then those of the prompts."""
     fed = torch.cat([_pending(batch, target.device), proposed], dim=1)
     fed = torch.nn.functional.pad(fed, (0, padded_width(proposed.shape[1]) - proposed.shape[1]))
-    part = PassPart(StepRows(batch.places, fed.shape[1], target.device), fed, num_logits=fed.shape[1])
+    part = PassPart(StepRows(batch.num_tokens - 1, fed.shape[1], target.device), fed, num_logits=fed.shape[1])
     logits, *prompt_logits = target.forward([part, *prompts])
     return [logits[:, : proposed.shape[1] + 1], *prompt_logits]
 
@@ -115,13 +102,12 @@ def _pending(batch: RaggedBatch, device: torch.device) -> torch.Tensor:
     return torch.tensor([text[-1:] for text in batch.texts], device=device)
 
 
-def _append(proposed: torch.Tensor, batch: RaggedBatch, drafted: torch.Tensor) -> None:
-    """Put what was drafted, [n, d] for the first n rows, behind what was copied."""
+def _insert(proposed: torch.Tensor, batch: RaggedBatch, drafted: torch.Tensor) -> None:
+    """Put drafted tokens, [n, d] for the first n rows, where these have no n-grams."""
     num_rows, longest = drafted.shape
-    columns = np.arange(longest)
-    rows, places = np.nonzero(columns < batch.num_drafted[:num_rows, None])
-    at = torch.from_numpy(rows).to(drafted.device), torch.from_numpy(places).to(drafted.device)
-    proposed[at[0], at[1] + torch.from_numpy(batch.num_copied[rows]).to(drafted.device)] = drafted[at]
+    rows, columns = np.nonzero(np.arange(longest) < batch.num_drafted[:num_rows, None])
+    at = torch.from_numpy(rows).to(drafted.device), torch.from_numpy(columns).to(drafted.device)
+    proposed[at] = drafted[at]
 
 
 def _propose(draft: PassModel, batch: RaggedBatch, rule: TokenRule) -> torch.Tensor:
@@ -152,20 +138,20 @@ def _spread(logits: torch.Tensor, rows: np.ndarray, num_rows: int) -> torch.Tens
 
 
 def _first_logits(draft: PassModel, batch: RaggedBatch, rows: np.ndarray) -> torch.Tensor:
-    """Logits [m, vocab] after all that the draft lacks of the rows that draft, copies included; or of rows 0..n-1."""
+    """Logits [m, vocab] after all that the draft lacks of the rows that draft; or of rows 0..n-1."""
     held = batch.draft_lengths[rows]
     if draft.ragged:
-        lacking = [batch.tail(row, start) for row, start in zip(rows.tolist(), held.tolist(), strict=True)]
+        lacking = [batch.texts[row][start:] for row, start in zip(rows.tolist(), held.tolist(), strict=True)]
         counts = np.array([len(ids) for ids in lacking])
         flat = torch.tensor([token for ids in lacking for token in ids])
         return draft.forward([RaggedPart(rows, held, counts, flat, np.ones_like(counts))])[0]
-    ends = batch.ends[: rows[-1] + 1]
+    ends = batch.num_tokens[: rows[-1] + 1]
     width = int((ends[rows] - held).max())
     if ends.min() < width:  # a row is too short to be fed the same number of tokens
         starts = zip(rows.tolist(), held.tolist(), strict=True)
-        parts = [prompt_part(row, batch.tail(row, start), start, draft.device) for row, start in starts]
+        parts = [prompt_part(row, batch.texts[row][start:], start, draft.device) for row, start in starts]
         return torch.cat([logits[0] for logits in draft.forward(parts)])
-    ids = torch.tensor([batch.tail(row, end - width) for row, end in enumerate(ends.tolist())], device=draft.device)
+    ids = torch.tensor([text[-width:] for text in batch.texts[: len(ends)]], device=draft.device)
     return draft.forward([PassPart(StepRows(ends - width, width, draft.device), ids, num_logits=1)])[0][:, 0]
 
 
@@ -173,7 +159,7 @@ def _next_logits(
     draft: PassModel, batch: RaggedBatch, rows: np.ndarray, ids: torch.Tensor, column: int
 ) -> torch.Tensor:
     """Logits [m, vocab] after one more drafted token of the rows; or of rows 0..n-1. ids: [n]."""
-    lengths = batch.ends[: len(ids)] + column - 1
+    lengths = batch.num_tokens[: len(ids)] + column - 1
     if draft.ragged:
         every = np.ones(len(rows), np.int64)
         return draft.forward([RaggedPart(rows, lengths[rows], every, ids[torch.from_numpy(rows)], every)])[0]

@@ -170,7 +170,7 @@ class Scheduler:
             return
         if not sequence.failed:
             self._remember(sequence)
-        sequence.copy_index = sequence.past_reader = None
+        sequence.ngram_index = None
         hole, sequence.row = sequence.row, -1
         self._release(hole)
         self.num_reserved_tokens -= self.kv_need(sequence)

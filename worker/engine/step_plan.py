@@ -1,4 +1,4 @@
-"""What one step runs: which rows decode, how far each may speculate, and which prompts go along. No model is called."""
+"""The work of one step: rows that decode, what is proposed for each, and prompts that go along. No model is called."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from speclen.worker.engine.copies import RowCopies
-from speclen.worker.engine.length_chooser import StepFlag
+from speclen.records import PLAIN, Arm, StepFlag
+from speclen.worker.backends.passes import padded_width
+from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.engine.proposals import propose_ngrams
 from speclen.worker.engine.speculative import StepBatch
-from speclen.worker.requests.request import RequestClass
+from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 
 
@@ -25,7 +27,7 @@ class PromptChunk:
 
     @property
     def end(self) -> int:
-        """How many of the sequence's tokens are fed with it."""
+        """Number of the sequence's tokens that are fed with it."""
         return self.start + len(self.ids)
 
     @property
@@ -34,71 +36,95 @@ class PromptChunk:
 
 
 @dataclass(slots=True)
+class Proposals:
+    """For each row either n-gram tokens, or a number of tokens to draft, or neither.
+
+    arm: what is run, as in StepRecord. is_mixed: True if requests asked for lengths of their own.
+    """
+
+    arm: Arm
+    draft_lengths: list[int]
+    ngrams: list[list[int]]
+    is_mixed: bool = False
+
+    @classmethod
+    def none(cls, num_rows: int) -> Proposals:
+        """Plain decoding."""
+        return cls(PLAIN, [0] * num_rows, [[] for _ in range(num_rows)])
+
+
+@dataclass(slots=True)
 class StepPlan:
     """rows: sequences of the pools' rows 0, 1, ..., which decode; the first num_drafting of them may draft.
 
-    draft_lengths: draft tokens for each of them; speculation_length: the longest, for which the draft loop runs. drafts:
-    whether the choice drafts, even if no row has any use for it in this step. chunks: of prompts. prefilled: whether time
-    goes into prompts as well, the ones that were copied included. copies: None where the choice does not copy; read,
-    num_new_rows: as in StepResult. sequences: all that take part, the rows and then those whose prompts are fed.
+    choice: the arm that was selected; proposals: what comes of it in this step. chunks: of prompts. prefilled: True if
+    time goes into prompts as well, the copied ones included. num_new_sequences: as in StepRecord. draft_length: the
+    longest, for which the draft loop runs. sequences: the rows, then those whose prompts are fed.
     """
 
     rows: list[SequenceState]
     num_drafting: int
-    draft_lengths: list[int]
+    choice: ArmChoice
+    proposals: Proposals
     chunks: list[PromptChunk]
     prefilled: bool
-    drafts: bool = False
-    copies: RowCopies | None = None
-    read: tuple[tuple[int, int, int], ...] = ()
-    num_new_rows: int = 0
-    speculation_length: int = field(init=False)
+    num_new_sequences: int = 0
+    draft_length: int = field(init=False)
     sequences: list[SequenceState] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.speculation_length = max(self.draft_lengths, default=0)
+        self.draft_length = max(self.draft_lengths, default=0)
         self.sequences = self.rows + [chunk.sequence for chunk in self.chunks]
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether some rows draft less than others."""
-        return min(self.draft_lengths, default=0) < self.speculation_length
+    def draft_lengths(self) -> list[int]:
+        """Tokens that the draft model drafts for each row."""
+        return self.proposals.draft_lengths
 
     @property
-    def num_idle_rows(self) -> int:
-        """Rows for which nothing is drafted although others draft."""
-        return self.draft_lengths.count(0) if self.speculation_length else 0
+    def num_ngrams(self) -> list[int]:
+        """N-gram tokens of each row."""
+        return [len(ids) for ids in self.proposals.ngrams]
 
     @property
-    def num_copied(self) -> list[int]:
-        """Tokens that each of the rows copies."""
-        return [0] * len(self.rows) if self.copies is None else self.copies.num_copied
+    def has_ngrams(self) -> bool:
+        return any(self.proposals.ngrams)
+
+    @property
+    def is_even(self) -> bool:
+        """True if as many tokens are drafted for all rows."""
+        return min(self.draft_lengths, default=0) == self.draft_length
 
     @property
     def flags(self) -> set[StepFlag]:
-        """What can be said beforehand of why the step must not teach."""
+        """Known beforehand."""
         flags = {StepFlag.PREFILL} if self.prefilled else set()
-        if self.copies is not None:
-            return flags | {StepFlag.COPIED}
-        return flags | {StepFlag.MIXED_LENGTHS} if self.is_mixed else flags
+        return flags | {StepFlag.MIXED_LENGTHS} if self.proposals.is_mixed else flags
+
+    @property
+    def speculates(self) -> bool:
+        """True if the selected arm proposes anything, or a request does."""
+        return self.choice.arm != PLAIN or self.proposals.arm != PLAIN
+
+    def num_verified_tokens(self, ragged: bool) -> int:
+        """Tokens that the target is given of the rows. ragged: only what each has, not a rectangle around the longest."""
+        proposed = [ngrams + drafts for ngrams, drafts in zip(self.num_ngrams, self.draft_lengths, strict=True)]
+        if ragged:
+            return len(proposed) + sum(proposed)
+        return len(proposed) * (1 + (padded_width(max(proposed)) if self.has_ngrams else self.draft_length))
 
     def apart(self) -> list[StepPlan]:
         """The same work in as many plans as can be: the rows, then every prompt by itself."""
         decoding = [replace(self, chunks=[])] if self.rows else []
-        return decoding + [StepPlan([], 0, [], [chunk], True) for chunk in self.chunks]
-
-    @property
-    def proposes(self) -> bool:
-        """Whether any row drafts or copies, or would if it had any use for it."""
-        return self.drafts or self.speculation_length > 0 or self.copies is not None
+        return decoding + [prefill_plan(chunk) for chunk in self.chunks]
 
     def plainly(self) -> StepPlan:
         """The same rows and prompts, for which nothing is proposed."""
-        return replace(self, draft_lengths=[0] * len(self.rows), drafts=False, copies=None)
+        return replace(self, choice=self.choice._replace(arm=PLAIN), proposals=Proposals.none(len(self.rows)))
 
     def histogram(self, num_accepted: Sequence[int]) -> tuple[int, ...]:
-        """How many rows accepted exactly 0, 1, ..., speculation_length tokens. num_accepted: by row."""
-        counts = [0] * (self.speculation_length + 1)
+        """Rows that accepted exactly 0, 1, ... proposed tokens. num_accepted: by row."""
+        counts = [0] * (self.proposals.arm.max_tokens + 1)
         for number in num_accepted:
             counts[number] += 1
         return tuple(counts)
@@ -108,43 +134,70 @@ class StepPlan:
         classes = [row.request_class for row in self.rows]
         if not any(classes):
             return ()
+        both = list(zip(num_accepted, classes, strict=True))
         return tuple(
-            (
-                int(kind),
-                self.histogram([number for number, of in zip(num_accepted, classes, strict=True) if of == kind]),
-            )
-            for kind in sorted(set(classes))
+            (int(kind), self.histogram([number for number, of in both if of == kind])) for kind in sorted(set(classes))
         )
 
 
-def rows_by_class(rows: Sequence[SequenceState]) -> tuple[int, ...]:
-    """How many rows are greedy, cool and hot."""
-    counts = [0] * len(RequestClass)
-    for row in rows:
-        counts[row.request_class] += 1
-    return tuple(counts)
+@dataclass(slots=True)
+class StepTokens:
+    """New tokens of each of the plan's sequences, in its order; None where a prompt goes on.
 
-
-def plan_lengths(
-    rows: Sequence[SequenceState], chosen_length: int, max_context_length: int, copies: RowCopies | None = None
-) -> list[int]:
-    """Draft tokens per row, for a step whose table says `chosen_length`.
-
-    A row's own length goes before the table's, and no row drafts beyond the draft's context. Nothing is drafted that no row
-    could use: the length is cut when all rows are that near to their last token. A single row near its end drafts on
-    with the others, and what it does not need is cut from its output: so its step still teaches. A row that copies
-    drafts where the plan says so, unless its settings look at the tokens before: drafts come after what was copied.
+    Empty where no token can be chosen, since the model gave logits that are NaN or infinite. logprobs: likewise, None
+    where nobody asked for them. flags: the runner's reasons for which the step is no usable sample.
     """
-    lengths, useful = [], 0
-    num_copied = [0] * len(rows) if copies is None else copies.num_copied
-    for row, copied in zip(rows, num_copied, strict=True):
-        own = row.fixed_length if row.fixed_length is not None else chosen_length
-        if copied and not (copies is not None and copies.plan.draft_after_copy and not row.sampling.looks_back):
-            own = 0
+
+    ids: list[list[int] | None] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
+    flags: set[StepFlag] = field(default_factory=set)
+
+
+def prefill_plan(chunk: PromptChunk) -> StepPlan:
+    """One piece of a prompt and nothing else."""
+    return StepPlan([], 0, ArmChoice(PLAIN), Proposals.none(0), [chunk], True)
+
+
+def plan_proposals(
+    rows: Sequence[SequenceState],
+    arm: Arm,
+    max_context_length: int,
+    draft_context_length: int,
+    prefilling: Sequence[SequenceState] = (),
+) -> Proposals:
+    """What each row proposes under an arm. A request's own length goes before the arm.
+
+    prefilling: sequences whose prompts are indexed ahead.
+    """
+    lengths = plan_lengths(rows, arm.speculation_length, draft_context_length)
+    is_mixed = len(set(lengths)) > 1
+    if not arm.ngram:
+        return Proposals(Arm(max(lengths, default=0)), lengths, [[] for _ in rows], is_mixed)
+    ngrams = propose_ngrams(rows, prefilling, max_context_length)
+    able = [row.may_use_ngrams and not row.has_slow_grammar for row in rows]
+    has_room = any(may and row.room(max_context_length) > 0 for may, row in zip(able, rows, strict=True))
+    drafted = [0 if ids else length for ids, length in zip(ngrams, lengths, strict=True)]
+    ran = Arm(max(lengths, default=0), has_room)
+    return Proposals(ran, cut_to_useful(rows, drafted), ngrams, is_mixed or len(set(able)) > 1)
+
+
+def plan_lengths(rows: Sequence[SequenceState], length: int, draft_context_length: int) -> list[int]:
+    """Tokens to draft for each row without n-grams; none beyond the context."""
+    lengths = []
+    for row in rows:
+        own = row.fixed_length if row.fixed_length is not None else length
         may_draft = row.may_draft and not row.has_slow_grammar
-        length = max(0, min(own, max_context_length - len(row.tokens) - copied)) if may_draft else 0
-        lengths.append(length)
-        useful = max(useful, min(length, row.num_left - 1 - copied))
+        lengths.append(max(0, min(own, draft_context_length - len(row.tokens))) if may_draft else 0)
+    return cut_to_useful(rows, lengths)
+
+
+def cut_to_useful(rows: Sequence[SequenceState], lengths: list[int]) -> list[int]:
+    """Lengths cut to what any row can use: less where all rows are near their last token.
+
+    A single row near its end drafts on with the others, and what it does not need is cut from its output: so its step
+    is still a usable sample.
+    """
+    useful = max((min(length, row.num_left - 1) for row, length in zip(rows, lengths, strict=True)), default=0)
     return [min(length, useful) for length in lengths]
 
 
@@ -171,5 +224,5 @@ def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
         # Through numpy, which takes lists apart faster.
         recent_ids=torch.from_numpy(np.array([row.tokens[-width:] for row in plan.rows])).to(device),
         num_drafting=plan.num_drafting,
-        caps=torch.tensor(plan.draft_lengths, device=device) if plan.is_mixed else None,
+        caps=None if plan.is_even else torch.tensor(plan.draft_lengths, device=device),
     )

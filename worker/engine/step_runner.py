@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
+from speclen.records import PLAIN, StepFlag
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
-from speclen.worker.drafting.plan import Plan
-from speclen.worker.engine.length_chooser import StepFlag
-from speclen.worker.engine.logprobs import RowLogits, token_logprobs
+from speclen.worker.engine.logprobs import logprobs_of
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
 from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, new_tokens, speculative_step
-from speclen.worker.engine.step_plan import PromptChunk, StepPlan, make_batch
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens, make_batch
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
@@ -28,21 +26,8 @@ from speclen.worker.sampling.rules import BatchSampling, GreedyRule, SamplingRul
 
 # A draft that lacks no more tokens than this catches up inside the first pass of the step, all rows at once.
 CATCH_UP_WIDTH = 16
-# The same where rows copy, after which the draft lacks what they copied: steps of such plans catch up all the time.
+# The same with n-grams, after which the draft lacks what was accepted of them: such steps catch up all the time.
 RAGGED_CATCH_UP_WIDTH = 64
-
-
-@dataclass(slots=True)
-class StepTokens:
-    """New tokens of each of the plan's sequences, in its order; None where a prompt goes on.
-
-    Empty where no token can be chosen, since the model gave logits that are NaN or infinite. logprobs: likewise, None
-    where nobody asked for them. flags: what the runner knows of why the step must not teach.
-    """
-
-    ids: list[list[int] | None] = field(default_factory=list)
-    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
-    flags: set[StepFlag] = field(default_factory=set)
 
 
 class StepRunner:
@@ -59,9 +44,9 @@ class StepRunner:
         self._hosts = host_models(target, draft)
         self._sampled_rows: list[SequenceState] = []
         self._sampling = BatchSampling([], self._device)  # of _sampled_rows
-        self._speculating = draft is not None  # whether the last step drafted
-        self._feeds_draft = draft is not None  # whether it was to, as new rows will then be: their drafts must be ready
-        self._played = 0, Plan()  # rows of the last step, and what they were to do
+        self._speculating = draft is not None  # True if the last step drafted
+        self._feeds_draft = draft is not None  # True if it was to, as new rows will then be: their drafts must be ready
+        self._last = 0, PLAIN  # rows of the last step, and its arm
         self._seen_shapes: set[tuple[int, int]] = set()
 
     def run(self, plan: StepPlan) -> StepTokens:
@@ -108,12 +93,12 @@ class StepRunner:
 
     def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
         """Move on how much of the sequences the models hold: all but the pending token, which is the last new one."""
-        length, is_ragged, num_copied = plan.speculation_length, self._is_ragged(plan), plan.num_copied
+        length, is_ragged = plan.draft_length, self._is_ragged(plan)
         for at, row in enumerate(plan.rows):
             num_fed, num_new = len(row.tokens) - 1, len(tokens.ids[at] or ())
             row.target_length = num_fed + num_new
             if is_ragged and plan.draft_lengths[at]:
-                row.draft_length = num_fed + min(num_new, num_copied[at] + plan.draft_lengths[at])
+                row.draft_length = num_fed + min(num_new, plan.draft_lengths[at])
             elif not is_ragged and length and at < plan.num_drafting:
                 row.draft_length = num_fed + min(num_new, length)
         for chunk in plan.chunks:
@@ -124,25 +109,26 @@ class StepRunner:
     def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
         """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
         num_first_uses, speculated = self._num_first_uses(), self._speculating
-        self._feeds_draft, self._speculating = plan.drafts, plan.drafts or plan.speculation_length > 0
+        self._feeds_draft = plan.choice.arm.speculation_length > 0
+        self._speculating = self._feeds_draft or plan.draft_length > 0
         if self._speculating and not speculated:
             for row in plan.rows:
                 row.draft_due = len(row.tokens) - 1
         prompt_logits: list[torch.Tensor] = []
         ragged = self._is_ragged(plan)
         rule = self._step_rule(plan, ragged)
-        if not (prompts or ragged) and isinstance(rule, HostRule) and self._is_even(plan):
+        if not (prompts or ragged) and isinstance(rule, HostRule) and self._fits_host(plan):
             new = self._host_step(plan, tokens.flags, rule)
             tokens.logprobs += [None] * len(plan.rows)
-            num_columns = plan.speculation_length + 1
+            num_columns = plan.draft_length + 1
         else:
             take = self._ragged_step if ragged else self._even_step
             num_accepted, ids, logits, prompt_logits = take(plan, prompts, tokens.flags, rule)
-            tokens.logprobs += self._logprobs(plan.rows, logits, ids)
+            tokens.logprobs += logprobs_of(plan.rows, logits, ids)
             new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
         tokens.ids += new
-        if self._changes_plan(plan):
-            tokens.flags.add(StepFlag.CHANGED_LENGTH)
+        if self._changes_arm(plan):
+            tokens.flags.add(StepFlag.CHANGED_ARM)
         shape = (len(plan.rows), num_columns)
         if shape not in self._seen_shapes:
             tokens.flags.add(StepFlag.FIRST_USE)
@@ -151,38 +137,37 @@ class StepRunner:
             tokens.flags.add(StepFlag.COMPILATION)
         return prompt_logits
 
-    def _changes_plan(self, plan: StepPlan) -> bool:
-        """Whether only another plan made this pass another one than the last, and that is why it took longer.
+    def _changes_arm(self, plan: StepPlan) -> bool:
+        """True if only another arm made this pass another one than the last, and that is why it took longer.
 
-        Where rows have come or gone a step takes longer under any plan: that is a part of what steps take.
+        Where rows have come or gone a step takes longer under any arm: that is a part of step times.
         """
-        played = Plan(plan.speculation_length) if plan.copies is None else plan.copies.plan
-        (num_rows, before), self._played = self._played, (len(plan.rows), played)
-        return self.target.slow_changes and num_rows == len(plan.rows) and played != before
+        arm = plan.proposals.arm
+        (num_rows, before), self._last = self._last, (len(plan.rows), arm)
+        return self.target.slow_changes and num_rows == len(plan.rows) and arm != before
 
     def _is_ragged(self, plan: StepPlan) -> bool:
-        """Whether rows propose different numbers of tokens, and that is worth a step of its own kind."""
-        copied = plan.copies is not None and any(plan.copies.found)
-        return copied or (plan.is_mixed and self.target.ragged)
+        """True if rows propose different numbers of tokens, and that is worth a step of its own kind."""
+        return plan.has_ngrams or (self.target.ragged and not plan.is_even)
 
-    def _is_even(self, plan: StepPlan) -> bool:
-        """Whether `host_step` does what the plan says, which is not ragged."""
-        even = self._hosts is not None and not plan.is_mixed
+    def _fits_host(self, plan: StepPlan) -> bool:
+        """True if `host_step` does what the plan says, which is not ragged."""
+        even = self._hosts is not None and plan.is_even
         return even and all(row.request.sampling.logprobs is None for row in plan.rows)
 
     def _host_step(self, plan: StepPlan, flags: set[StepFlag], rule: HostRule) -> list[list[int]]:
         """Each row's new tokens."""
         assert self._hosts is not None
-        width = self._catch_up(plan, flags) if plan.speculation_length else 1
+        width = self._catch_up(plan, flags) if plan.draft_length else 1
         num_tokens = np.array([len(row.tokens) for row in plan.rows])
         recent_ids = np.array([row.tokens[-width:] for row in plan.rows])
-        return new_tokens(*host_step(*self._hosts, num_tokens, recent_ids, plan.speculation_length, rule))
+        return new_tokens(*host_step(*self._hosts, num_tokens, recent_ids, plan.draft_length, rule))
 
     def _even_step(
         self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
     ) -> StepOutcome:
         """A step whose rows all propose the same number of tokens, or are treated as if."""
-        length = plan.speculation_length
+        length = plan.draft_length
         width = self._catch_up(plan, flags) if length else 1
         batch = make_batch(plan, width, self._device)
         return speculative_step(self.target, self.draft, batch, length, rule, prompts)
@@ -202,9 +187,9 @@ class StepRunner:
         return self.target.num_first_uses + (self.draft.num_first_uses if self.draft is not None else 0)
 
     def _catch_up(self, plan: StepPlan, flags: set[StepFlag]) -> int:
-        """How many recent tokens the draft's first pass must be fed; flagged when the draft had fallen behind.
+        """Recent tokens that the draft's first pass must be fed; flagged when the draft had fallen behind.
 
-        It lacks one token after a step that accepted everything; more means that steps went by without it, or copied.
+        It lacks one token after a step that accepted everything; more after steps without it, or with n-grams.
         """
         drafting = plan.rows[: plan.num_drafting]
         behind = max(len(row.tokens) - 1 - row.draft_length for row in drafting)
@@ -217,12 +202,12 @@ class StepRunner:
         return 1
 
     def _flag_catch_up(self, plan: StepPlan, drafting: Sequence[SequenceState], flags: set[StepFlag]) -> None:
-        """Where rows copy and draft, catching up with what they copied is a part of what such a plan takes.
+        """With n-grams, catching up with accepted ones is a part of what such an arm takes.
 
-        Not so with their prompts, nor with what they put out before such a plan was played: a row may copy for some steps
-        before it drafts for the first time.
+        Not so with prompts, nor with output from before such an arm: a row may have n-gram matches for some steps before
+        it drafts for the first time.
         """
-        if plan.copies is None or any(row.draft_length + 1 < row.draft_due for row in drafting):
+        if not plan.choice.arm.ngram or any(row.draft_length + 1 < row.draft_due for row in drafting):
             flags.add(StepFlag.CATCH_UP)
 
     def _feed_missing(self, drafting: Sequence[SequenceState]) -> None:
@@ -273,7 +258,7 @@ class StepRunner:
         others = self._feeds_draft or (self._speculating and not self.target.ragged)
         wanted = others if sequence.fixed_length is None else sequence.fixed_length > 0
         may = sequence.may_draft and not sequence.finished
-        # It may hold less than the target does: where rows copied, or nothing was drafted. Then it catches up here.
+        # It may hold less than the target does: after n-grams, or where nothing was drafted. Then it catches up here.
         return wanted and may and sequence.draft_length < chunk.end
 
     def _after_prompt(
@@ -290,7 +275,7 @@ class StepRunner:
         rule = self._rule(BatchSampling([sequence.sampling], self._device), [sequence])
         nothing_drafted = torch.zeros((1, 0), dtype=torch.long, device=self._device)
         num_accepted, ids = rule.decide(logits, nothing_drafted, None)
-        return new_tokens(num_accepted, ids)[0], self._logprobs([sequence], logits, ids)[0]
+        return new_tokens(num_accepted, ids)[0], logprobs_of([sequence], logits, ids)[0]
 
     # Choosing.
 
@@ -299,26 +284,15 @@ class StepRunner:
         if plan.rows != self._sampled_rows:
             self._sampling = BatchSampling([row.sampling for row in plan.rows], self._device)
             self._sampled_rows = plan.rows
-        num_copied = np.array(plan.num_copied) if ragged else None
-        return self._rule(self._sampling, plan.rows, num_copied)
+        return self._rule(self._sampling, plan.rows, np.array(plan.num_ngrams) if ragged else None)
 
     def _rule(
-        self, sampling: BatchSampling, rows: Sequence[SequenceState], num_copied: np.ndarray | None = None
+        self, sampling: BatchSampling, rows: Sequence[SequenceState], num_ngrams: np.ndarray | None = None
     ) -> TokenRule:
         positions = [row.num_output_tokens for row in rows]
         if sampling.on_host:
-            return HostRule(sampling.for_host, positions, self._generator, num_copied)
+            return HostRule(sampling.for_host, positions, self._generator, num_ngrams)
         if sampling.is_plain_greedy:
             return GreedyRule(sampling.grammars())
-        copied = None if num_copied is None else torch.from_numpy(num_copied).to(self._device)
-        return SamplingRule(sampling, torch.tensor(positions, device=self._device), self._generator, copied)
-
-    @staticmethod
-    def _logprobs(
-        rows: Sequence[SequenceState], logits: RowLogits, ids: torch.Tensor
-    ) -> list[list[TokenLogprobs] | None]:
-        wanted = [(at, row.request.sampling.logprobs) for at, row in enumerate(rows)]
-        if all(k is None for _, k in wanted):
-            return [None] * len(rows)
-        found = token_logprobs(logits, ids, [(at, k) for at, k in wanted if k is not None])
-        return [found.get(at) for at in range(len(rows))]
+        on_device = None if num_ngrams is None else torch.from_numpy(num_ngrams).to(self._device)
+        return SamplingRule(sampling, torch.tensor(positions, device=self._device), self._generator, on_device)

@@ -77,16 +77,15 @@ class EngineCollector:
         yield counter("prefix_cache_queries", "Prompt tokens that were looked up", load.num_looked_up_tokens)
         yield counter("prefix_cache_hits", "Prompt tokens that were remembered and not fed", load.num_reused_tokens)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
-        yield counter("spec_decode_num_drafts", "Proposals verified, one a row and step", load.num_drafts)
-        yield counter(
-            "spec_decode_num_draft_tokens", "Tokens proposed, by a draft model or copied", load.num_draft_tokens
-        )
+        yield counter("spec_decode_num_drafts", "Proposals verified, of one sequence in one step", load.num_drafts)
+        yield counter("spec_decode_num_draft_tokens", "Tokens proposed", load.num_draft_tokens)
+        yield counter("spec_decode_num_ngram_tokens", "N-gram tokens proposed", load.num_ngram_tokens)
         yield counter("spec_decode_num_accepted_tokens", "Proposed tokens accepted", load.num_accepted_tokens)
         yield per_position(load.num_accepted_by_position)
         yield gauge("cpu_threads", "CPU threads that the models use", self._engine.num_threads)
         yield counter("decode_steps", "Decoding steps", load.num_steps)
         yield counter("decode_step_seconds", "Wall time of decoding steps, all that belongs to them", control.step_s)
-        yield lengths(control)
+        yield from arms(control)
         yield gauge("controller_connected", "1 while reports reach the controller", float(control.connected))
         yield gauge("reports_buffered", "Reports kept until durable", len(control.buffer))
         yield counter("reports_dropped", "Reports given up for lack of room", control.buffer.num_dropped)
@@ -118,10 +117,13 @@ def per_position(num_accepted: Sequence[int]) -> Metric:
     return family
 
 
-def lengths(control: ControlClient) -> Metric:
-    family = GaugeMetricFamily(
-        "speclen_speculation_length", "Length in use, by bucket of batch sizes", labels=["batch_min", "batch_max"]
-    )
-    for bucket in control.table.buckets:
-        family.add_metric([str(bucket.batch_min), str(bucket.batch_max)], bucket.speculation_length)
-    return family
+def arms(control: ControlClient) -> Iterator[Metric]:
+    """The table in use, by range of batch sizes."""
+    labels = ["batch_min", "batch_max"]
+    length = GaugeMetricFamily("speclen_speculation_length", "Draft tokens of the arm in use", labels=labels)
+    ngram = GaugeMetricFamily("speclen_ngram", "1 where the arm in use has n-grams", labels=labels)
+    for choice in control.table.choices:
+        sizes = [str(choice.batch_min), str(choice.batch_max)]
+        length.add_metric(sizes, choice.arm.speculation_length)
+        ngram.add_metric(sizes, float(choice.arm.ngram))
+    yield from (length, ngram)

@@ -18,9 +18,10 @@ from dataclasses import replace
 
 import torch
 
+from speclen.records import PLAIN, Arm, StepFlag, StepRecord
 from speclen.worker.backends.forward_clock import ForwardClock
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
-from speclen.worker.engine.length_chooser import FixedLength, StepFlag, StepResult
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.profiling.samples import ProfileResult, ProfileSamples
@@ -63,7 +64,7 @@ class Profiler:
         self._source = source
         self._on_progress = on_progress
         self._random = random.Random(settings.seed + self.samples.num_rounds)
-        self._chooser = FixedLength(0)
+        self._chooser = FixedArm(PLAIN)
         self._settling_length = 1 if pair.draft is not None else 0
         self._tight: set[Key] = set()
         self._rows: dict[str, None] = {}  # ids of running requests, oldest first
@@ -177,12 +178,12 @@ class Profiler:
 
     def _visit(self, batch_size: int, length: int) -> None:
         """Measure a few steps of one cell. Steps that a flag excludes, or at the end of a row, do not count."""
-        self._chooser.speculation_length = length
+        self._chooser.arm = Arm(length)
         num_measured, num_wanted = 0, self.settings.steps_per_visit if self.samples.num_rounds else 1
         for _ in range(num_wanted + 3):
             draft_s, num_passes = self._draft_clock.seconds, self._draft_clock.num_forwards
             step = self._engine.step()
-            if step is None or step.flags or (step.batch_size, step.speculation_length) != (batch_size, length):
+            if step is None or step.flags or (step.batch_size, step.arm) != (batch_size, Arm(length)):
                 continue
             self.samples.add(step)
             if batch_size == 1:
@@ -201,7 +202,7 @@ class Profiler:
         """
         for request_id in list(self._rows)[: max(0, len(self._rows) - batch_size)]:
             self._end(request_id)
-        self._chooser.speculation_length = self._settling_length
+        self._chooser.arm = Arm(self._settling_length)
         while True:
             # Rows that reached their limit meanwhile are replaced.
             for _ in range(batch_size - len(self._rows)):
@@ -223,7 +224,7 @@ class Profiler:
         del self._rows[request_id]
         self._engine.abort(request_id)
 
-    def _is_settled(self, step: StepResult | None, batch_size: int) -> bool:
+    def _is_settled(self, step: StepRecord | None, batch_size: int) -> bool:
         return step is not None and step.batch_size == batch_size and StepFlag.PREFILL not in step.flags
 
     def _submit(self, prompt_tokens: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from speclen.worker.engine.length_chooser import StepResult
+from speclen.records import StepRecord
 from speclen.worker.profiling.stats import Key, MeasuredCell, context_slope, measured_cells, reference_context, survival
 
 
@@ -46,11 +46,12 @@ class ProfileSamples:
     num_rounds: int = 0
     largest_batch_size: int | None = None
 
-    def add(self, step: StepResult) -> None:
+    def add(self, step: StepRecord) -> None:
         """Count one step that nothing disturbed."""
-        key = (step.batch_size, step.speculation_length)
+        length = step.arm.speculation_length
+        key = (step.batch_size, length)
         self.steps.setdefault(key, []).append((step.latency_s, step.mean_context_length, self.num_rounds))
-        counts = self.histograms.setdefault(step.speculation_length, [0] * (step.speculation_length + 1))
+        counts = self.histograms.setdefault(length, [0] * (length + 1))
         for run, rows in enumerate(step.accepted_histogram):
             counts[run] += rows
 

@@ -13,7 +13,7 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.profiler import quick_profile
 from speclen.worker.profiling.request import knows_context, profile_request
-from speclen.worker.reporting.control_client import WorkerCard
+from speclen.worker.reporting.card import WorkerCard
 
 log = structlog.get_logger()
 
@@ -46,7 +46,11 @@ def seed_controller(config: WorkerConfig, pair: ModelPair, card: WorkerCard, pro
         progress(f"the controller knows nothing of this context: measuring a profile for {config.quick_profile_s:g} s")
         try:
             result = quick_profile(
-                pair, card.max_batch_size, card.max_speculation_length, config.quick_profile_s, config.backend
+                pair,
+                card.limits.max_batch_size,
+                card.limits.max_speculation_length,
+                config.quick_profile_s,
+                config.backend,
             )
             request = profile_request(card.context, result, source="quick profile at the start of a worker")
         except Exception as error:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from speclen.worker.engine.length_chooser import LengthChoice, StepResult
+from speclen.records import StepRecord
 
-# seq, the choice, and what came of it.
-Record = tuple[int, LengthChoice, StepResult]
+BLOCK = 64  # consecutive steps that are reported out of each BLOCK x sample_every
 
 
 @dataclass(slots=True)
@@ -19,20 +17,27 @@ class ReportBuffer:
 
     The engine's thread only appends, and the event loop fetches what was appended into records of its own, so neither
     needs a lock: a deque that grows meanwhile could not be read through. The bound is kept by the event loop, in `trim`.
-    sealed: first and last of windows that were sent added up, and raw_seq the last that was sent by itself: sent again,
-    each goes as it went before, so that nothing counts twice.
+    sample_every: 1 for all steps; only reported ones have a seq.
     """
 
     max_buffered: int
-    records: deque[Record] = field(default_factory=deque)
+    sample_every: int = 1
+    records: deque[StepRecord] = field(default_factory=deque)
     num_dropped: int = 0
-    sealed: deque[tuple[int, int]] = field(default_factory=deque)
-    raw_seq: int = 0
-    next_seq: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
-    _appended: deque[Record] = field(default_factory=deque)
+    _appended: deque[StepRecord] = field(default_factory=deque)
+    _last_seq: int = 0
+    _place: int = 0  # of the next step, among those of which one block is reported
 
-    def append(self, choice: LengthChoice, result: StepResult) -> None:
-        self._appended.append((self.next_seq(), choice, result))
+    def append(self, record: StepRecord) -> None:
+        """Number a step and keep it, if it is to be reported."""
+        place, self._place = self._place, (self._place + 1) % (BLOCK * self.sample_every)
+        if place < BLOCK:
+            self._last_seq += 1
+            self._appended.append(record._replace(seq=self._last_seq))
+
+    def will_report(self, num_steps: int = 1) -> bool:
+        """True if all of the next num_steps steps are reported."""
+        return self.sample_every == 1 or self._place + num_steps <= BLOCK
 
     def __len__(self) -> int:
         """Reports that are kept; from any thread."""
@@ -49,24 +54,17 @@ class ReportBuffer:
         while len(self.records) > self.max_buffered:
             self.records.popleft()
             self.num_dropped += 1
-        if self.records:
-            self._unseal_until(self.records[0][0] - 1)
 
     def forget_until(self, durable_seq: int) -> None:
+        """Forget what is on disk."""
         self._fetch()
-        while self.records and self.records[0][0] <= durable_seq:
+        while self.records and self.records[0].seq <= durable_seq:
             self.records.popleft()
-        self._unseal_until(durable_seq)
 
-    def _unseal_until(self, seq: int) -> None:
-        while self.sealed and self.sealed[0][1] <= seq:
-            self.sealed.popleft()
-
-    def after(self, seq: int, limit: int) -> list[Record]:
+    def after(self, seq: int, limit: int) -> list[StepRecord]:
         """Up to `limit` records with a larger seq, in order. The records are consecutive, so this is one slice."""
         self._fetch()
-        records = self.records
-        if not records:
+        if not self.records:
             return []
-        skip = max(0, seq - records[0][0] + 1)
-        return list(itertools.islice(records, skip, skip + limit))
+        skip = max(0, seq - self.records[0].seq + 1)
+        return list(itertools.islice(self.records, skip, skip + limit))

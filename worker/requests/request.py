@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from speclen.records import RequestClass
+
 if TYPE_CHECKING:
     from speclen.worker.sampling.grammar import Grammar
 
@@ -18,18 +20,10 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
 
 
-class RequestClass(enum.IntEnum):
-    """Requests whose drafts are accepted unlike: nothing that is learned differs more."""
-
-    GREEDY = 0
-    COOL = 1
-    HOT = 2
-
-
 ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
 
-# Highest temperature of a cool request: most ask for 0.7 or 1.0, whose best lengths differ by two or three.
-COOL_UNTIL = 0.75
+# Highest temperature of the class: most ask for 0.7 or 1.0, whose best lengths differ by two or three.
+LOW_TEMPERATURE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +54,11 @@ class SamplingParams:
 
     @property
     def request_class(self) -> RequestClass:
-        """Which requests this one's drafts are accepted like."""
+        """The class of requests with similar acceptance."""
         if self.temperature == 0.0 or self.top_k == 1:
             return RequestClass.GREEDY
-        return RequestClass.COOL if self.temperature <= COOL_UNTIL else RequestClass.HOT
+        low = self.temperature <= LOW_TEMPERATURE
+        return RequestClass.LOW_TEMPERATURE if low else RequestClass.HIGH_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from speclen.worker.drafting.copying import CopyIndex, PastReader
+from speclen.worker.drafting.ngrams import NgramIndex
 from speclen.worker.requests.detokenize import Decode, Detokenizer, StopStrings
 from speclen.worker.requests.request import (
     FinishReason,
@@ -39,7 +39,7 @@ class SequenceState:
     tokens: prompt and output. target_length, draft_length: how many of them, from the first on, have keys and values in
     the models' pools. row: of the pools, -1 while it has none; the scheduler sets it. limit: tokens it may hold at most,
     prompt included. draft_context_length: tokens up to which a draft can propose, 0 without one. fixed_length: the request's
-    own speculation length, None where the table decides; then alone it may copy from itself. shared: None when n is 1.
+    own speculation length, None where the table decides; then alone it may propose n-grams. shared: None when n is 1.
     """
 
     def __init__(
@@ -65,9 +65,8 @@ class SequenceState:
         self.fixed_length = request.fixed_length
         self.request_class = sampling.request_class
         self._drafts_below = draft_context_length if request.fixed_length != 0 else 0
-        self.may_copy = request.fixed_length is None
-        self.copy_index: CopyIndex | None = None  # made when a plan first copies
-        self.past_reader: PastReader | None = None  # likewise, where rows copy from past outputs
+        self.may_use_ngrams = request.fixed_length is None
+        self.ngram_index: NgramIndex | None = None  # made when an arm first has n-grams
         self.row = -1
         self.target_length = 0
         self.draft_length = 0
@@ -98,11 +97,11 @@ class SequenceState:
     @property
     def may_propose(self) -> bool:
         """True if anything may be proposed for it, by a draft or from its own text."""
-        return self.may_draft or self.may_copy
+        return self.may_draft or self.may_use_ngrams
 
     def go_on_plainly(self) -> None:
         """Let nothing be proposed for it from now on."""
-        self._drafts_below, self.may_copy, self.copy_index, self.past_reader = 0, False, None, None
+        self._drafts_below, self.may_use_ngrams, self.ngram_index = 0, False, None
 
     @property
     def num_left(self) -> int:
@@ -111,8 +110,12 @@ class SequenceState:
 
     @property
     def has_slow_grammar(self) -> bool:
-        """Whether nothing should be proposed for it, since each proposed token needs a mask of its own."""
+        """True if nothing should be proposed for it, since each proposed token needs a mask of its own."""
         return self.sampling.grammar is not None and self.sampling.grammar.is_slow
+
+    def room(self, max_context_length: int) -> int:
+        """Tokens that may be proposed for it now: all but the last that it may generate comes after a proposal."""
+        return 0 if self.has_slow_grammar else min(self.num_left - 1, max_context_length - len(self.tokens))
 
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
         """Make what choosing tokens needs; called once, when the sequence gets its row."""

@@ -35,8 +35,8 @@ class HostSettings:
 class HostRule:
     """A `TokenRule` for one step. positions: of each row, how many tokens it has put out before the step.
 
-    num_copied: [rows], the first tokens of each row's proposal that were copied, after which the draft model goes on; None
-    for none.
+    num_ngrams: [rows], the first tokens of each row's proposal that are n-gram tokens: the draft model's would come
+    after them; None for none.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class HostRule:
         rows: HostSettings,
         positions: Sequence[int],
         generator: torch.Generator | None,
-        num_copied: np.ndarray | None = None,
+        num_ngrams: np.ndarray | None = None,
     ) -> None:
         # After a pass every operation on arrays comes from memory, so rows that take the largest logit are spared most.
         self._rows, self._positions, self._generator = rows, positions, generator
-        self._num_copied = num_copied
+        self._num_ngrams = num_ngrams
         # By row and place after its output:
         self._noise: dict[tuple[int, int], np.ndarray] = {}
         self._drawn_from: dict[tuple[int, int], tuple[np.ndarray, float]] = {}  # scores of the draft, and their sum
@@ -57,7 +57,7 @@ class HostRule:
         """Draft tokens [n] of some rows, each of which has drafted so many. logits: [n, vocab]."""
         if not self._rows.any_samples:
             return logits.argmax(-1)
-        ahead = np.full(len(rows), num_drafted) + (0 if self._num_copied is None else self._num_copied[rows])
+        ahead = np.full(len(rows), num_drafted) + (0 if self._num_ngrams is None else self._num_ngrams[rows])
         logits, likeliest, _ = _usable(logits)
         ids = self._choose(logits, likeliest, rows, ahead)
         if self._rows.any_draws:
@@ -74,10 +74,11 @@ class HostRule:
         if self._rows.any_samples:
             num_proposed = np.full(len(proposed), proposed.shape[1])
             return self.verify(logits.reshape(-1, logits.shape[-1]), *places_of(num_proposed), proposed, num_proposed)
+        num_columns = proposed.shape[1] + 1
         _, likeliest, broken = _usable(logits.reshape(-1, logits.shape[-1]))
-        chosen = likeliest.reshape(logits.shape[0], logits.shape[1])
+        chosen = likeliest.reshape(-1, num_columns)
         accepted = num_matching(proposed, chosen) if proposed.shape[1] else np.zeros(len(proposed), np.int64)
-        return _cut(accepted, *np.divmod(broken, chosen.shape[1])), chosen
+        return _cut(accepted, broken // num_columns, broken % num_columns), chosen
 
     def verify(
         self, logits: np.ndarray, rows: np.ndarray, columns: np.ndarray, proposed: np.ndarray, num_proposed: np.ndarray
@@ -134,7 +135,7 @@ class HostRule:
     def _accept(self, row: int, logits: np.ndarray, proposed: np.ndarray, shares: list[float]) -> tuple[int, int]:
         """How many of a row's proposals are accepted by rejection sampling, and the token that follows.
 
-        As `verification.verify`; a copied token is one that was drawn from a distribution with nothing else in it. logits:
+        As `verification.verify`; an n-gram token is one that was drawn from a distribution with nothing else in it. logits:
         [proposals + 1, vocab]; shares: as many numbers in [0, 1).
         """
         num_proposed = len(logits) - 1

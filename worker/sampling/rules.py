@@ -143,8 +143,8 @@ class SamplingRule:
     """Rows with and without randomness, each by the rule that fits it; see `verification` for the two rules.
 
     positions: [rows], how many tokens each row has put out before the step: noise and min_tokens go by output position.
-    num_copied: [rows], the first tokens of each row's draft that were not drawn but copied, after which the draft model
-    goes on; None for none.
+    num_ngrams: [rows], the first tokens of each row's draft that are n-gram tokens, which were not drawn: the draft model's
+    would come after them; None for none.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class SamplingRule:
         batch: BatchSampling,
         positions: torch.Tensor,
         generator: torch.Generator | None,
-        num_copied: torch.Tensor | None = None,
+        num_ngrams: torch.Tensor | None = None,
     ) -> None:
-        self._num_copied = num_copied
+        self._num_ngrams = num_ngrams
         self.batch = batch
         self.positions = positions
         self.generator = generator
@@ -166,7 +166,7 @@ class SamplingRule:
         column = draft_ids.shape[1]
         probs = self._probs(logits, draft_ids, column)
         self._draft_probs.append(probs)
-        first = column if self._num_copied is None else column + self._num_copied[: len(probs), None]
+        first = column if self._num_ngrams is None else column + self._num_ngrams[: len(probs), None]
         return choose(probs, self._noise(probs, first))[:, 0]
 
     def decide(
@@ -216,23 +216,23 @@ class SamplingRule:
         return noise.exponential(keys, positions, vocab_size)
 
     def _drafted(self, probs: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft distributions [rows, k, vocab] of all rows: 0 for rows that drafted nothing; copied tokens have all of 1.
+        """Draft distributions [rows, k, vocab] of all rows: 0 for rows that drafted nothing; n-gram tokens have all of 1.
 
-        So a copied token is accepted with the target's own probability of it, and after a rejection the target's
+        So an n-gram token is accepted with the target's own probability of it, and after a rejection the target's
         distribution is left without it.
         """
         rows, columns, vocab_size = probs.shape
         drafted = probs.new_zeros(rows, columns - 1, vocab_size)
-        if self._num_copied is None:
+        if self._num_ngrams is None:
             for column, column_probs in enumerate(self._draft_probs):
                 drafted[: len(column_probs), column] = column_probs[:, 0]
             return drafted
         for column, column_probs in enumerate(self._draft_probs):
-            places = self._num_copied[: len(column_probs)] + column
+            places = self._num_ngrams[: len(column_probs)] + column
             (inside,) = torch.where(places < columns - 1)
             drafted[inside, places[inside]] = column_probs[inside, 0]
-        copied = torch.arange(columns - 1, device=probs.device) < self._num_copied[:, None]
-        drafted[copied] = torch.nn.functional.one_hot(draft_ids[copied], vocab_size).to(drafted.dtype)
+        found = torch.arange(columns - 1, device=probs.device) < self._num_ngrams[:, None]
+        drafted[found] = torch.nn.functional.one_hot(draft_ids[found], vocab_size).to(drafted.dtype)
         return drafted
 
 

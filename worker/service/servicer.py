@@ -22,7 +22,7 @@ from speclen.worker.models.loading import ModelPair
 from speclen.worker.observing.tracing import Origin
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
-from speclen.worker.reporting.messages import to_plan
+from speclen.worker.reporting.messages import to_table
 from speclen.worker.requests.request import (
     DrainingError,
     EngineFailedError,
@@ -176,23 +176,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             worker=card.identity(),
             policy=card.policy,
             table_source=table.source,
-            table=control_pb2.LengthTable(
-                decision_version=table.decision_version,
-                choices=[
-                    control_pb2.BucketChoice(
-                        batch_min=bucket.batch_min,
-                        batch_max=bucket.batch_max,
-                        speculation_length=bucket.speculation_length,
-                        plan=None if bucket.plan is None else to_plan(bucket.plan),
-                    )
-                    for bucket in table.buckets
-                ],
-            ),
-            limits=control_pb2.WorkerLimits(
-                max_batch_size=card.max_batch_size,
-                max_speculation_length=card.max_speculation_length,
-                max_copied_tokens=card.max_copied_tokens,
-            ),
+            table=to_table(table.version, table.choices),
+            limits=card.limits_message(),
             num_requests_running=load.num_running,
             num_requests_waiting=load.num_waiting + self._async_engine.entrance.num_waiting,
             num_kv_tokens_used=load.num_kv_tokens_used,

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from speclen.worker.backends.attention import hand_on_arguments
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.openvino.prefix import BLOCK_TOKENS
+from speclen.worker.models.forgetful import hand_on_arguments
 from speclen.worker.models.quantize import Int8Weight, int8_of
 
 Weight: TypeAlias = torch.Tensor | Int8Weight

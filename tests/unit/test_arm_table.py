@@ -1,0 +1,72 @@
+"""A table answers for every batch size, and the paper's table takes the length with the least time per token."""
+
+import pytest
+
+from speclen.records import PLAIN, Arm, Choice, Limits, ProfileCell
+from speclen.worker.profiling.file import table_from_profile
+from speclen.worker.reporting.steadiness import CONTRARY_STEPS, SteadyDrafts
+from speclen.worker.reporting.table import ArmTable
+
+LIMITS = Limits(16, 8)
+
+
+def test_every_batch_size_has_the_arm_of_its_range_within_the_limits():
+    choices = [Choice(1, 1, Arm(7, True)), Choice(2, 4, Arm(3, True)), Choice(5, 16, PLAIN)]
+    table = ArmTable.of(choices, Limits(8, 5, ngram=True), "controller", 4)
+    assert table.arms[1:] == (Arm(5, True), *[Arm(3, True)] * 3, *[PLAIN] * 4)
+    assert table.version == 4
+    assert ArmTable.of(choices, Limits(8, 5), "controller").arms[1:3] == (Arm(5), Arm(3))
+
+
+def test_a_table_with_a_hole_is_refused():
+    with pytest.raises(ValueError, match="batch size 2"):
+        ArmTable.of([Choice(1, 1, Arm(1)), Choice(3, 8, Arm(1))], Limits(8, 8), "controller")
+
+
+def test_constant_table():
+    assert ArmTable.constant(Arm(4), Limits(3, 8), "policy").arms[1:] == (Arm(4),) * 3
+
+
+def test_the_profiles_table_minimises_time_per_token():
+    """At one sequence drafts cost little; at many they cost more than they bring."""
+    survival = [0.8, 0.5, 0.1]
+    flat = [ProfileCell(1, length, 0.010 + 0.001 * length) for length in range(4)]
+    steep = [ProfileCell(4, length, 0.010 * (1 + length)) for length in range(4)]
+    table = table_from_profile(flat + steep, survival, LIMITS)
+    assert table.arms[1] == Arm(2)
+    assert set(table.arms[2:]) == {PLAIN}
+
+
+def test_a_profile_of_longer_drafts_than_the_limit_is_used_up_to_it():
+    cells = [ProfileCell(2, 0, 0.01), ProfileCell(2, 1, 0.02), ProfileCell(2, 9, 0.001)]
+    assert set(table_from_profile(cells, [0.5] * 9, LIMITS).arms) == {PLAIN}
+    with pytest.raises(ValueError, match="no cells"):
+        table_from_profile([], [], LIMITS)
+
+
+def table_of(*lengths: int) -> ArmTable:
+    return ArmTable.of(
+        [Choice(size, size, Arm(length)) for size, length in enumerate(lengths, 1)], LIMITS, "controller"
+    )
+
+
+def test_drafting_does_not_stop_and_resume_where_neighbouring_sizes_disagree():
+    table, steady = table_of(*[3] * 8, *[0] * 8), SteadyDrafts()
+    lengths = [steady.arm_for(table, (8, 9)[at % 2]).speculation_length for at in range(100)]
+    assert set(lengths) == {3}
+
+
+def test_drafting_stops_at_another_load_and_resumes_after_some_steps():
+    table, steady = table_of(*[3] * 8, *[0] * 8), SteadyDrafts()
+    assert {steady.arm_for(table, 14) for _ in range(20)} == {PLAIN}
+    lengths = [steady.arm_for(table, 2).speculation_length for _ in range(20)]
+    assert lengths == [0] * 3 + [3] * 17
+    lengths = [steady.arm_for(table, 9).speculation_length for _ in range(2 * CONTRARY_STEPS)]
+    assert lengths == [3] * (CONTRARY_STEPS - 1) + [0] * (CONTRARY_STEPS + 1)
+
+
+def test_n_grams_stay_where_drafts_wait():
+    table, steady = ArmTable.constant(Arm(0, True), Limits(4, 8, True), "controller"), SteadyDrafts()
+    assert [steady.arm_for(table, 2) for _ in range(20)] == [Arm(0, True)] * 20
+    drafts = ArmTable.constant(Arm(3, True), Limits(4, 8, True), "controller")
+    assert steady.arm_for(drafts, 2) == Arm(0, True)

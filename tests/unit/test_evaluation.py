@@ -1,0 +1,324 @@
+"""What an evaluation says of an arm is what the engine takes to generate the output, step for step.
+
+Outputs of greedy requests, and of those with a seed, do not depend on what is proposed for them. So one engine evaluates
+outputs that it generated under some arm, and others generate them again under every other arm.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import Arms, RandomArms, check_greedy, generate, make_engine, make_pair, request
+
+from speclen.records import PLAIN, Arm, Limits, OutputEvaluation
+from speclen.worker.engine.engine import Engine
+from speclen.worker.evaluation import evaluator as evaluating
+from speclen.worker.evaluation.counting import ArmCounts, EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
+
+MAX_LENGTH = 4
+LIMITS = Limits(4, MAX_LENGTH, ngram=True)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every output is evaluated as a whole."""
+    for name in ("SHARE", "LATER_SHARE", "MAX_CREDIT_S", "MAX_S"):
+        monkeypatch.setattr(evaluating, name, 1e6)
+    monkeypatch.setattr(evaluating, "FIRST_TOKENS", 10**6)
+
+
+def engine_of(chooser: object, **settings: object) -> Engine:
+    return make_engine(chooser=chooser, ngram=True, max_speculation_length=MAX_LENGTH, **settings)
+
+
+def told_by(chooser: Arms) -> list[OutputEvaluation]:
+    return [evaluation for record in chooser.records for evaluation in record.evaluations]
+
+
+# Counting.
+
+
+def by_brute_force(tokens: EvaluatedTokens, arm: Arm) -> tuple[int, int, int]:
+    """Steps, drafted steps and verified tokens of an arm: one token after the other."""
+    steps = drafted = verified = place = 0
+    while place < len(tokens.drafted):
+        steps += 1
+        if arm.ngram and tokens.proposed[place] > 0:
+            verified += tokens.proposed[place] + 1
+            accepted = tokens.right[place]
+        else:
+            drafted += arm.speculation_length > 0
+            verified += arm.speculation_length + 1
+            accepted = min(tokens.drafted[place], arm.speculation_length)
+        place += accepted + 1
+    return steps, drafted, verified
+
+
+def some_tokens(generator: random.Random, num_tokens: int) -> EvaluatedTokens:
+    proposed = [generator.choice([0, 0, 8, generator.randint(1, 8)]) for _ in range(num_tokens)]
+    right = [generator.randint(0, number) for number in proposed]
+    return EvaluatedTokens(proposed, right, runs_of([generator.random() < 0.7 for _ in range(num_tokens)]))
+
+
+@pytest.mark.parametrize("ngram", [False, True])
+@pytest.mark.parametrize("longest", [0, 1, 8])
+def test_counts_are_those_of_a_simulation_step_by_step(longest: int, ngram: bool) -> None:
+    generator, limits = random.Random(longest), Limits(1, longest, ngram)
+    for _ in range(50):
+        tokens = some_tokens(generator, generator.randint(1, 70))
+        expected = [by_brute_force(tokens, arm) for arm in limits.arms()]
+        assert count_steps(tokens, limits) == ArmCounts(*zip(*expected, strict=True))
+
+
+def test_counting_is_quick() -> None:
+    """Some 0.1 ms for 64 tokens and 18 arms; ten times that where others compute."""
+    tokens, best = some_tokens(random.Random(0), 64), 1.0
+    for _ in range(50):
+        started = time.perf_counter()
+        count_steps(tokens, Limits(1, 8, ngram=True))
+        best = min(best, time.perf_counter() - started)
+    assert best < 1e-3
+
+
+def test_runs_are_counted_from_each_place() -> None:
+    assert runs_of([]) == []
+    assert runs_of([True, True, False, True]) == [2, 1, 0, 1]
+
+
+def test_n_grams_of_a_part_are_those_of_the_whole() -> None:
+    generator = random.Random(0)
+    text = [generator.randrange(4) for _ in range(300)]
+    whole, part = evaluate_ngrams(text, 1), evaluate_ngrams(text, 200)
+    assert (whole[0][199:], whole[1][199:]) == part
+    assert all(right <= proposed for proposed, right in zip(*whole, strict=True))
+    assert whole[1][-1] <= 1, "nothing stands behind the last token"
+
+
+# In the engine.
+
+
+def requests_of(generator: random.Random) -> list:
+    """Prompts that repeat themselves, of greedy and of seeded requests."""
+    made = []
+    for number in range(6):
+        loop = [generator.randrange(3, 40) for _ in range(generator.randrange(3, 9))]
+        sampling = {"temperature": (0.0, 0.4, 1.0)[number % 3], "seed": number, "top_k": (0, 12)[number % 2]}
+        made.append(request(str(number), loop * 5, max_tokens=generator.randrange(12, 50), ignore_eos=True, **sampling))
+    return made
+
+
+def test_an_evaluation_says_how_many_steps_every_arm_takes(always: None) -> None:
+    for one in requests_of(random.Random(1)):
+        chooser = Arms(Arm(2), wants_evaluations=True)
+        first = generate(engine_of(chooser), one).ids(one.request_id)
+        (told,) = told_by(chooser)
+        assert told.num_tokens == told.num_output_tokens == len(first) - 1
+        for at, arm in enumerate(LIMITS.arms()):
+            played = Arms(arm)
+            assert generate(engine_of(played), one).ids(one.request_id) == first
+            assert told.num_steps[at] == len(played.records), (one.sampling, arm)
+
+
+def test_an_evaluation_does_not_depend_on_the_arms_that_ran(always: None) -> None:
+    for one in requests_of(random.Random(2)):
+        told = []
+        for arm in (PLAIN, Arm(4), Arm(0, True), Arm(2, True)):
+            chooser = Arms(arm, wants_evaluations=True)
+            generate(engine_of(chooser), one)
+            told += told_by(chooser)
+        assert len(told) == 4
+        assert len(set(told)) == 1
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_evaluations_change_nothing_of_what_is_generated(always: None, seeded: bool) -> None:
+    """Rows go on beside one that is evaluated; those that end have their prompts remembered with what was fed."""
+    generator = random.Random(5)
+
+    def sampling(seed: int) -> dict[str, object]:
+        return {"temperature": 0.8 * seeded, "seed": seed, "ignore_eos": True}
+
+    prompts = [[generator.randrange(3, 20) for _ in range(30)] for _ in range(8)]
+    requests = [
+        request(str(at), prompt, max_tokens=generator.randrange(10, 40), **sampling(at))
+        for at, prompt in enumerate(prompts)
+    ]
+    chooser = RandomArms(6, MAX_LENGTH, wants_evaluations=True)
+    engine = engine_of(chooser, max_batch_size=3, seed=1)
+    collected = generate(engine, *requests)
+    assert len(told_by(chooser)) > 2
+    for one in requests:
+        alone = generate(engine_of(Arms(PLAIN)), one)
+        assert collected.ids(one.request_id) == alone.ids(one.request_id)
+        if not seeded:
+            check_greedy(engine.pair.target, one, collected.ids(one.request_id))
+
+
+def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: None) -> None:
+    """Rejection sampling accepts with chance sum(min(target, draft)); evaluations must foresee about as many tokens.
+
+    Some 2,500 tokens: a difference of 0.05 in tokens per step has odds below 1e-3 by chance.
+    """
+    torch.manual_seed(0)
+    one = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    chooser, played = Arms(PLAIN, wants_evaluations=True), Arms(Arm(1))
+    engine, other = engine_of(chooser, seed=3), engine_of(played, seed=4)
+    for at in range(42):
+        generate(engine, request(f"r{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
+    for at in range(60):
+        generate(other, request(f"p{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
+    told = told_by(chooser)
+    num_tokens, num_steps = sum(each.num_tokens for each in told), sum(each.num_steps[1] for each in told)
+    assert num_tokens > 2000
+    ran = sum(record.num_tokens for record in played.records) / len(played.records)
+    assert num_tokens / num_steps == pytest.approx(ran, abs=0.07)
+
+
+def test_few_outputs_are_evaluated_and_the_time_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser, now = Arms(Arm(2), wants_evaluations=True), [0.0]
+    engine = engine_of(chooser)
+
+    def clock() -> float:
+        now[0] += 1.0  # every look at the clock: a step takes some seconds, an evaluation several
+        return now[0]
+
+    monkeypatch.setattr(evaluating.time, "perf_counter", clock)
+    for at in range(600):
+        generate(engine, request(str(at), [5, 6, 7, 8] * 4, max_tokens=12, ignore_eos=True))
+    step_s = sum(record.latency_s for record in chooser.records)
+    assert 2 <= len(told_by(chooser)) <= 1 + evaluating.SHARE * step_s
+
+
+def test_where_the_chooser_wants_none_there_are_none(always: None) -> None:
+    chooser = Arms(Arm(2))
+    generate(engine_of(chooser), *requests_of(random.Random(3)))
+    assert not told_by(chooser)
+
+
+def test_an_evaluation_that_fails_ends_nothing(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(evaluating, "evaluate_ngrams", fail)
+    chooser = Arms(Arm(2), wants_evaluations=True)
+    engine = engine_of(chooser)
+    for at in range(3):
+        assert len(generate(engine, request(str(at), [5, 6, 7] * 4, max_tokens=20, ignore_eos=True)).ids(str(at))) == 20
+    assert not told_by(chooser)
+
+
+@pytest.mark.parametrize("settings", [{"fixed_length": 2}, {"frequency_penalty": 0.5}, {"max_tokens": 4}])
+def test_requests_unlike_the_others_are_not_evaluated(always: None, settings: dict[str, object]) -> None:
+    """They look back, have their own length, or are too short to say anything."""
+    chooser = Arms(Arm(2), wants_evaluations=True)
+    generate(engine_of(chooser), request("x", [5, 6, 7] * 4, **{"max_tokens": 20, "ignore_eos": True, **settings}))
+    assert not told_by(chooser)
+
+
+@pytest.mark.parametrize(("draft", "ngram", "num_arms"), [(True, True, 10), (True, False, 5), (False, True, 2)])
+def test_there_are_counts_for_the_arms_that_exist(always: None, draft: bool, ngram: bool, num_arms: int) -> None:
+    pair = make_pair()
+    if not draft:
+        pair.draft = None
+    chooser = Arms(Arm(2, ngram), wants_evaluations=True)
+    engine = make_engine(pair, chooser, ngram=ngram, max_speculation_length=MAX_LENGTH if draft else 0)
+    generate(engine, request("x", [5, 6, 7, 8] * 5, max_tokens=30, ignore_eos=True))
+    (told,) = told_by(chooser)
+    assert len(told.num_steps) == len(told.num_drafted_steps) == len(told.num_verified_tokens) == num_arms
+    assert told.num_steps[0] == told.num_verified_tokens[0] == told.num_tokens
+    assert len(engine.limits.arms()) == num_arms
+
+
+def test_where_there_is_one_arm_nothing_is_evaluated(always: None) -> None:
+    pair = make_pair()
+    pair.draft = None
+    chooser = Arms(PLAIN, wants_evaluations=True)
+    generate(make_engine(pair, chooser, max_speculation_length=0), request("x", [5, 6] * 9, max_tokens=30))
+    assert not told_by(chooser)
+
+
+LONG = {"max_tokens": 90, "ignore_eos": True}
+
+
+def test_the_first_evaluation_is_a_short_one(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluating, "FIRST_TOKENS", 40)
+    chooser = Arms(PLAIN, wants_evaluations=True)
+    engine = engine_of(chooser)
+    for at in range(2):
+        generate(engine, request(str(at), [5, 6, 7] * 4, **LONG))
+    assert [each.num_tokens for each in told_by(chooser)] == [40, 89]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7}])
+def test_of_an_output_that_is_too_long_for_the_time_a_part_is_evaluated(
+    always: None, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, object]
+) -> None:
+    chooser, now = Arms(Arm(2), wants_evaluations=True), [0.0]
+    engine = engine_of(chooser)
+    monkeypatch.setattr(evaluating.time, "perf_counter", lambda: now[0])
+
+    def slow(model: object) -> None:
+        forward = model.forward
+
+        def forward_slowly(parts: list) -> list[torch.Tensor]:
+            now[0] += 0.001 * sum(part.ids.numel() for part in parts)
+            return forward(parts)
+
+        model.forward = forward_slowly
+
+    slow(engine.target)
+    slow(engine.draft)
+    generate(engine, request("first", [5, 6, 7, 8, 9] * 7, **sampling, **LONG))
+    monkeypatch.setattr(evaluating, "MAX_S", 0.08)
+    generate(engine, request("other", [5, 6, 7, 8, 9] * 7, **sampling, **LONG))
+    first, other = told_by(chooser)
+    assert first.num_tokens == first.num_output_tokens == other.num_output_tokens == 89
+    assert other.num_tokens < 89
+    assert all(steps <= other.num_tokens for steps in other.num_steps)
+
+
+def test_outputs_that_take_long_are_not_evaluated_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick ones of 5 steps and slow ones of 30 take turns, one at a time; an evaluation takes half a step."""
+    now, found = [0.0], []
+    monkeypatch.setattr(evaluating.time, "perf_counter", lambda: now[0])
+
+    def ngrams(tokens: list[int], first: int) -> tuple[list[int], list[int]]:
+        now[0] += 0.005
+        found.append(tokens[0])
+        return [0] * (len(tokens) - first), [0] * (len(tokens) - first)
+
+    monkeypatch.setattr(evaluating, "evaluate_ngrams", ngrams)
+    device = SimpleNamespace(device=torch.device("cpu"))
+    evaluator = evaluating.Evaluator(device, None, Limits(1, 0, ngram=True), 256, 100)  # type: ignore[arg-type]
+    row = {"row": 0, "may_use_ngrams": True, "sampling": SimpleNamespace(looks_back=False), "may_draft": False}
+    row |= {"num_prompt_tokens": 1, "num_output_tokens": 20, "request_class": 0}
+    step_s = 0.0
+    for output in range(6000):
+        num_steps = (5, 30)[output % 2]
+        for at in range(num_steps):
+            ended = SimpleNamespace(finished=at == num_steps - 1, tokens=[num_steps] * 21, **row)
+            evaluator.evaluate([ended], 0.01)  # type: ignore[list-item]
+            step_s += 0.01
+    assert 0.4 < found.count(5) / len(found) < 0.6
+    late = evaluating.LATER_SHARE * step_s / 0.005
+    assert 0.8 * late < len(found) < 1.2 * late + evaluating.MANY
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 1000])
+def test_a_long_output_is_evaluated_in_pieces(always: None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is cut, and whatever of it the draft model holds already."""
+    monkeypatch.setattr(evaluating, "SIZES", 1)
+    told = []
+    one = request("x", [5, 6, 7, 8, 9] * 7, temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
+    for arm in (PLAIN, Arm(3)):
+        for size in (chunk, 1000):
+            chooser = Arms(arm, wants_evaluations=True)
+            generate(engine_of(chooser, prefill_chunk=size), one)
+            told += told_by(chooser)
+    assert len(told) == 4
+    assert len(set(told)) == 1
+    assert told[0].num_tokens == 39

@@ -1,0 +1,122 @@
+"""What is proposed followed the longest suffix of the text that occurred before, most often; whatever the text.
+
+The index is compared with a search through the whole text, on texts of few tokens, where everything occurs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import tracemalloc
+
+import pytest
+
+from speclen.worker.drafting import ngrams
+from speclen.worker.drafting.ngrams import NgramIndex
+
+EVERYTHING = 10**9
+
+
+def indexed(tokens: list[int]) -> NgramIndex:
+    index = NgramIndex()
+    index.extend(tokens, EVERYTHING)
+    return index
+
+
+def longest_match(tokens: list[int]) -> tuple[int, list[int]]:
+    """Length of the longest suffix that stands earlier in the text, and the places after those; by trying all."""
+    for length in range(len(tokens) - 1, 0, -1):
+        tail = tokens[-length:]
+        places = [at + length for at in range(len(tokens) - length) if tokens[at : at + length] == tail]
+        if places:
+            return length, places
+    return 0, []
+
+
+@pytest.mark.parametrize("num_kinds", [1, 2, 3, 10])
+def test_the_longest_match_is_found_and_followed(num_kinds: int) -> None:
+    generator = random.Random(num_kinds)
+    for _ in range(300):
+        tokens = [generator.randrange(num_kinds) for _ in range(generator.randint(1, 40))]
+        length, places = longest_match(tokens)
+        found = indexed(tokens).propose(8, 1)
+        assert bool(found) == (length > 0)
+        if found:
+            assert found[0] in {tokens[place] for place in places}
+            assert len(found) <= 8
+            within = tokens[-length:] + found[:1]
+            assert any(tokens[at : at + len(within)] == within for at in range(len(tokens)))
+
+
+def test_an_index_that_grew_token_by_token_is_the_same() -> None:
+    generator = random.Random(5)
+    tokens = [generator.randrange(4) for _ in range(200)]
+    grown = NgramIndex()
+    for end in range(len(tokens) + 1):
+        grown.extend(tokens[:end], EVERYTHING)
+        assert grown.num_indexed == end
+        assert grown.propose(6, 1) == indexed(tokens[:end]).propose(6, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "min_match", "expected"),
+    [
+        ([1, 2, 3, 4, 9, 2, 3], 4, 2, [4, 9, 2, 3]),
+        ([1, 2, 3, 4, 9, 2, 3], 4, 3, []),  # the match is shorter
+        ([1, 2, 3, 4, 9, 2, 3], 2, 2, [4, 9]),
+        ([1, 2, 3, 4, 9, 2, 3], 0, 2, []),
+        ([], 8, 1, []),
+        ([3], 8, 1, []),
+        ([3, 4], 8, 1, []),
+        ([5, 7, 1, 7, 1, 7, 2, 6, 7], 1, 1, [1]),  # the most frequent continuation
+        ([token for follower in range(20) for token in (7, 100 + follower)] + [7], 4, 1, []),  # none is frequent enough
+    ],
+)
+def test_proposals(tokens: list[int], most: int, min_match: int, expected: list[int]) -> None:
+    assert indexed(tokens).propose(most, min_match) == expected
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_a_loop_goes_on_as_it_began(period: int) -> None:
+    assert indexed(list(range(period)) * 12).propose(9, 2) == [at % period for at in range(9)]
+
+
+def test_indexing_is_bounded_and_goes_on_where_it_stopped() -> None:
+    tokens, index = [1, 2, 3] * 50, NgramIndex()
+    assert [index.extend(tokens, 100) for _ in range(3)] == [100, 50, 0]
+    assert index.propose() == indexed(tokens).propose()
+
+
+def test_memory_is_bounded_and_the_older_half_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngrams, "MAX_INDEXED", 100)
+    index, tokens = NgramIndex(), [7, 8, 9, 1] + [at % 5 + 10 for at in range(500)]
+    while index.num_indexed < len(tokens):
+        index.extend(tokens, 40)
+    assert index.propose(2) == [tokens[-5], tokens[-4]]
+    index.extend([*tokens, 7, 8, 9], EVERYTHING)
+    assert index.propose() == [], "what stood before them is forgotten"
+
+
+@pytest.mark.parametrize("kind", ["one token", "random", "period"])
+def test_indexing_takes_the_same_time_and_memory_for_any_text(kind: str) -> None:
+    """Eight times the text takes about eight times as long; far from the square."""
+    generator = random.Random(0)
+    tokens = {
+        "one token": [7] * 8000,
+        "random": [generator.randrange(2000) for _ in range(8000)],
+        "period": [at % 50 for at in range(8000)],
+    }[kind]
+
+    def seconds(num_tokens: int) -> float:
+        started = time.process_time()
+        for _ in range(3):
+            indexed(tokens[:num_tokens]).propose()
+        return time.process_time() - started
+
+    assert min(seconds(8000) for _ in range(3)) < 16 * min(seconds(1000) for _ in range(3)) + 0.05
+    tracemalloc.start()
+    index = indexed(tokens)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert index.num_indexed == 8000
+    assert used < 8000 * 700

@@ -1,0 +1,247 @@
+"""The record of a step: its arm is what ran, its counts are as measured."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+from engines import Arms, generate, make_engine, make_pair, request
+
+from speclen.records import PLAIN, Arm, RequestClass, StepFlag
+from speclen.v1 import control_pb2 as pb
+from speclen.worker.engine.engine import Engine
+from speclen.worker.reporting.messages import to_report
+from speclen.worker.requests.request import SamplingParams
+
+PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+
+
+def told_by(length: int) -> list[float]:
+    chooser = Arms(Arm(length))
+    engine = make_engine(chooser=chooser, max_batch_size=2)
+    generate(engine, *(request(str(at), PROMPT, max_tokens=12 + 6 * at, ignore_eos=True) for at in range(4)))
+    return [record.draft_prefill_s for record in chooser.records]
+
+
+def test_a_worker_tells_what_the_drafts_prompts_took_once() -> None:
+    """Prefill of an iteration in which no row decodes counts with the next step; none where nothing is drafted."""
+    told = told_by(3)
+    assert told[0] > 0.0  # two prompts came before it
+    assert 2 <= sum(seconds > 0.0 for seconds in told) <= 4
+    assert sum(told) < 60.0
+    assert not any(told_by(0)[1:])  # before the first choice it is thought to draft
+
+
+def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_the_draft() -> None:
+    """Story: the draft was fed prompts where the step before had drafted, and a request's last step often does not."""
+    chooser = Arms(Arm(3))
+    engine = make_engine(chooser=chooser, max_batch_size=1)
+    generate(engine, request("a", PROMPT, max_tokens=2, ignore_eos=True))
+    assert [record.arm.speculation_length for record in chooser.records] == [0]
+    chooser.records.clear()
+    generate(engine, request("b", PROMPT[::-1], max_tokens=12, ignore_eos=True))
+    assert not any(StepFlag.CATCH_UP in record.flags for record in chooser.records)
+    assert chooser.records[0].draft_prefill_s > 0.0
+
+
+def test_a_draft_that_is_behind_in_a_prompt_catches_up_with_its_next_part() -> None:
+    """Not in a later step, in which everybody would wait for all of the prompt."""
+    chooser = Arms(Arm(0))
+    engine = make_engine(chooser=chooser, max_batch_size=2, prefill_chunk=8)
+    engine.submit(request("a", PROMPT, max_tokens=40, ignore_eos=True), lambda output: None)
+    engine.step()
+    engine.submit(request("b", PROMPT * 20, max_tokens=4, ignore_eos=True), lambda output: None)
+    for _ in range(3):
+        engine.step()
+    (long,) = engine.scheduler.rows[1:]
+    assert (long.draft_length, long.target_length) == (0, 24)
+    chooser.arms = [Arm(3)]
+    engine.step()
+    assert long.draft_length == long.target_length == 32
+
+
+def test_a_pair_whose_draft_fails_on_a_prompt_still_tells_what_it_told() -> None:
+    """Time that was counted for a plan that failed and was run in parts is told with one of them."""
+    chooser = Arms(Arm(2))
+    engine: Engine = make_engine(make_pair(), chooser, max_batch_size=2)
+    real, calls = engine.runner.target.forward, []
+
+    def once(parts):  # type: ignore[no-untyped-def]
+        calls.append(len(parts))
+        if len(calls) == 1:
+            raise RuntimeError("once")
+        return real(parts)
+
+    engine.runner.target.forward = once  # type: ignore[method-assign]
+    generate(engine, *(request(str(at), PROMPT, max_tokens=8, ignore_eos=True) for at in range(2)))
+    assert sum(record.draft_prefill_s for record in chooser.records) > 0.0
+
+
+def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
+    """First tokens are told before the draft gets their prompts, and requests that end with them cost it nothing."""
+    engine, told = make_engine(chooser=Arms(Arm(2)), max_batch_size=2), list[str]()
+    real = engine.draft.forward
+
+    def forward(parts):  # type: ignore[no-untyped-def]
+        told.append("draft")
+        return real(parts)
+
+    engine.draft.forward = forward  # type: ignore[method-assign]
+    for name, num_tokens in (("long", 3), ("short", 1)):
+        engine.submit(
+            request(name, PROMPT, max_tokens=num_tokens, ignore_eos=True), lambda out: told.append(out.request_id)
+        )
+    engine.step()
+    assert told == ["long", "short", "draft"]
+    told.clear()
+    engine.submit(request("alone", PROMPT, max_tokens=1, ignore_eos=True), lambda out: told.append(out.request_id))
+    while not engine.scheduler.is_idle or "alone" not in told:
+        engine.step()
+    assert told.count("draft") <= 3  # drafts of `long`, and none for `alone`
+
+
+def test_a_draft_that_fails_on_prompts_costs_nobody_a_token() -> None:
+    chooser = Arms(Arm(2))
+    engine = make_engine(chooser=chooser, max_batch_size=2)
+    real, calls = engine.draft.forward, []
+
+    def once(parts):  # type: ignore[no-untyped-def]
+        calls.append(len(parts))
+        if len(calls) == 1:
+            raise RuntimeError("once")
+        return real(parts)
+
+    engine.draft.forward = once  # type: ignore[method-assign]
+    wanted = generate(make_engine(max_batch_size=2), request("a", PROMPT, max_tokens=8, ignore_eos=True))
+    found = generate(engine, request("a", PROMPT, max_tokens=8, ignore_eos=True))
+    assert found.ids("a") == wanted.ids("a")
+    assert calls[0] == 1
+    assert StepFlag.CATCH_UP in chooser.records[0].flags  # the draft is fed the prompt when it is asked
+
+
+LOOP = [5, 6, 7, 8] * 5
+LONG = {"max_tokens": 30, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "own", "ran", "mixed"),
+    [
+        (Arm(3), (None, None), Arm(3), False),
+        (Arm(3), (0, 0), PLAIN, False),
+        (Arm(3), (2, 2), Arm(2), False),
+        (Arm(3), (0, None), Arm(3), True),
+        (Arm(0, True), (0, 0), PLAIN, False),
+        (Arm(3, True), (0, 0), PLAIN, False),
+        (Arm(3, True), (2, 2), Arm(2), False),
+        (Arm(0, True), (0, None), Arm(0, True), True),
+        (Arm(3, True), (None, None), Arm(3, True), False),
+        (Arm(60, True), (None, None), Arm(8, True), False),
+    ],
+)
+def test_the_arm_is_what_ran(chosen: Arm, own: tuple[int | None, ...], ran: Arm, mixed: bool) -> None:
+    chooser = Arms(chosen)
+    engine = make_engine(chooser=chooser, ngram=True)
+    generate(engine, *(request(str(at), LOOP, length, **LONG) for at, length in enumerate(own)))
+    record = chooser.records[0]
+    assert (record.batch_size, record.arm, StepFlag.MIXED_LENGTHS in record.flags) == (2, ran, mixed)
+    assert len(record.accepted_histogram) == ran.max_tokens + 1
+    assert sum(record.accepted_histogram) == 2
+
+
+def test_a_step_whose_sequences_have_no_room_is_plain() -> None:
+    for chosen in (Arm(3), Arm(3, True), Arm(0, True)):
+        chooser = Arms(chosen)
+        generate(make_engine(chooser=chooser, ngram=True), request("x", LOOP, max_tokens=2, ignore_eos=True))
+        assert [record.arm for record in chooser.records] == [PLAIN]
+
+
+@pytest.mark.parametrize("chosen", [PLAIN, Arm(3), Arm(0, True), Arm(3, True)])
+def test_counts_are_those_of_the_passes(chosen: Arm) -> None:
+    """All proposed tokens that were accepted count, n-grams and drafted ones alike."""
+    chooser = Arms(chosen)
+    engine = make_engine(chooser=chooser, ngram=True)
+    collected = generate(engine, *(request(str(at), LOOP[at:], **LONG) for at in range(3)))
+    load = engine.load()
+    assert sum(record.num_tokens - record.batch_size for record in chooser.records) == load.num_accepted_tokens
+    assert sum(len(collected.ids(str(at))) for at in range(3)) == 3 + sum(each.num_tokens for each in chooser.records)
+    for record in chooser.records:
+        assert record.num_drafted_sequences <= record.batch_size * (record.arm.speculation_length > 0)
+        if not record.arm.ngram:
+            assert record.num_verified_tokens == record.batch_size * (record.arm.speculation_length + 1)
+    assert (load.num_ngram_tokens > 0) == chosen.ngram
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, RequestClass.GREEDY),
+        ({"temperature": 1.0, "top_k": 1}, RequestClass.GREEDY),
+        ({"temperature": 0.7}, RequestClass.LOW_TEMPERATURE),
+        ({"temperature": 0.8}, RequestClass.HIGH_TEMPERATURE),
+    ],
+)
+def test_the_class_follows_from_the_sampling(sampling: dict[str, float], expected: RequestClass) -> None:
+    assert SamplingParams(**sampling).request_class == expected
+
+
+def test_histograms_by_class_add_up() -> None:
+    chooser = Arms(Arm(3))
+    settings = [{}, {"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "seed": 2}]
+    engine = make_engine(chooser=chooser)
+    generate(engine, *(request(str(at), PROMPT, **LONG, **each) for at, each in enumerate(settings)))
+    record = chooser.records[0]
+    assert [kind for kind, _ in record.class_histograms] == [RequestClass.GREEDY, RequestClass.HIGH_TEMPERATURE]
+    assert (
+        tuple(map(sum, zip(*(runs for _, runs in record.class_histograms), strict=True))) == record.accepted_histogram
+    )
+    chooser.records.clear()
+    generate(engine, request("greedy", PROMPT, **LONG))
+    assert not any(record.class_histograms for record in chooser.records)
+
+
+def num_new(chooser: Arms) -> list[int]:
+    return [record.num_new_sequences for record in chooser.records]
+
+
+def test_sequences_that_wait_behind_a_step_are_counted() -> None:
+    chooser = Arms(PLAIN)
+    engine = make_engine(chooser=chooser, max_batch_size=3)
+    for name in ("a", "b", "c", "d"):
+        engine.submit(request(name, PROMPT, max_tokens=5, ignore_eos=True), lambda output: None)
+        for _ in range(2):
+            engine.step()
+    # Nobody decoded before the first one's prompt was fed. The last has no row until the first one's is free.
+    assert num_new(chooser)[:5] == [0, 1, 0, 1, 0]
+    generate(engine)
+    assert sum(num_new(chooser)) == 3
+
+
+def test_sequences_that_wait_for_nobody_are_not() -> None:
+    """Those of an idle worker, and those that share a prompt that was fed: their first token comes before the step."""
+    chooser = Arms(PLAIN)
+    engine = make_engine(chooser=chooser, max_batch_size=3)
+    generate(engine, *(request(name, PROMPT, max_tokens=3, ignore_eos=True) for name in "ab"))
+    many = request("many", PROMPT[::-1], max_tokens=20, ignore_eos=True, n=3)
+    generate(engine, request("other", PROMPT, max_tokens=3, ignore_eos=True), many)
+    assert not any(num_new(chooser))
+
+
+def test_a_record_becomes_a_report_field_by_field() -> None:
+    chooser = Arms(Arm(3, True), wants_evaluations=True)
+    requests = [request(str(at), LOOP, temperature=0.9 * at, seed=at, **LONG) for at in range(2)]
+    generate(make_engine(chooser=chooser, ngram=True), *requests)
+    told = [record._replace(seq=5, decision_version=3, probe_id=4) for record in chooser.records if record.evaluations]
+    assert told
+    for record in told:
+        report = to_report(record)
+        assert (report.seq, report.decision_version, report.probe_id) == (5, 3, 4)
+        assert (report.speculation_length, report.ngram) == record.arm
+        for name in ("batch_size", "latency_s", "num_verified_tokens", "num_drafted_sequences", "num_new_sequences"):
+            assert getattr(report, name) == getattr(record, name)
+        assert tuple(report.accepted_histogram) == record.accepted_histogram
+        assert {pb.StepFlag.Name(flag) for flag in report.flags} == {f"STEP_FLAG_{flag.name}" for flag in record.flags}
+        kinds = [(one.request_class - 1, tuple(one.accepted_histogram)) for one in report.class_histograms]
+        assert kinds == list(record.class_histograms)
+        (evaluation,) = report.evaluations
+        assert evaluation.request_class - 1 == record.evaluations[0].request_class
+        assert tuple(evaluation.num_steps) == record.evaluations[0].num_steps
+        assert tuple(evaluation.num_verified_tokens) == record.evaluations[0].num_verified_tokens

@@ -1,0 +1,118 @@
+"""N-gram (prompt-lookup) drafting: propose the tokens that followed the last time a sequence read as it does now.
+
+The index is a suffix automaton (Blumer et al. 1985), which grows by at most two states a token in constant time on
+average. The longest suffix of the text that occurred before is the state that its last state links to, so nothing is
+searched. Chains of n-grams, as in compressors, are built in a third of the time but searched in several times of it;
+docs/engine.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from speclen.records import NGRAM_MAX_TOKENS, NGRAM_MIN_MATCH
+
+MAX_INDEXED = 16_384  # tokens of a sequence, some 500 bytes each; beyond, the older half is forgotten
+LEAST_FREQUENCY = 0.1  # a proposal ends where its continuations so far were this rare
+COUNTED_SUFFIXES = 8  # of each place, the longest first, whose occurrences are counted: for constant time
+
+
+class NgramIndex:
+    """All strings of one sequence's prompt and output, as far as `extend` has come.
+
+    States are numbers. Of each: transitions by token, the state of its longest suffix that occurs elsewhere, the length
+    of its longest string, its number of occurrences. num_indexed: tokens, those forgotten included.
+    """
+
+    __slots__ = ("_counts", "_last", "_lengths", "_links", "_next", "num_indexed")
+
+    def __init__(self) -> None:
+        self.num_indexed = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._links, self._lengths, self._counts = [-1], [0], [0]
+        self._last = 0
+
+    def extend(self, tokens: Sequence[int], most: int) -> int:
+        """Index up to `most` more of the tokens, all of the sequence's from the first on; returns their number."""
+        if self._lengths[self._last] >= MAX_INDEXED:
+            self.num_indexed -= MAX_INDEXED // 2
+            self._clear()
+        begin = self.num_indexed
+        end = min(len(tokens), begin + most)
+        for token in tokens[begin:end]:
+            self._add(token)
+        self.num_indexed = end
+        return end - begin
+
+    def propose(self, most: int = NGRAM_MAX_TOKENS, min_match: int = NGRAM_MIN_MATCH) -> list[int]:
+        """Up to `most` tokens that may follow; none unless the last min_match tokens occurred before.
+
+        Of the longest match the most frequent continuation. At the end of the text it goes on as in a loop.
+        """
+        begin = self._links[self._last]
+        if begin <= 0 or self._lengths[begin] < min_match:
+            return []
+        ids: list[int] = []
+        state, frequency = begin, 1.0
+        while len(ids) < most:
+            children = self._next[state] or self._next[begin]
+            if len(children) == 1:
+                ((token, state),) = children.items()
+            elif not children:
+                break
+            else:
+                share, token, state = self._most_frequent(children)
+                frequency *= share
+                if frequency < LEAST_FREQUENCY:
+                    break
+            ids.append(token)
+        return ids
+
+    def _add(self, token: int) -> None:
+        following, links, lengths, counts = self._next, self._links, self._lengths, self._counts
+        state, new = self._last, len(following)
+        following.append({})
+        links.append(0)
+        lengths.append(lengths[state] + 1)
+        counts.append(0)
+        while state != -1 and token not in following[state]:
+            following[state][token] = new
+            state = links[state]
+        if state != -1:
+            links[new] = self._suffix(state, token)
+        self._last = state = new
+        for _ in range(COUNTED_SUFFIXES):
+            if state <= 0:
+                break
+            counts[state] += 1
+            state = links[state]
+
+    def _suffix(self, state: int, token: int) -> int:
+        """The state of exactly the longest string of `state` and the token, split from the one it leads to if need be."""
+        following, links, lengths = self._next, self._links, self._lengths
+        reached = following[state][token]
+        if lengths[state] + 1 == lengths[reached]:
+            return reached
+        part = len(following)
+        following.append(following[reached].copy())
+        links.append(links[reached])
+        lengths.append(lengths[state] + 1)
+        self._counts.append(self._counts[reached])
+        while state != -1 and following[state].get(token) == reached:
+            following[state][token] = part
+            state = links[state]
+        links[reached] = part
+        return part
+
+    def _most_frequent(self, children: dict[int, int]) -> tuple[float, int, int]:
+        """Its share of the occurrences, the token, and its state; the newest of equals."""
+        counts, total, most, found = self._counts, 0, -1, (0, 0)
+        for child in children.items():
+            count = counts[child[1]]
+            total += count
+            if count >= most:
+                most, found = count, child
+        return max(most, 0) / max(total, 1), *found

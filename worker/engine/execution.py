@@ -1,0 +1,136 @@
+"""Runs one step's plan, hands its tokens out, settles the rows and makes the step's record."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from speclen.records import OutputEvaluation, StepRecord
+from speclen.worker.engine.outbox import Outbox
+from speclen.worker.engine.scheduler import Scheduler
+from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens
+from speclen.worker.engine.step_runner import StepRunner
+from speclen.worker.evaluation.evaluator import Evaluator
+from speclen.worker.requests.request import TokenLogprobs
+from speclen.worker.requests.sequence import SequenceState
+
+log = logging.getLogger(__name__)
+
+GRAMMAR_SHARE = 0.25  # of what else a step takes: the masks of its grammars are counted up to that
+# Plain steps after one whose proposals failed: else every step might be taken twice.
+PLAIN_STEPS = 256
+
+
+class StepExecutor:
+    """num_plain_steps: steps to come that must be plain, whatever is selected."""
+
+    def __init__(self, runner: StepRunner, outbox: Outbox, scheduler: Scheduler, evaluator: Evaluator) -> None:
+        self.num_plain_steps = 0
+        self._runner, self._outbox, self._scheduler = runner, outbox, scheduler
+        self._evaluator = evaluator
+        self._draft_prefill_s = 0.0  # not in a record yet
+
+    def run(self, plan: StepPlan, started: float, evaluates: bool = False) -> StepRecord | None:
+        """Run a plan, hand out its tokens and settle the rows; None when no row decoded.
+
+        A plan that fails is run again in parts: the rows must not suffer from the prompts, nor these from each other, and
+        what is proposed for them may fail without them. A part that fails ends its requests, not the engine. Every try makes
+        its rules and its batch anew, and finds the rows where they are by then; its time is its own.
+        """
+        try:
+            tokens = self._runner.run(plan)
+        except Exception as error:
+            return self._run_apart(plan, started, error)
+        return self._commit(plan, tokens, started, evaluates)
+
+    def _run_apart(self, plan: StepPlan, started: float, error: Exception) -> StepRecord | None:
+        failed = f"{len(plan.rows)} rows and {len(plan.chunks)} prompts"
+        if len(parts := plan.apart()) > 1:
+            log.exception("%s failed together; they run apart", failed)
+            first, *_ = [self.run(part, time.perf_counter()) for part in parts]
+            return first
+        if plan.rows and plan.speculates:
+            self.num_plain_steps = PLAIN_STEPS
+            log.exception("proposals for %s failed; %d steps go on without", failed, PLAIN_STEPS)
+            self.run(plan.plainly(), time.perf_counter())
+            return None  # the time of two steps
+        log.exception("a step of %s failed; it ends them", failed)
+        self.end(plan.sequences, error)
+        return None
+
+    def _commit(self, plan: StepPlan, tokens: StepTokens, started: float, evaluates: bool) -> StepRecord | None:
+        """Hand out the tokens of a step, and settle who has which row."""
+        context = sum(len(row.tokens) for row in plan.rows) / max(1, len(plan.rows))
+        self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_ngrams)
+        new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
+        accepted = [self._hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids is not None]
+        self._feed_draft(plan.chunks)
+        ended = time.perf_counter()
+        evaluations = self._evaluator.evaluate(plan.rows, ended - started) if evaluates else ()
+        aside_s = time.perf_counter() - ended + beyond_usual_s(plan.sequences, ended - started)
+        self._scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
+        if not plan.rows:
+            return None
+        latency_s = time.perf_counter() - started - aside_s
+        return self._record(plan, tokens, accepted[: len(plan.rows)], context, latency_s, evaluations)
+
+    def _record(
+        self,
+        plan: StepPlan,
+        tokens: StepTokens,
+        accepted: list[int],
+        mean_context_length: float,
+        latency_s: float,
+        evaluations: tuple[OutputEvaluation, ...],
+    ) -> StepRecord:
+        """accepted: proposed tokens by row. latency_s: of the step, evaluations not included."""
+        draft_prefill_s, self._draft_prefill_s = self._draft_prefill_s, 0.0
+        return StepRecord(
+            seq=0,
+            batch_size=len(plan.rows),
+            arm=plan.proposals.arm,
+            latency_s=latency_s,
+            accepted_histogram=plan.histogram(accepted),
+            mean_context_length=mean_context_length,
+            decision_version=plan.choice.decision_version,
+            flags=frozenset(tokens.flags | plan.flags),
+            probe_id=plan.choice.probe_id,
+            class_histograms=plan.class_histograms(accepted),
+            num_drafted_sequences=len(plan.rows) - plan.draft_lengths.count(0),
+            num_verified_tokens=plan.num_verified_tokens(self._runner.target.ragged),
+            draft_prefill_s=draft_prefill_s,
+            num_new_sequences=plan.num_new_sequences,
+            evaluations=evaluations,
+        )
+
+    def _hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
+        """As Outbox.hand_out. A row that got no token is tried again without proposals: one of these may be why."""
+        if not ids and sequence.num_output_tokens and sequence.may_propose:
+            log.warning("request %s goes on without proposals: its logits were NaN", sequence.request.request_id)
+            sequence.go_on_plainly()
+            self._runner.target.pool.clear_beyond(sequence.row, sequence.target_length)
+            return 0
+        return self._outbox.hand_out(sequence, ids, logprobs)
+
+    def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
+        """Feed the draft the step's prompts. Failures are harmless: the draft model catches up on its next use."""
+        try:
+            self._draft_prefill_s += self._runner.feed_draft_prompts(chunks)
+        except Exception:
+            log.exception("the draft was not fed %d prompts; it catches up when it is to draft", len(chunks))
+
+    def end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
+        """Abort sequences that have rows. error: None when somebody asked for it."""
+        sequences = list(sequences)
+        self._outbox.abort(sequences, error)
+        self._scheduler.settle(sequences)
+
+
+def beyond_usual_s(sequences: Iterable[SequenceState], step_s: float) -> float:
+    """Seconds of a step that say nothing of the machine: time of grammars' masks beyond their usual share of it.
+
+    What they usually take is a reason for shorter drafts; a grammar that is made to take long must not teach everybody.
+    """
+    spent_s = sum(one.sampling.grammar.take_spent_s() for one in sequences if one.sampling.grammar is not None)
+    return max(0.0, spent_s - GRAMMAR_SHARE * (step_s - spent_s))

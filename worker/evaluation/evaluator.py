@@ -1,0 +1,207 @@
+"""Evaluates some outputs as they end: the steps that every arm would have taken through them (`counting`).
+
+Steps of one arm do not show what another is worth: n-gram steps end where n-grams were wrong, and requests that an arm
+gets through quickly are in few of its steps. An output as a whole shows it. That takes one forward pass of the draft model
+over the output, between two steps: about 1% of the time. Each time it takes no longer than a step or two, or covers as much
+of a long output as fits.
+
+Chance picks the outputs, each alike. If one were evaluated whenever there is time for it again, those that take long would
+be evaluated more often: their own steps earn the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from speclen.records import Limits, OutputEvaluation
+from speclen.worker.backends.passes import PassModel, PassPart, StepRows
+from speclen.worker.evaluation.counting import EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
+from speclen.worker.requests.sequence import SequenceState
+from speclen.worker.sampling.rules import choices_of, distributions_of
+
+log = logging.getLogger(__name__)
+
+# Share of the time of steps that evaluation may take, and after how many outputs so much less.
+SHARE, MANY, LATER_SHARE = 0.008, 300, 0.0025
+MAX_CREDIT_S = 0.1  # that a quiet time saves up, and the most that can be owed
+REMEMBERED = 50.0  # outputs over which their number per second of steps and the time of an evaluation are averaged
+MAX_S = 0.05  # that one evaluation may hold up the others, or as long as the step before it
+MIN_TOKENS = 8  # of an output: fewer say little for what they take
+MAX_EVALUATED = 1024  # tokens of an output
+FIRST_TOKENS = 64  # as long as the time of a token is unknown
+PACE_FORGETS = 0.9  # of that time, when it forbids an evaluation: it may have been measured at a bad moment
+SIZES = 32  # of passes: multiples of so many tokens
+MAX_LOGITS = 2**22  # numbers of one pass, 16 MB
+MAX_TOKENS = 8192  # prompt and output: longer ones would keep others waiting
+
+
+class Evaluator:
+    """draft: None when nothing can be drafted. limits: arms to evaluate. prefill_chunk: tokens of a pass, at most."""
+
+    def __init__(
+        self, target: PassModel, draft: PassModel | None, limits: Limits, prefill_chunk: int, vocab_size: int
+    ) -> None:
+        self._target, self._draft, self._limits = target, draft, limits
+        self._prefill_chunk, self._chunk = prefill_chunk, max(SIZES, min(prefill_chunk, MAX_LOGITS // vocab_size))
+        # Its own: outputs must not depend on evaluations.
+        self._generator, self._random = torch.Generator().manual_seed(0), random.Random(0)
+        self._credit_s, self.num_evaluated = 0.0, 0
+        self._step_s = self._num_ended = 0.0  # of recent steps, and outputs that ended in them
+        self._evaluation_s = 0.0  # that one takes; 0 before the first
+        self._token_s: dict[PassModel, float] = {}  # time of a token in an evaluation's passes
+        self._works = limits.max_speculation_length > 0 or limits.ngram  # else there is one arm, which needs none
+
+    def evaluate(self, rows: Sequence[SequenceState], step_s: float) -> tuple[OutputEvaluation, ...]:
+        """Evaluate at most one of the rows whose output has just ended. They must still hold their rows.
+
+        step_s: that the step took. A failure is logged and ends evaluation.
+        """
+        share = SHARE if self.num_evaluated < MANY else LATER_SHARE
+        self._credit_s = min(self._credit_s + share * step_s, MAX_CREDIT_S)
+        self._step_s += step_s
+        ended = [row for row in rows if row.finished and can_evaluate(row)] if self._works else []
+        if not ended:
+            return ()
+        chance = self._chance(share, len(ended))
+        chosen = [row for row in ended if self._random.random() < chance]
+        if not chosen or self._credit_s <= -MAX_CREDIT_S:
+            return ()
+        row = self._random.choice(chosen)
+        window = self._window(row, max(MAX_S, step_s))
+        if window is None:
+            self._token_s = {model: PACE_FORGETS * token_s for model, token_s in self._token_s.items()}
+            return ()
+        return self._timed(row, *window)
+
+    def _timed(self, row: SequenceState, first: int, stop: int) -> tuple[OutputEvaluation, ...]:
+        started = time.perf_counter()
+        try:
+            evaluation = self._evaluate(row, first, stop)
+        except Exception:
+            log.exception("outputs cannot be evaluated: what arms are worth is learned from steps alone")
+            self._works = False
+            return ()
+        took_s = time.perf_counter() - started
+        self.num_evaluated += 1
+        self._credit_s -= took_s
+        self._evaluation_s += (took_s - self._evaluation_s) / min(self.num_evaluated, REMEMBERED)
+        return (evaluation,)
+
+    def _chance(self, share: float, num_ended: int) -> float:
+        """Of each output to be evaluated, so that it takes this share of the steps' time. num_ended: in this step."""
+        self._num_ended += num_ended
+        output_s = self._step_s / self._num_ended
+        keep = max(0.0, 1.0 - num_ended / REMEMBERED)
+        self._step_s *= keep
+        self._num_ended *= keep
+        return share * output_s / max(self._evaluation_s, 1e-9)
+
+    def _window(self, row: SequenceState, max_s: float) -> tuple[int, int] | None:
+        """Places of an output from which and up to which the time is enough; None when that is too little.
+
+        Of an output that is too long for it a part anywhere, since its beginning and its end are not like the rest.
+        """
+        begin, end = row.num_prompt_tokens + 1, len(row.tokens)
+        num_tokens = min(end - begin, MAX_EVALUATED)
+        if any(model not in self._token_s for model, _ in self._passes(row, begin, end)):
+            num_tokens = min(num_tokens, FIRST_TOKENS)
+        while num_tokens >= MIN_TOKENS:
+            first = self._random.randint(begin, end - num_tokens)
+            passes = self._passes(row, first, first + num_tokens)
+            if sum(self._token_s.get(model, 0.0) * num_fed for model, num_fed in passes) <= max_s:
+                return first, first + num_tokens
+            num_tokens //= 2
+        return None
+
+    def _passes(self, row: SequenceState, first: int, stop: int) -> list[tuple[PassModel, int]]:
+        """The models that these places need, and the tokens that each is fed."""
+        if self._draft is None or not row.may_draft:
+            return []
+        passes = [(self._draft, stop - 1 - min(row.draft_length, first - 1))]
+        return passes if _is_determined(row) else [*passes, (self._target, stop - first)]
+
+    def _evaluate(self, row: SequenceState, first: int, stop: int) -> OutputEvaluation:
+        num_tokens = stop - first
+        chosen = [False] * num_tokens
+        if self._draft is not None and row.may_draft:
+            chosen = self._chosen(self._draft, row, first, stop)
+        ngrams = evaluate_ngrams(row.tokens[:stop], first) if self._limits.ngram else ([], [])
+        counts = count_steps(EvaluatedTokens(*ngrams, runs_of(chosen)), self._limits)
+        return OutputEvaluation(int(row.request_class), row.num_output_tokens - 1, num_tokens, *counts)
+
+    def _chosen(self, draft: PassModel, row: SequenceState, first: int, stop: int) -> list[bool]:
+        """By token from place `first` on: True if the draft model chooses it, too."""
+        sampling, tokens = row.sampling, torch.tensor(row.tokens, device=draft.device)
+
+        def chooses(logits: torch.Tensor, place: int) -> torch.Tensor:
+            chosen = choices_of(sampling, logits, place - row.num_prompt_tokens)
+            return chosen == tokens[place : place + len(logits)]
+
+        def chance(logits: torch.Tensor, place: int) -> torch.Tensor:
+            return distributions_of(sampling, logits).gather(-1, tokens[place : place + len(logits), None])[:, 0]
+
+        held, determined = min(row.draft_length, first - 1), _is_determined(row)
+        same = self._of_tokens(draft, row, held, first, stop, 0, chooses if determined else chance)
+        row.draft_length = max(row.draft_length, stop - 1)
+        if not determined:
+            # A draft would have been drawn, and the token have come out of it with this chance, given that it came out.
+            wanted = self._of_tokens(self._target, row, first - 1, first, stop, first - 1, chance)
+            same = torch.rand(len(wanted), generator=self._generator) * wanted < same
+        chosen: list[bool] = same.tolist()
+        return chosen
+
+    def _of_tokens(
+        self,
+        model: PassModel,
+        row: SequenceState,
+        held: int,
+        first: int,
+        stop_at: int,
+        least: int,
+        what: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> torch.Tensor:
+        """A value of each token from place first up to stop_at, by the logits before it, [n], on the CPU.
+
+        held: tokens that the model's row holds. what: of logits [n, vocab] and the place of the first token that follows.
+        Some of what the row holds is fed again, so that passes have few sizes: where one is new, that takes longer. Nothing
+        before place `least`: others may share the prompt's keys and values, and on the target's depend their outputs.
+        """
+        end, found, started, num_fed = stop_at - 1, [], time.perf_counter(), stop_at - 1 - held
+        while held < end:
+            alone = held < first - 1 and end - held > self._chunk  # what the model lacks before them
+            stop = min(first - 1, held + self._prefill_chunk) if alone else min(end, held + self._chunk)
+            begin = min(held, max(least, stop - rounded_up(stop - held)))
+            num_wanted = max(0, stop - max(held, first - 1))
+            rows = StepRows(np.array([begin]), stop - begin, model.device, first_row=row.row)
+            ids = torch.tensor([row.tokens[begin:stop]], device=model.device)
+            num_logits = min(max(rounded_up(num_wanted), 1), stop - begin)
+            (logits,) = model.forward([PassPart(rows, ids, num_logits)])
+            if num_wanted:
+                found.append(what(logits[0, -num_wanted:], stop - num_wanted + 1))
+            held = stop
+        values = torch.cat(found).cpu()
+        token_s = (time.perf_counter() - started) / num_fed
+        self._token_s[model] = (self._token_s.get(model, token_s) + token_s) / 2
+        return values
+
+
+def can_evaluate(row: SequenceState) -> bool:
+    """True if it chose its tokens independently of each other's places, at the table's arms."""
+    usual = row.may_use_ngrams and not row.sampling.looks_back
+    return usual and row.row >= 0 and row.num_output_tokens > MIN_TOKENS and len(row.tokens) <= MAX_TOKENS
+
+
+def _is_determined(row: SequenceState) -> bool:
+    """True if its tokens follow from their logits: it is greedy, or has a seed."""
+    return row.sampling.key is not None or row.sampling.temperature == 0
+
+
+def rounded_up(num_tokens: int) -> int:
+    """To the sizes of passes."""
+    return -(-num_tokens // SIZES) * SIZES

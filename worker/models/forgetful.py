@@ -1,0 +1,24 @@
+"""Families whose layers do not hand the engine's arguments on to their attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Layers that are given further arguments for their attention, and do not hand them on.
+FORGETFUL_LAYERS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
+
+
+def hand_on_arguments(model: Any) -> None:
+    """Let forgetful layers hand on what their attention is to be given besides transformers' own arguments."""
+    for layer in model.modules():
+        if type(layer).__name__ in FORGETFUL_LAYERS and not layer._forward_pre_hooks:
+            layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
+            layer.self_attn.register_forward_pre_hook(_add_arguments, with_kwargs=True)
+
+
+def _keep_arguments(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    layer.self_attn.handed_on = {name: kwargs[name] for name in ("row_attention", "paged") if name in kwargs}
+
+
+def _add_arguments(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | attention.handed_on

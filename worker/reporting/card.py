@@ -1,0 +1,56 @@
+"""A worker's introduction to the controller, and the times that their conversation keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speclen.records import Limits
+from speclen.v1 import control_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """Times in seconds."""
+
+    flush_interval_s: float = 0.2  # a report waits this long for company: fewer messages, still fresh
+    # The same once a worker has sent so many steps. A message costs both sides milliseconds, which is most of what the
+    # controller takes of cores on which the worker computes.
+    calm_interval_s: float = 0.5
+    num_fresh_steps: int = 3000
+    group_size: int = 256  # reports per message at most; the protocol allows 1024
+    max_buffered: int = 65_536  # reports kept until durable: about half an hour of steps at 40 a second
+    heartbeat_s: float = 1.0  # an empty message is sent when there was nothing to say for this long
+    silence_s: float = 5.0  # no answer for this long: the stream is given up and opened again
+    retry_s: float = 0.5  # first pause before a new attempt; doubles up to max_retry_s
+    max_retry_s: float = 5.0
+    rpc_timeout_s: float = 5.0  # deadline of RegisterWorker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCard:
+    """probe_steps: as in pb.WorkerLimits."""
+
+    worker_id: str
+    epoch: int
+    context: pb.ContextKey
+    limits: Limits
+    address: str
+    policy: str
+    run_id: str = ""
+    probe_steps: int = 3
+
+    def identity(self) -> pb.WorkerIdentity:
+        return pb.WorkerIdentity(worker_id=self.worker_id, epoch=self.epoch)
+
+    def limits_message(self) -> pb.WorkerLimits:
+        return pb.WorkerLimits(**self.limits._asdict(), probe_steps=self.probe_steps)
+
+    def register_request(self) -> pb.RegisterWorkerRequest:
+        return pb.RegisterWorkerRequest(
+            worker=self.identity(),
+            context=self.context,
+            limits=self.limits_message(),
+            address=self.address,
+            policy=self.policy,
+            run_id=self.run_id,
+        )

@@ -1,0 +1,211 @@
+"""The connection to the controller: registers the worker, sends reports, receives tables and probes. On the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+import structlog
+from grpc import aio
+
+from speclen.records import StepRecord
+from speclen.transport.address import past_proxies
+from speclen.transport.aio import prepare_aio
+from speclen.transport.supervision import until_one_fails
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+from speclen.worker.reporting.advice import why
+from speclen.worker.reporting.messages import to_report
+
+if TYPE_CHECKING:
+    from speclen.worker.reporting.control_client import ControlClient
+
+log = structlog.get_logger()
+
+ReportCall = aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]
+
+# Keepalive alone does not notice a stopped peer for more than a minute; with the ping timeout it takes seconds.
+CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+]
+MAX_PACE = 8  # a controller ends streams after 30 s of silence
+# Trailing header of the controller: where an epoch is refused as old, the one that counts.
+NEWEST_EPOCH = "speclen-newest-epoch"
+
+
+class StreamClosedError(Exception):
+    """The controller has ended the stream without an error: another can be opened."""
+
+
+class ControlStream:
+    """One controller's address, and one stream to it after another."""
+
+    def __init__(
+        self,
+        client: ControlClient,
+        target: str,
+        credentials: grpc.ChannelCredentials | None,
+        metadata: Sequence[tuple[str, str | bytes]],
+    ) -> None:
+        self._client, self._target, self._credentials = client, target, credentials
+        self._metadata = aio.Metadata(*metadata)
+        self._last_answer = 0.0
+
+    async def run(self) -> None:
+        """Keep a stream open until cancelled."""
+        prepare_aio()
+        settings, told = self._client.settings, ""
+        pause = settings.retry_s
+        while True:
+            started = self._client.clock()
+            reason = await self._converse_once()
+            if self._client.connected:
+                log.warning("controller lost, going on with the last table", controller=self._target, reason=reason)
+                self._client.lost()
+            elif (kind := reason.partition(":")[0]) != told:  # once: the next attempts fail likewise
+                told, table = kind, self._client.table.source
+                log.warning("no controller yet", controller=self._target, reason=reason, table=table)
+            if self._client.clock() - started > settings.max_retry_s:
+                pause = settings.retry_s
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, settings.max_retry_s)
+
+    async def _converse_once(self) -> str:
+        """One connection, from its start to its end; the reason of that."""
+        try:
+            async with self._channel() as channel:
+                await self._converse(rpc.ControlServiceStub(channel))
+        except grpc.RpcError as error:
+            return why(error)
+        except TimeoutError:
+            return f"no answer for {self.silence_s:g} s"
+        except StreamClosedError:
+            pass
+        return "closed by the controller"
+
+    def _channel(self) -> aio.Channel:
+        options = [*CHANNEL_OPTIONS, *past_proxies(self._target)]
+        if self._credentials:
+            return aio.secure_channel(self._target, self._credentials, options=options)
+        return aio.insecure_channel(self._target, options=options)
+
+    async def _converse(self, stub: rpc.ControlServiceAsyncStub) -> None:
+        registered, client = await self._register(stub), self._client
+        if registered.HasField("controller"):
+            client.controller = registered.controller
+        client.use_table(registered.table)
+        client.use_sampling(registered.sample_every)
+        client.buffer.forget_until(registered.durable_seq)
+        self._last_answer = client.clock()
+        log.info("joined the controller", durable_seq=registered.durable_seq, worker=client.card.worker_id)
+        client.connected = True
+        call = stub.StreamReports(metadata=self._metadata)
+        try:
+            await until_one_fails(self._send(call, registered.durable_seq), self._receive(call), self._watch())
+        finally:
+            call.cancel()
+
+    async def _register(self, stub: rpc.ControlServiceAsyncStub) -> pb.RegisterWorkerResponse:
+        """Introduce this incarnation; where the clock alone makes its epoch an old one's, with a newer epoch."""
+        try:
+            response = await self._register_once(stub)
+        except aio.AioRpcError as error:
+            newest, card = error.trailing_metadata().get(NEWEST_EPOCH), self._client.card
+            if self._client.has_registered or newest is None:
+                raise
+            # It has just begun, so whoever registered that epoch did so before: its clock was ahead, or ours is behind.
+            log.warning("the clock is behind that of this worker's last start", epoch=card.epoch, newest=newest)
+            self._client.card = replace(card, epoch=int(newest) + 1)
+            response = await self._register_once(stub)
+        self._client.has_registered = True
+        return response
+
+    async def _register_once(self, stub: rpc.ControlServiceAsyncStub) -> pb.RegisterWorkerResponse:
+        request, timeout_s = self._client.card.register_request(), self._client.settings.rpc_timeout_s
+        return await stub.RegisterWorker(request, timeout=timeout_s, metadata=self._metadata)
+
+    async def _send(self, call: ReportCall, durable_seq: int) -> None:
+        """Write until the stream is over; `_receive` gets to know why. Not by an iterator that gRPC reads: an error of ours
+        in it would cancel the call without a word."""
+        async for request in self._requests(durable_seq):
+            try:
+                await call.write(request)
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                return
+
+    async def _requests(self, sent_seq: int) -> AsyncIterator[pb.StreamReportsRequest]:
+        """The first message names the worker; then groups of reports as they come, and heartbeats."""
+        client = self._client
+        yield pb.StreamReportsRequest(worker=client.card.identity())
+        quiet_since = client.clock()
+        while True:
+            records = client.buffer.after(sent_seq, client.settings.group_size)
+            if records or client.clock() - quiet_since >= self._heartbeat_s:
+                yield pb.StreamReportsRequest(reports=self._to_reports(records))
+                quiet_since = client.clock()
+            if records:
+                sent_seq = records[-1].seq
+            if len(records) < client.settings.group_size:
+                await asyncio.sleep(self._flush_interval_s(sent_seq))
+
+    def _flush_interval_s(self, num_steps: int) -> float:
+        """Seconds that a report waits for company, after so many."""
+        settings = self._client.settings
+        fresh = num_steps < settings.num_fresh_steps
+        return self._pace * (
+            settings.flush_interval_s if fresh else max(settings.flush_interval_s, settings.calm_interval_s)
+        )
+
+    @property
+    def _pace(self) -> int:
+        """Factor on the time between messages: a controller that wants fewer reports wants fewer messages."""
+        return min(self._client.buffer.sample_every, MAX_PACE)
+
+    @property
+    def _heartbeat_s(self) -> float:
+        return self._pace * self._client.settings.heartbeat_s
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without an answer after which the stream is given up: several messages have got none by then."""
+        return max(self._client.settings.silence_s, 3 * self._heartbeat_s)
+
+    def _to_reports(self, records: Sequence[StepRecord]) -> list[pb.StepReport]:
+        """Records as messages. What no message can hold is left out and counted: it would end every stream anew."""
+        reports = []
+        for record in records:
+            try:
+                reports.append(to_report(record))
+            except (ValueError, TypeError, KeyError) as error:
+                self._client.buffer.num_dropped += 1
+                log.error("a report cannot be sent and is left out", seq=record.seq, reason=str(error))
+        return reports
+
+    async def _receive(self, call: ReportCall) -> None:
+        client = self._client
+        async for response in call:
+            self._last_answer = client.clock()
+            if response.HasField("table"):
+                client.use_table(response.table)
+            client.use_sampling(response.sample_every)
+            client.buffer.forget_until(response.durable_seq)
+            client.use_probes(response.probes)
+            if response.num_refused > client.num_refused:
+                log.error("controller refused reports", num=response.num_refused, reason=response.last_refusal)
+            client.num_refused = response.num_refused
+        raise StreamClosedError
+
+    async def _watch(self) -> None:
+        """Give the stream up when the controller has been silent for too long."""
+        while self._client.clock() - self._last_answer < self.silence_s:
+            await asyncio.sleep(self._client.settings.silence_s / 5)
+        raise TimeoutError

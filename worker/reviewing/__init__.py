@@ -1,1 +1,0 @@
-"""What every plan would have made of an output that has ended."""
