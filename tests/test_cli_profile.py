@@ -23,8 +23,7 @@ from speclen.bench.profile.document import ProfileDocument, read_document
 from speclen.bench.profile.importing import Destination
 from speclen.console.client import Client
 from speclen.console.errors import UserError
-from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
-from speclen.records import Limits
+from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
 from speclen.store.profiles import stored_profiles
@@ -345,8 +344,8 @@ def test_an_import_without_a_controller_chooses_as_the_last_one_did(tmp_path: Pa
 
     run(story)
     own_import(tmp_path / "test.db", ContextKey("t", "d", "cpu:test", "float32") if known else KEY)
-    query = "SELECT json_extract(state, '$.policy[0]') FROM learned_states WHERE scope = 'context'"
-    assert rows(tmp_path / "test.db", query) == [("fixed:2",)] * (1 if known else 2)
+    query = "SELECT DISTINCT speculation_length FROM arm_estimates WHERE is_best"
+    assert rows(tmp_path / "test.db", query) == [(2,)]
 
 
 class KnowingController(rpc.ControlServiceServicer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def from_result(context: ContextKey, result: ProfileResult, source: str, details
 def from_store(stored: StoredProfile) -> ProfileDocument:
     """A profile of a database; how it was measured is not kept there."""
     row, context = stored.profile, stored.context
-    cells = tuple(ProfileCell(**asdict(cell)) for cell in row.cells)
+    cells = tuple(ProfileCell(**cell._asdict()) for cell in row.cells)
     return ProfileDocument(
         context=ContextKey(context.target, context.draft, context.device, context.dtype, context.engine_fingerprint),
         profile=Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source),

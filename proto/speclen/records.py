@@ -67,7 +67,11 @@ class Limits(NamedTuple):
 
     def widened(self, other: Limits) -> Limits:
         """The smallest limits that contain both."""
-        return Limits(*map(max, self, other))
+        return Limits(
+            max(self.max_batch_size, other.max_batch_size),
+            max(self.max_speculation_length, other.max_speculation_length),
+            self.ngram or other.ngram,
+        )
 
     def arms(self) -> list[Arm]:
         """Every arm within the limits: lengths first, then the same with n-grams."""
