@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 import tiny_models
-from control_fakes import registration, run, served
 from store_rows import NOW, context, report, rows, store_now, worker
 from typer.testing import CliRunner
 
@@ -332,20 +331,6 @@ def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> Non
     store.close()
     own_import(store.path)
     assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_an_import_without_a_controller_chooses_as_the_last_one_did(tmp_path: Path, known: bool) -> None:
-    """What was learned by another policy was stored as of `adaptive`, and lengths were chosen anew twice."""
-
-    async def story() -> None:
-        async with served(tmp_path, policy="fixed:2") as at:
-            await at.stub.RegisterWorker(registration())
-
-    run(story)
-    own_import(tmp_path / "test.db", ContextKey("t", "d", "cpu:test", "float32") if known else KEY)
-    query = "SELECT DISTINCT speculation_length FROM arm_estimates WHERE is_best"
-    assert rows(tmp_path / "test.db", query) == [(2,)]
 
 
 class KnowingController(rpc.ControlServiceServicer):
