@@ -83,7 +83,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     assert any("too short for its intervals" in note for note in printed["notes"])
     with reading(tmp_path / "reports.db") as connection:
         reported = [event for event in events(connection) if isinstance(event, GroupObserved)]
-    assert sum(len(event.observations) for event in reported) > 10
+    assert sum(len(event.steps) for event in reported) > 10
     other = CliRunner().invoke(app, [*arguments, "--repeats", "1", "--add", "--seed", "5"]).exception
     assert isinstance(other, UserError)
     assert "its seed is 0, not 5" in str(other)
