@@ -58,7 +58,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
         "--out",
         str(out),
         "--compare",
-        "adaptive,adaptive-lengths,none,fixed:2,copy,copy-reporting",
+        "adaptive,none,fixed:2,n-gram",
     ]
     done = speclen(*arguments, "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     assert printed["errors"] == {}
     for row in printed["rounds"]:
         blocks = row["blocks"]
-        assert set(blocks) == {"adaptive", "adaptive-lengths", "none", "fixed:2", "copy", "copy-reporting"}
+        assert set(blocks) == {"adaptive", "none", "fixed:2", "n-gram"}
         assert len({block["num_tokens"] for block in blocks.values()}) == 1
         assert blocks["none"]["num_proposed"] == 0
         assert blocks["fixed:2"]["num_proposed"] > 0
@@ -83,7 +83,7 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     assert any("too short for its intervals" in note for note in printed["notes"])
     with reading(tmp_path / "reports.db") as connection:
         reported = [event for event in events(connection) if isinstance(event, GroupObserved)]
-    assert sum(len(event.observations) for event in reported) > 10
+    assert sum(len(event.steps) for event in reported) > 10
     other = CliRunner().invoke(app, [*arguments, "--repeats", "1", "--add", "--seed", "5"]).exception
     assert isinstance(other, UserError)
     assert "its seed is 0, not 5" in str(other)

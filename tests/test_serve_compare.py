@@ -118,7 +118,7 @@ def test_the_best_length_is_the_best_of_all_blocks_also_when_another_length_was_
             assert comparison.best_fixed() == "fixed:2"
             comparison.dropped = {"fixed:1": "after 6 rounds"}
     assert comparison.best_fixed() == "fixed:4"
-    assert ratio_cell(comparison, "adaptive", "fixed:1").endswith(", 6 rounds")
+    assert ratio_cell(comparison, "fixed:1").endswith(", 6 rounds")
 
 
 def test_the_worst_of_many_has_an_interval_for_all_of_them():
@@ -346,25 +346,6 @@ def test_the_page_says_what_the_results_say(folder):
     assert page.startswith("before\n")
     assert "| `mixed` | best fixed length (`fixed:" in page
     assert "| `copying` | best fixed length | 0.65 | not measured | |" in page
-
-
-def test_what_learned_lengths_alone_has_a_row_of_its_own(folder):
-    policies = ("adaptive", "adaptive-lengths", "none", "fixed:2")
-
-    def make(number, order):
-        rng = np.random.default_rng(number)
-        slowness = SLOWNESS | {"adaptive-lengths": 1.5}
-        return Round(number, tuple(order), {name: figures(slowness[name], rng) for name in order})
-
-    comparison, _ = comparison_with(rounds=7, make=make, policies=policies)
-    write_document(to_document(comparison, FACTS), folder / "serve" / "mixed.json")
-    (folder / "serve" / "profile.json").write_text("{}")
-    assert run_headline(folder).exit_code == 0
-    page = (folder / "README.md").read_text()
-    lengths = next(line for line in page.splitlines() if "the draft model's lengths alone |" in line)
-    interval = comparison.ratio("adaptive-lengths", "none").interval
-    assert f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})" in lengths
-    assert f"(`{comparison.best_fixed()}` of 2)" in lengths
 
 
 def test_what_was_served_on_another_machine_stands_under_its_name(folder):

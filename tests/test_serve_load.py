@@ -13,7 +13,6 @@ from speclen.bench.comparison import plan as plan_module
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Progress, Yield, closed_loop, make_request, open_loop
 from speclen.bench.serving.survey import (
-    COPYING_PLANS,
     Survey,
     capacity_cells,
     concurrencies_up_to,
@@ -151,7 +150,6 @@ def test_counters_of_a_worker_are_watched():
     samples = []
     replay(FakeService(step_s=0.02), arrivals([0.0], num_tokens=40), samples=samples)
     assert len(samples) >= 3
-    assert samples[0].table == ((1, 2),)
     steps = samples[-1].num_steps - samples[0].num_steps
     assert samples[-1].num_row_steps - samples[0].num_row_steps == steps > 0
     assert samples[-1].num_draft_tokens == 0
@@ -162,22 +160,22 @@ def test_counters_of_a_worker_are_watched():
 # Surveys.
 
 
-def visit(number, concurrency, plan):
-    """A machine on which every drafted token is free, and copies are not."""
-    gain = 1 + plan.draft_length if not plan.copies else 0.5
+def visit(number, concurrency, arm):
+    """A machine on which every drafted token is free."""
+    gain = 1 + arm.speculation_length
     return Yield(int(100 * concurrency * gain), 1.0, gain)
 
 
-def test_a_survey_finds_capacity_and_the_best_plans(tmp_path):
+def test_a_survey_finds_capacity_and_the_best_arms(tmp_path):
     survey = measure(exhaustive_cells(2, 2), visit)
     assert survey.concurrencies == [1, 2]
     assert survey.is_exhaustive(2)
     assert not survey.is_exhaustive(3)
-    assert str(survey.best_plan(2)) == "draft 2"
+    assert str(survey.best_arm(2)) == "draft 2"
     assert survey.capacity_tokens_per_s == survey.tokens_per_s((2, "draft 2")) == 600
     survey.save(tmp_path / "survey.json", {"machine": "fake"})
     assert load_survey(tmp_path / "survey.json") == survey
-    # What is near the best is visited again: here one length, and no copies.
+    # What is near the best is visited again: here one length.
     assert {key for key, visits in survey.visits.items() if len(visits) > 2} == {(1, "draft 2"), (2, "draft 2")}
 
 
@@ -193,13 +191,12 @@ def of_rates(rates):
 def test_what_a_table_can_win_is_told_against_the_best_single_length():
     """100 * 500 < 120 * 450 < 150 * 400: length 2, which the best lengths beat at 16 alone, by a quarter."""
     rates = {(1, "plain"): 100, (1, "draft 1"): 120, (1, "draft 2"): 150}
-    rates |= {(16, "plain"): 500, (16, "draft 1"): 450, (16, "draft 2"): 400, (16, "copy>=3 up to 8"): 600}
+    rates |= {(16, "plain"): 500, (16, "draft 1"): 450, (16, "draft 2"): 400}
     survey = of_rates({key: [rate] * 4 for key, rate in rates.items()})
     assert survey.best_single == "draft 2"
-    assert survey.gain(drafts_only=True) == pytest.approx(1.25**0.5 - 1)
-    assert survey.gain(drafts_only=False) == pytest.approx(1.5**0.5 - 1)
+    assert survey.gain() == pytest.approx(1.25**0.5 - 1)
     assert "against 'draft 2' at every batch size, the best lengths make +11.8%" in survey.outlook()
-    assert [str(survey.best_plan(16, only)) for only in (True, False)] == ["plain", "copy>=3 up to 8"]
+    assert str(survey.best_arm(16)) == "plain"
 
 
 def test_what_is_best_by_chance_wins_nothing():
@@ -211,9 +208,9 @@ def test_what_is_best_by_chance_wins_nothing():
             {(size, f"draft {n}" if n else "plain"): 1e4 * (1 + 0.04 * rng.standard_normal(4))
              for size in (1, 2, 4, 8, 16) for n in range(9)}
         )  # fmt: skip
-        gains.append(survey.gain(drafts_only=True))
+        gains.append(survey.gain())
         sizes = survey.concurrencies
-        best = [survey.tokens_per_s((size, str(survey.best_plan(size)))) for size in sizes]
+        best = [survey.tokens_per_s((size, str(survey.best_arm(size)))) for size in sizes]
         single = [survey.tokens_per_s((size, survey.best_single)) for size in sizes]
         same.append(np.exp(np.mean(np.log(best)) - np.mean(np.log(single))) - 1)
     assert abs(np.mean(gains)) < 0.005
@@ -226,8 +223,8 @@ class Answering:
     def __init__(self, *rates):
         self.rates, self.asked = list(rates), []
 
-    def serve_for(self, seconds, concurrency, drafting):
-        self.asked.append((seconds, concurrency, str(drafting)))
+    def serve_for(self, seconds, concurrency, arm):
+        self.asked.append((seconds, concurrency, str(arm)))
         return Yield(int(100 * self.rates.pop(0)), 100.0, 1.0)
 
 
@@ -256,18 +253,18 @@ def test_capacity_is_measured_until_two_visits_agree(monkeypatch, capsys, rates,
 
 def test_a_cell_without_a_token_is_named():
     with pytest.raises(ValueError, match="with 2 requests at a time"):
-        measure([(2, "plain")], lambda number, concurrency, plan: Yield(0, 1.0, 1.0))
+        measure([(2, "plain")], lambda number, concurrency, arm: Yield(0, 1.0, 1.0))
 
 
-def test_cells_cover_every_bucket_and_plan():
+def test_cells_cover_every_size_and_length():
     assert concurrencies_up_to(1) == [1]
     assert concurrencies_up_to(24) == [1, 2, 4, 8, 16, 24]
-    assert len(exhaustive_cells(16, 8)) == 5 * (9 + len(COPYING_PLANS))
+    assert len(exhaustive_cells(16, 8)) == 5 * 9
     assert set(capacity_cells(16, 2)) == {(1, "plain"), (16, "plain"), (16, "draft 1"), (16, "draft 2")}
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", json.dumps({"format": "speclen-survey-3", "measured": []}), '{"format": "speclen-survey-2"}']
+    "content", ["", "{}", json.dumps({"format": "speclen-survey-4", "measured": []}), '{"format": "speclen-survey-2"}']
 )
 def test_a_file_that_is_no_survey_is_named(tmp_path, content):
     file = tmp_path / "survey.json"
