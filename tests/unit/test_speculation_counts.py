@@ -16,7 +16,7 @@ from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import ArmTable
 
 LIMITS = Limits(4, 3, ngram=True)
-LOOP = [3, 4, 5, 6] * 5  # there is always an n-gram match
+LOOP = [3, 4, 5, 6] * 5
 
 
 def page(engine: Engine) -> CollectorRegistry:
@@ -41,7 +41,7 @@ def test_one_definition_for_all_counts(chooser: ArmChooser) -> None:
     engine = make_engine(chooser=chooser, ngram=True, max_speculation_length=3)
     names = [str(at) for at in range(3)]
     collected = generate(
-        engine, *(request(name, LOOP[at:], max_tokens=20 + at, ignore_eos=True) for at, name in enumerate(names))
+        engine, *(request(name, LOOP[at:], max_tokens=100 + at, ignore_eos=True) for at, name in enumerate(names))
     )
     registry = page(engine)
     by_position = [value(registry, "accepted_tokens_per_pos", position=str(at)) for at in range(NGRAM_MAX_TOKENS)]
