@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from speclen.cli.doctor import examine
 from speclen.controller.service.metrics import ControllerCollector
+from speclen.records import Table
 from speclen.store.connection import connect_reader
 from speclen.v1 import control_pb2 as pb
 
@@ -23,6 +24,11 @@ def best(machine: str) -> int:
     """By true means."""
     tokens = [sum(ACCEPTANCE**i for i in range(length + 1)) for length in range(LONGEST + 1)]
     return max(range(LONGEST + 1), key=lambda length: tokens[length] / seconds(machine, length))
+
+
+def length_of(table: tuple[Table, str]) -> int:
+    """Of the arm in use."""
+    return table[0].arm_for(BATCH).speculation_length
 
 
 def step(dice: random.Random, seq: int, machine: str, length: int) -> pb.StepReport:
@@ -46,7 +52,7 @@ def test_a_worker_that_says_the_wrong_device_is_found_and_spoils_nothing(tmp_pat
     """Five workers say one device, and one of them is another machine, for which other lengths are best."""
     assert best("small") != best("large")
     machines = {f"worker-{at}": "large" if at == 4 else "small" for at in range(5)}
-    tables: dict[str, list[int]] = {}
+    tables: dict[str, int] = {}
 
     async def story():
         dice = random.Random(1)
@@ -57,24 +63,24 @@ def test_a_worker_that_says_the_wrong_device_is_found_and_spoils_nothing(tmp_pat
             workers = {name: service.registry.workers[name] for name in machines}
             for first in range(1, 1200, 8):
                 for name, machine in machines.items():
-                    length = (
-                        dice.randrange(LONGEST + 1)
-                        if first % 3 == 0
-                        else service.table(workers[name]).length_for(BATCH)
+                    length = dice.randrange(LONGEST + 1) if first % 3 == 0 else length_of(service.table(workers[name]))
+                    at.controller.servicer.intake.take(
+                        workers[name], [step(dice, seq, machine, length) for seq in range(first, first + 8)]
                     )
-                    service.take(workers[name], [step(dice, seq, machine, length) for seq in range(first, first + 8)])
                 await service.learn_all()
             for name in machines:
-                tables[name] = [service.table(workers[name]).length_for(BATCH)]
+                tables[name] = length_of(service.table(workers[name]))
             registry = CollectorRegistry()
             registry.register(ControllerCollector(at.controller.servicer, at.controller.journal))
             page = generate_latest(registry).decode()
-            apart = next(line for line in page.splitlines() if line.startswith("speclen_controller_workers_apart"))
-            assert apart.endswith(" 1.0")
+            isolated = next(
+                line for line in page.splitlines() if line.startswith("speclen_controller_workers_isolated")
+            )
+            assert isolated.endswith(" 1.0")
 
     run(story)
     for name, machine in machines.items():
-        (length,) = tables[name]
+        length = tables[name]
         lost = 1.0 - rate(machine, length) / rate(machine, best(machine))
         assert lost < 0.03, (name, machine, length, best(machine))
     connection = connect_reader(tmp_path / "test.db")
@@ -87,10 +93,10 @@ def test_a_worker_that_says_the_wrong_device_is_found_and_spoils_nothing(tmp_pat
     assert len({version for version, _ in decided}) == len(decided), (
         "one line of decisions: that of those who are alike"
     )
-    assert decided[-1][1] == tables["worker-0"][0]
+    assert decided[-1][1] == tables["worker-0"]
     assert told
     assert all("worker-4" in detail for detail in told)
-    (finding, *_) = [each for each in examine(tmp_path / "test.db") if each.check == "unlike workers"]
+    (finding, *_) = [each for each in examine(tmp_path / "test.db") if each.check == "isolated workers"]
     assert "worker-4" in finding.found
     assert finding.status == "warning"
 
@@ -114,7 +120,7 @@ def test_two_machines_with_one_name_are_told(tmp_path):
             assert at.service.totals.drift == {"worker": 1}
 
     run(story)
-    (finding,) = [each for each in examine(tmp_path / "test.db") if each.check == "unlike workers"]
+    (finding,) = [each for each in examine(tmp_path / "test.db") if each.check == "isolated workers"]
     assert f"two workers call themselves w: {CONTEXT.device} at one:7080 and cuda:other at two:7080" in finding.found
     assert "--worker-id" in finding.advice
 
@@ -131,13 +137,13 @@ def test_unlike_devices_learn_apart_and_share_acceptance(tmp_path):
             here, there = (at.service.registry.workers[name] for name in ("here", "there"))
             for first in range(1, 400, 8):
                 for worker, machine in ((here, "small"), (there, "large")):
-                    at.service.take(
+                    at.controller.servicer.intake.take(
                         worker, [step(dice, seq, machine, seq % (LONGEST + 1)) for seq in range(first, first + 8)]
                     )
                 await at.service.learn_all()
-            assert at.service.table(here).length_for(BATCH) != at.service.table(there).length_for(BATCH)
-            assert rate("small", at.service.table(here).length_for(BATCH)) > 0.97 * rate("small", best("small"))
-            assert rate("large", at.service.table(there).length_for(BATCH)) > 0.97 * rate("large", best("large"))
+            assert length_of(at.service.table(here)) != length_of(at.service.table(there))
+            assert rate("small", length_of(at.service.table(here))) > 0.97 * rate("small", best("small"))
+            assert rate("large", length_of(at.service.table(there))) > 0.97 * rate("large", best("large"))
             assert not at.service.totals.drift["worker"]
 
     run(story)
