@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -31,13 +30,6 @@ class Interval:
     def half_width(self) -> float:
         """Of the ratio, relative: 0.03 for 3%."""
         return math.sqrt(self.high / self.low) - 1.0
-
-    def of_several(self, number: int, num_blocks: int) -> Interval:
-        """Wider: so many such intervals of so many blocks hold all at once with 95% confidence (Bonferroni)."""
-        quantile = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / number)
-        widening = student_quantile(num_blocks - 1, quantile) / student_quantile(num_blocks - 1)
-        low, high = (math.log(end / self.value) * widening for end in (self.low, self.high))
-        return Interval(self.value, self.value * math.exp(low), self.value * math.exp(high))
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -63,15 +55,11 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], se
     return Interval(math.exp(value), math.exp(low), math.exp(high))
 
 
-def student_quantile(freedom: int, normal: float = NORMAL_QUANTILE) -> float:
-    """The quantile of Student's distribution where the normal one's is `normal`, by default the 97.5% one.
-
-    That one is within 1% from 3 degrees of freedom on (Cornish and Fisher); farther out, with few, it is too small.
-    """
-    exact = {1: 12.706, 2: 4.303}
-    if freedom in exact and normal == NORMAL_QUANTILE:
+def student_quantile(freedom: int) -> float:
+    """The 97.5% quantile of Student's distribution, within 1% (Cornish and Fisher)."""
+    if freedom in (exact := {1: 12.706, 2: 4.303}):
         return exact[freedom]
-    z, v = normal, freedom
+    z, v = NORMAL_QUANTILE, freedom
     return (
         z
         + (z**3 + z) / (4 * v)

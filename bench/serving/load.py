@@ -187,8 +187,8 @@ async def closed_loop(
 
     What still runs when a request ends and none is left to take its place is cut off: fewer are another load. The same
     limit_s seconds after counting began: once num_settling requests have ended, since in the beginning all prompts are fed
-    at once, and nobody's tokens come. Raises grpc.RpcError when a request fails: a survey with holes in it would be worth
-    nothing; ValueError when there are no more than num_settling.
+    at once, and nobody's tokens come. Raises grpc.RpcError when a request fails: a capacity with holes in it would be
+    worth nothing; ValueError when there are no more than num_settling.
     """
     waiting = iter(requests)
     counted = accepted = steps = ended = 0
