@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from speclen.controller.analysis.paper_model import PaperModel, fit
-from speclen.controller.estimator.core import ProfileCell
+from speclen.records import ProfileCell
 
 C, GAMMA, BETA = 0.8, 0.55, 0.020
 SLOPE = {1: 0.0011, 8: 0.0026, 32: 0.0110}

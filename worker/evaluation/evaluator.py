@@ -28,8 +28,8 @@ from speclen.worker.sampling.rules import choices_of, distributions_of
 log = logging.getLogger(__name__)
 
 # Share of the time of steps that evaluation may take, and after how many outputs so much less.
-SHARE, MANY, LATER_SHARE = 0.008, 300, 0.0025
-MAX_CREDIT_S = 0.1  # that a quiet time saves up, and the most that can be owed
+SHARE, MANY, LATER_SHARE = 0.006, 300, 0.0025
+MAX_CREDIT_S = 0.05  # that a quiet time saves up, and the most that can be owed
 REMEMBERED = 50.0  # outputs over which their number per second of steps and the time of an evaluation are averaged
 MAX_S = 0.05  # that one evaluation may hold up the others, or as long as the step before it
 MIN_TOKENS = 8  # of an output: fewer say little for what they take
