@@ -55,7 +55,7 @@ def test_every_round_is_served_by_all_in_another_order():
 
 def test_ratios_are_those_of_the_policies_and_their_intervals_hold_them():
     comparison, _ = comparison_with()
-    for reference in ("none", "fixed:2", "oracle"):
+    for reference in ("none", "fixed:2", "n-gram"):
         interval = comparison.ratio("adaptive", reference).interval
         assert interval.value == pytest.approx(1 / SLOWNESS[reference], rel=0.06)
         assert interval.low < 1 / SLOWNESS[reference] < interval.high
@@ -150,7 +150,7 @@ def test_what_was_complete_survives_an_interruption():
 def test_failures_are_shown_and_their_blocks_left_out_of_both_sides():
     comparison, _ = comparison_with(make=lambda n, order: make_round(n, order, ("none",) if n == 2 else ()), rounds=5)
     assert comparison.ratio("adaptive", "none").num_blocks == 4
-    assert comparison.ratio("adaptive", "oracle").num_blocks == 5
+    assert comparison.ratio("adaptive", "n-gram").num_blocks == 5
     assert comparison.errors() == {"none: UNAVAILABLE: gone": 3}
     assert "3 requests failed: none: UNAVAILABLE: gone" in printed(comparison)
 
@@ -249,7 +249,7 @@ def test_a_tie_is_counted_and_a_wrong_token_ends_the_run():
     verdict = check.verdict(judge, "bfloat16")
     assert (verdict["num_same"], verdict["num_parted"], verdict["num_greedy_parted"]) == (1, 1, 0)
     assert (asked[0].prompt, asked[0].prefix, asked[0].tokens, asked[0].sampling_seed) == ((3, 4), (8,), (9, 2), 4)
-    with pytest.raises(ValueError, match="none and copy put out different tokens where there is no tie"):
+    with pytest.raises(ValueError, match="none and n-gram put out different tokens where there is no tie"):
         check.verdict(judge, "float32")
 
 
