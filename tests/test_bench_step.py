@@ -9,7 +9,6 @@ import engines
 import pytest
 import tiny_models
 import torch
-import typer
 from typer.testing import CliRunner
 
 import speclen.bench.engine.step
@@ -48,12 +47,12 @@ def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pai
     assert run.outputs == {n: tiny_models.greedy(truth, list(p), 20) for n, p in enumerate(PROMPTS)}
     assert run.steps
     for timed in run.steps:
-        assert (timed.result.batch_size, timed.result.speculation_length) == (3, length)
-        assert not timed.result.flags
+        assert (timed.record.batch_size, timed.record.arm.speculation_length) == (3, length)
+        assert not timed.record.flags
         assert timed.draft_s is not None
         assert timed.verify_s is not None
         assert (timed.draft_s > 0) == (length > 0)
-        assert 0 < timed.draft_s + timed.verify_s < timed.result.latency_s
+        assert 0 < timed.draft_s + timed.verify_s < timed.record.latency_s
 
 
 def test_transformers_really_generates_as_many_tokens(pair: ModelPair) -> None:
@@ -110,7 +109,6 @@ def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: py
         "as_json": True,
         "out": None,
         "backend": "torch,openvino",
-        "plans": "",
     }
     speclen.bench.engine.step.step(**arguments)
     content = json.loads(capsys.readouterr().out)
@@ -143,40 +141,6 @@ def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str
         "baselines": False,
         "as_json": False,
         "out": None,
-        "plans": "",
     }
     with pytest.raises(UserError, match=reason):
         speclen.bench.engine.step.step(**(defaults | arguments))
-
-
-def test_plans_are_compared_on_both_kinds_of_prompts(folders: tuple[str, str], tmp_path: Path) -> None:
-    out = tmp_path / "plans.json"
-    arguments = ["--target", folders[0], "--draft", folders[1], "--device", "cpu", "--dtype", "float32"]
-    arguments += ["--backend", "torch", "--batch-sizes", "2", "--lengths", "0,2", "--prompt-tokens", "24"]
-    arguments += ["--new-tokens", "16", "--repeats", "2", "--temperatures", "0,0.7", "--out", str(out)]
-    done = CliRunner().invoke(step_app(), [*arguments, "--plans", "copy>=1 up to 4; copy>=2 up to 4, else draft 2"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(out.read_text())
-    plans = {"plain", "draft 2", "copy>=1 up to 4", "copy>=2 up to 4, else draft 2"}
-    assert {(c["prompts"], c["temperature"]) for c in found["cells"]} == {
-        (kind, temperature) for kind in ("copying", "ordinary") for temperature in (0, 0.7)
-    }
-    assert {cell["plan"] for cell in found["cells"]} <= plans
-    plain = [cell for cell in found["cells"] if cell["plan"] == "plain"]
-    assert {(c["tokens_per_row_and_step"], c["copied_per_row_and_step"], c["search_share"]) for c in plain} == {
-        (1, 0, 0)
-    }
-    assert any(c["copied_per_row_and_step"] > 0 and c["search_share"] > 0 for c in found["cells"])
-
-
-@pytest.mark.parametrize("plans", ["copy", "copy>=2 up to 8; nonsense"])
-def test_plans_that_cannot_be_read_are_named(folders: tuple[str, str], plans: str) -> None:
-    done = CliRunner().invoke(step_app(), ["--target", folders[0], "--draft", folders[1], "--plans", plans])
-    assert isinstance(done.exception, UserError)
-    assert plans.split("; ")[-1] in str(done.exception)
-
-
-def step_app() -> typer.Typer:
-    app = typer.Typer()
-    app.command()(speclen.bench.engine.step.step)
-    return app

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 import tiny_models
-from control_fakes import registration, run, served
 from store_rows import NOW, context, report, rows, store_now, worker
 from typer.testing import CliRunner
 
@@ -23,8 +22,7 @@ from speclen.bench.profile.document import ProfileDocument, read_document
 from speclen.bench.profile.importing import Destination
 from speclen.console.client import Client
 from speclen.console.errors import UserError
-from speclen.controller.estimator.core import ContextKey, Profile, ProfileCell
-from speclen.records import Limits
+from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
 from speclen.store.profiles import stored_profiles
@@ -333,20 +331,6 @@ def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> Non
     store.close()
     own_import(store.path)
     assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_an_import_without_a_controller_chooses_as_the_last_one_did(tmp_path: Path, known: bool) -> None:
-    """What was learned by another policy was stored as of `adaptive`, and lengths were chosen anew twice."""
-
-    async def story() -> None:
-        async with served(tmp_path, policy="fixed:2") as at:
-            await at.stub.RegisterWorker(registration())
-
-    run(story)
-    own_import(tmp_path / "test.db", ContextKey("t", "d", "cpu:test", "float32") if known else KEY)
-    query = "SELECT json_extract(state, '$.policy[0]') FROM learned_states WHERE scope = 'context'"
-    assert rows(tmp_path / "test.db", query) == [("fixed:2",)] * (1 if known else 2)
 
 
 class KnowingController(rpc.ControlServiceServicer):

@@ -26,7 +26,7 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     assert [one["passed"] for one in document["checks"]] == [True] * 8
     assert {track["track"] for track in document["tracks"]} == set(check.FULL.tracks)
     for track in document["tracks"]:
-        assert set(track["ratios"]) == {"none", "fixed:1", "copy"}
+        assert set(track["ratios"]) == {"none", "fixed:1", "n-gram"}
         assert track["failures"] == {}
     assert {(cell["batch_size"], cell["speculation_length"]) for cell in document["cells"]} == {
         (1, 0),

@@ -57,10 +57,10 @@ def test_reports_agree_with_the_true_means(scenario):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "least"), [("stationary", 97.5), ("acceptance", 96.5), ("never", 90.0), ("cold", 95.0)]
+    ("scenario", "least"), [("stationary", 97.5), ("acceptance", 96.5), ("never", 75.0), ("cold", 95.0)]
 )
 def test_the_adaptive_policy_is_close_to_the_oracle(scenario, least):
-    """A quarter of the full length, where the start weighs more."""
+    """A quarter of the full length, where the start weighs more; a profile against drafting costs most."""
     scores = {outcome.policy: outcome.score for outcome in play(Job(scenario, 910, ("adaptive", "none"), 3000))}
     assert scores["adaptive"] >= least
     assert scores["adaptive"] > scores["none"]

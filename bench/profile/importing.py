@@ -78,7 +78,7 @@ def owner(controller: str, client: Client) -> pb.ServerIdentity | None:
 
 
 async def send_to_own(request: pb.ImportProfileRequest, db: Path) -> int:
-    """Import through a controller of this process, which lets no report go and chooses as the last one did.
+    """Import through a controller of this process, which lets no report go. The next controller selects by its own policy.
 
     Raises ValueError when the database is in use or unusable, OSError when it does not take the profile.
     """

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from speclen.bench.profile.analysis import Analysis, BatchAnalysis, expected_tokens, ms_per_token
 from speclen.bench.profile.document import ProfileDocument
-from speclen.console.learned.columns import Column, column, folded
 from speclen.controller.analysis.paper_model import LONGEST, PaperModel
 
 
@@ -27,9 +26,8 @@ def show(document: ProfileDocument, analysis: Analysis) -> None:
     out.print(
         f"{context.engine_fingerprint}; {document.measured_at} UTC; {document.profile.source}{prior}", soft_wrap=True
     )
-    out.print("\nms per token and row, by batch size and speculation length; * is least")
-    for table in folded(time_columns(analysis), out.width):
-        out.print(table)
+    out.print("\nms per token and row, by speculation length (down) and batch size (across); * is least")
+    out.print(time_table(analysis))
     out.print(survival_line(document))
     if analysis.paper is None:
         out.print(f"The paper's model is not determined: {analysis.paper_failure}.")
@@ -39,13 +37,16 @@ def show(document: ProfileDocument, analysis: Analysis) -> None:
     out.print(choice_table(analysis))
 
 
-def time_columns(analysis: Analysis) -> list[Column]:
-    lengths = sorted({length for batch in analysis.batches for length in batch.ms_per_token})
-    return [
-        column("batch", [str(batch.batch_size) for batch in analysis.batches]),
-        *(column(str(length), [time_cell(batch, length) for batch in analysis.batches]) for length in lengths),
-        column("gain over 0", ["" if batch.gain is None else f"{batch.gain:.2f}x" for batch in analysis.batches]),
-    ]
+def time_table(analysis: Analysis) -> Table:
+    """One row per length, one column per batch size."""
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
+    for heading in ("length", *(str(batch.batch_size) for batch in analysis.batches)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for length in sorted({length for batch in analysis.batches for length in batch.ms_per_token}):
+        table.add_row(str(length), *(time_cell(batch, length) for batch in analysis.batches))
+    gains = ("" if batch.gain is None else f"{batch.gain:.2f}x" for batch in analysis.batches)
+    table.add_row("gain over 0", *gains)
+    return table
 
 
 def time_cell(batch: BatchAnalysis, length: int) -> Text:

@@ -68,8 +68,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 
 @pytest.fixture(scope="session")
-def copying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A worker of the policy `copy` without a controller."""
-    options = ("--policy", "copy", "--max-batch-size", "8")
-    with serving(servers.worker(tmp_path_factory.mktemp("copying"), "", *options)) as shared:
+def proposing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A worker of the policy `n-gram` without a controller."""
+    options = ("--policy", "n-gram", "--max-batch-size", "8")
+    with serving(servers.worker(tmp_path_factory.mktemp("proposing"), "", *options)) as shared:
         yield shared

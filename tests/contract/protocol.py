@@ -106,8 +106,8 @@ def choices_of(table: pb.LengthTable) -> dict[int, int]:
 
 
 def probe_of(probe: pb.Probe) -> Probe:
-    """A probe; workers that name no probe_steps take one step at a time."""
-    return Probe(probe.probe_id, probe.batch_min, probe.batch_max, probe.speculation_length, num_steps=1)
+    """A probe."""
+    return Probe(probe.probe_id, probe.batch_min, probe.batch_max, probe.speculation_length, probe.num_steps)
 
 
 def answer_of(response: pb.StreamReportsResponse) -> Answer:

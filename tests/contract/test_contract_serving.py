@@ -37,7 +37,7 @@ def check_greedy(target: torch.nn.Module, prompt_ids: list[int], ids: list[int])
     assert float(behind.max()) < TIE, f"token {int(behind.argmax())} is {float(behind.max())} behind the target's"
 
 
-@pytest.mark.parametrize("name", ["fleet", "copying"])
+@pytest.mark.parametrize("name", ["fleet", "proposing"])
 def test_greedy_output_is_the_targets_own_under_every_arm(request, name):
     """Requests of all arms share their batches."""
     channel = request.getfixturevalue(name).channel
@@ -69,19 +69,19 @@ def test_reports_of_real_decoding_become_the_learned_table(fleet):
     assert set(server_info(fleet.channel).choices) == set(range(1, 9))
 
 
-def test_the_verb_generate_prints_what_the_call_gives(copying):
-    printed = as_json("generate", PROMPTS[0], "--worker", copying.address, "--max-tokens", "8", "--json")
-    assert generate(copying.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
+def test_the_verb_generate_prints_what_the_call_gives(proposing):
+    printed = as_json("generate", PROMPTS[0], "--worker", proposing.address, "--max-tokens", "8", "--json")
+    assert generate(proposing.channel, PROMPTS[0], 8).text.split()[0] in str(printed)
 
 
-def test_abort_ends_a_request_at_once(copying):
+def test_abort_ends_a_request_at_once(proposing):
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(generate, copying.channel, PROMPTS[1], 900, None, "long")
-        until(lambda: server_info(copying.channel).num_running)
-        assert protocol.abort(copying.channel, "long") == 1
-        assert protocol.abort(copying.channel, "never heard of") == 0
+        long = pool.submit(generate, proposing.channel, PROMPTS[1], 900, None, "long")
+        until(lambda: server_info(proposing.channel).num_running)
+        assert protocol.abort(proposing.channel, "long") == 1
+        assert protocol.abort(proposing.channel, "never heard of") == 0
         assert long.result().was_aborted
-    until(lambda: not server_info(copying.channel).num_running)
+    until(lambda: not server_info(proposing.channel).num_running)
 
 
 def test_a_worker_serves_on_without_a_controller_and_loses_no_report(tmp_path):

@@ -30,8 +30,8 @@ GENERATION = {
     "GetModelInfo": (False, False),
     "GetServerInfo": (False, False),
 }
-LEARNED_TABLE = """context, batch_bucket, batch_min, batch_max, speculation_length, expected_tokens, step_ms, ms_per_token,
-    tokens_per_s, ms_per_token_low, ms_per_token_high, num_steps, source, is_best, updated_at"""
+LEARNED_TABLE = """context, batch_bucket, batch_min, batch_max, arm, speculation_length, ngram, expected_tokens,
+    step_ms, ms_per_token, tokens_per_s, ms_per_token_low, ms_per_token_high, num_steps, source, is_best, updated_at"""
 
 
 @pytest.mark.parametrize("verb", [verb.strip() for verb in VERBS.split(",")])

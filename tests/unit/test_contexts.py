@@ -13,25 +13,14 @@ import tiny_models
 import torch
 from engines import BACKENDS, generate, make_engine, make_pair, request
 
+from speclen.records import Arm
 from speclen.worker.backends.attention import install
 from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.llama import FIRST_POSITIONS, rewrite
-from speclen.worker.drafting.plan import Plan
-from speclen.worker.engine.length_chooser import LengthChoice
+from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.models.loading import load_pair
 
 DRAFT_CONTEXT = 48
-
-
-class SamePlan(engines.SameLength):
-    """One plan at every step."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(longest=0)
-        self.plan = plan
-
-    def choice_for(self, *_: object) -> LengthChoice:
-        return LengthChoice.of(self.plan)
 
 
 def shorter_draft() -> torch.nn.Module:
@@ -39,12 +28,12 @@ def shorter_draft() -> torch.nn.Module:
     return tiny_models.build("opt", max_position_embeddings=DRAFT_CONTEXT)
 
 
-PLANS = [Plan(8), Plan(4, 2, 4), Plan(4, 2, 4, True)]
+ARMS = [Arm(8), Arm(0, ngram=True), Arm(4, ngram=True)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_sequences_longer_than_the_drafts_context_write_what_they_would_without_it(plan: Plan, backend: str) -> None:
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_sequences_longer_than_the_drafts_context_write_what_they_would_without_it(arm: Arm, backend: str) -> None:
     """Story: a draft with 256 positions cut the target's context of 2,048 in silence."""
     pair = make_pair(draft=shorter_draft(), draft_context_length=DRAFT_CONTEXT)
     generator = random.Random(5)
@@ -52,8 +41,8 @@ def test_sequences_longer_than_the_drafts_context_write_what_they_would_without_
     prompts += [[7] * length for length in (DRAFT_CONTEXT - 2, DRAFT_CONTEXT - 1, DRAFT_CONTEXT, DRAFT_CONTEXT + 1)]
     requests = [request(str(at), prompt, max_tokens=50, ignore_eos=True) for at, prompt in enumerate(prompts)]
     requests.append(request("several", prompts[0], max_tokens=50, ignore_eos=True, n=3, temperature=1.0, seed=3))
-    limits = {"max_speculation_length": 8, "max_copied_tokens": 8, "backend": backend}
-    drafted = generate(make_engine(pair, SamePlan(plan), **limits), *requests)
+    limits = {"max_speculation_length": 8, "ngram": True, "backend": backend}
+    drafted = generate(make_engine(pair, FixedArm(arm), **limits), *requests)
     plain = generate(make_engine(pair, 0, **limits), *requests)
     for key in plain.outputs:
         assert drafted.ids(*key) == plain.ids(*key)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from engines import Collected, SameLength, finish, make_engine, request
+from engines import Collected, finish, make_engine, request
 
 from speclen.worker.backends.passes import PassPart
 
@@ -14,8 +14,8 @@ FAILED_S = 0.5
 
 
 def test_the_time_of_a_failed_try_is_not_reported() -> None:
-    chooser, collected = SameLength(longest=2), Collected()
-    engine = make_engine(chooser=chooser)
+    collected = Collected()
+    engine = make_engine(chooser=2)
     engine.submit(request("running", [1, 2, 3], max_tokens=30, ignore_eos=True), collected)
     for _ in range(3):
         engine.step()

@@ -1,25 +1,27 @@
-"""Counts of speculation agree with one another, whatever proposes: a draft model, copies, or both."""
+"""Counts of speculation agree with one another, whatever proposes: a draft model, n-grams, or both."""
 
 from __future__ import annotations
 
 import pytest
-from engines import RandomPlans, generate, make_engine, request
+from engines import RandomArms, generate, make_engine, request
 from prometheus_client import CollectorRegistry, generate_latest
 
+from speclen.records import Arm, Limits
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.drafting.plan import Plan
+from speclen.worker.drafting.arm_chooser import ArmChooser, FixedArm
 from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.length_chooser import FixedPlan, LengthChooser
 from speclen.worker.observing.metrics import WorkerMetrics
-from speclen.worker.reporting.control_client import ControlClient, WorkerCard
-from speclen.worker.reporting.length_table import LengthTable
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import ArmTable
 
-LOOP = [3, 4, 5, 6] * 5  # there is always something to copy
+LIMITS = Limits(4, 3, ngram=True)
+LOOP = [3, 4, 5, 6] * 5  # there is always an n-gram match
 
 
 def page(engine: Engine) -> CollectorRegistry:
-    card = WorkerCard("w", 1, pb.ContextKey(), 4, 3, "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, LengthTable.constant(2, 4, "default"), follow=True)
+    card = WorkerCard("w", 1, pb.ContextKey(), LIMITS, "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, ArmTable.constant(Arm(2), LIMITS, "default"), follow=True)
     return WorkerMetrics(engine, control).registry
 
 
@@ -31,12 +33,12 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
 
 @pytest.mark.parametrize(
     "chooser",
-    [FixedPlan(Plan(3)), FixedPlan(Plan(0, 1, 4)), FixedPlan(Plan(2, 1, 4, True)), RandomPlans(longest=3)],
-    ids=["drafts", "copies", "both", "changing"],
+    [FixedArm(Arm(3)), FixedArm(Arm(0, ngram=True)), FixedArm(Arm(2, ngram=True)), RandomArms(longest=3)],
+    ids=["draft", "n-gram", "both", "changing"],
 )
-def test_one_definition_for_all_counts(chooser: LengthChooser) -> None:
-    """Copies were in the numbers of tokens and in no other: of copies alone, tokens were accepted in no proposal."""
-    engine = make_engine(chooser=chooser, max_copied_tokens=6, max_speculation_length=3)
+def test_one_definition_for_all_counts(chooser: ArmChooser) -> None:
+    """Story: n-gram tokens alone were accepted in no proposal, since they counted as tokens and nothing else."""
+    engine = make_engine(chooser=chooser, ngram=True, max_speculation_length=3)
     names = [str(at) for at in range(3)]
     collected = generate(
         engine, *(request(name, LOOP[at:], max_tokens=20 + at, ignore_eos=True) for at, name in enumerate(names))

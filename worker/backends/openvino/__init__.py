@@ -12,6 +12,7 @@ Nothing outside this folder imports `openvino`, and this module does only when i
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from speclen.worker.models.loading import cpu_has_bfloat16
 
 # The attention operator is not public, so another version may mean something else by it.
 TESTED_VERSION = "2026.4."
+# Its bfloat16 kernels for AMX end the process with SIGFPE on some virtual machines. Set the variable to allow them.
+MOST_ISA = "AVX512_CORE_FP16"
 
 # It would send the makers a message at every import, from a fork of a process that has threads. As if not installed:
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
@@ -72,6 +75,7 @@ def load(
     max_cached_tokens: of rows that have ended, remembered for others that begin alike.
     Raises whatever conversion and compilation raise for what they do not know, MemoryError when the rows do not fit.
     """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", MOST_ISA)
     # Not at the top: importing takes a third of a second, and most machines have no openvino.
     from speclen.worker.backends.openvino.blocks import BlockPool
     from speclen.worker.backends.openvino.convert import convert
