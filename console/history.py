@@ -12,8 +12,15 @@ from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserve
 from speclen.controller.wire.stored import groups_of, profile_of
 from speclen.records import Arm, ArmEstimate, ContextKey, Limits
 from speclen.store.connection import Connection
-from speclen.store.profiles import stored_profiles
-from speclen.store.queries import arm_estimates, context_limits, contexts, newest_decision, stored_reports, workers
+from speclen.store.queries import (
+    arm_estimates,
+    context_limits,
+    contexts,
+    newest_decision,
+    stored_profiles,
+    stored_reports,
+    workers,
+)
 from speclen.store.records import ContextRow
 
 MAX_REPORTS = 200_000  # the newest that are read at once: as events they take about 2 kB of memory each

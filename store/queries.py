@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from speclen.store.connection import Connection
@@ -12,6 +15,8 @@ from speclen.store.records import (
     ContextLimitsRow,
     ContextRow,
     DecisionRow,
+    ProfileCellRow,
+    ProfileRow,
     ReportRow,
     StateRow,
     StoredState,
@@ -120,3 +125,37 @@ def view_rows(connection: Connection, view: str) -> list[dict[str, Any]]:
     cursor = connection.execute(f"SELECT * FROM {view}")
     names = [column[0] for column in cursor.description]
     return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredProfile:
+    """A profile and its context."""
+
+    context: ContextRow
+    profile: ProfileRow
+
+
+def stored_profiles(connection: Connection) -> list[StoredProfile]:
+    """Every profile of the database, in order of profile_id."""
+    known = {context.context_id: context for context in contexts(connection)}
+    cells = _cells(connection)
+    columns = ProfileRow._fields[:-1]
+    found = []
+    for row in connection.execute(f"SELECT {', '.join(columns)} FROM profiles ORDER BY profile_id"):
+        values = dict(zip(columns, row, strict=True))
+        values["as_prior"] = bool(values["as_prior"])
+        for name in ("survival", "num_survival_rows"):
+            values[name] = tuple(json.loads(values[name]))
+        profile = ProfileRow(**values, cells=tuple(cells[values["profile_id"]]))
+        found.append(StoredProfile(known[profile.context_id], profile))
+    return found
+
+
+def _cells(connection: Connection) -> dict[int, list[ProfileCellRow]]:
+    """Cells by profile_id, ordered by batch size and length."""
+    columns = ", ".join(ProfileCellRow._fields)
+    order = "profile_id, batch_size, speculation_length"
+    cells: dict[int, list[ProfileCellRow]] = defaultdict(list)
+    for profile_id, *values in connection.execute(f"SELECT profile_id, {columns} FROM profile_cells ORDER BY {order}"):
+        cells[profile_id].append(ProfileCellRow(*values))
+    return cells

@@ -49,8 +49,8 @@ def scraped_controller(tmp_path: Path) -> Scrapes:
             await at.service.learn_all()
             started, before = time.monotonic(), scrape()
             at.service.refresh()
-            table = at.service.estimator.table(next(iter(at.service.contexts)))
-            length = table.length_for(4)
+            table = at.service.estimator.table(at.service.estimator.contexts[0])
+            length = table.arm_for(4).speculation_length
             for seq, used in ((31, length), (32, length), (33, (length + 1) % 5)):
                 histogram = [4] + [0] * used
                 one = report(seq, speculation_length=used, accepted_histogram=histogram)

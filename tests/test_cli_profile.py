@@ -25,8 +25,7 @@ from speclen.console.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store, StoreConfig
-from speclen.store.profiles import stored_profiles
-from speclen.store.queries import view_rows
+from speclen.store.queries import stored_profiles, view_rows
 from speclen.store.records import Commit
 from speclen.store.retention import KEEP_REPORTS
 from speclen.store.transaction import RefusedError

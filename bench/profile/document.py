@@ -13,7 +13,7 @@ from speclen.console.errors import UserError
 from speclen.console.files import write_whole
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.records import ContextKey, Profile, ProfileCell
-from speclen.store.profiles import StoredProfile, stored_profiles
+from speclen.store.queries import StoredProfile, stored_profiles
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.samples import ProfileResult
 

@@ -22,7 +22,7 @@ from speclen.records import ContextKey, Limits
 from speclen.store import queries
 from speclen.store.connection import Connection, FileErrors, connect_reader, in_one_line
 from speclen.store.files import note_damage
-from speclen.store.profiles import stored_profiles
+from speclen.store.queries import stored_profiles
 from speclen.store.records import ContextRow, ProfileRow, ReportRow, StoredState, StoreEventRow, WorkerRow
 
 log = structlog.get_logger()
