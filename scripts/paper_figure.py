@@ -13,6 +13,7 @@ PAPER_GAINS = {1: 2.73, 32: 1.31}
 
 FLAT = 1.03  # lengths within so many times the best one's time per token are as good as it
 
+
 def plot_lengths(analyses: Mapping[str, Analysis], path: Path) -> None:
     """Left the best length by batch size, with the lengths that are as good; right the gain over length 0."""
     import matplotlib

@@ -219,7 +219,7 @@ class Session:
             "block_s": block.duration_s,
             "at_once": list(plan.recipe.at_once),
             "burners": plan.burners if block.throttle_at_s is not None else 0,
-            "capacity_tokens_per_s": self.capacity,
+            "capacity_tokens_per_s": None if plan.recipe.at_once else self.capacity,
             "tables": {name: in_words(of.table) for name, of in self.policies.items() if of.table is not None},
         }
 

@@ -1,4 +1,4 @@
-"""Ratios of policies over paired blocks: an interval, and how many blocks a given resolution takes.
+"""Ratios of policies over paired blocks, with their intervals.
 
 Requests that arrive close together wait in the same queue, so single requests are no independent samples. Blocks are: each
 begins with an idle worker, and both policies of a ratio serve the same ones within the same minute or two.
@@ -66,16 +66,3 @@ def student_quantile(freedom: int) -> float:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     )
-
-
-def blocks_needed(numerators: Sequence[float], denominators: Sequence[float], resolution: float) -> int | None:
-    """Blocks after which the half-width of `ratio_of_sums` is about `resolution`, by the spread of those seen.
-
-    Those seen are a pilot: with three of them the answer is right within a factor of two or so. None from fewer than two.
-    """
-    if len(numerators) < 2:
-        return None
-    above, below = np.array(numerators, float), np.array(denominators, float)
-    # What a block moves the logarithm of the ratio of sums by, times the number of blocks: long ones move it more.
-    spread = float((above / above.mean() - below / below.mean()).std(ddof=1))
-    return max(2, math.ceil((NORMAL_QUANTILE * spread / math.log1p(resolution)) ** 2))
