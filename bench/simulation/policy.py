@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from speclen.bench.simulation.drawing import World
 from speclen.bench.simulation.learner import EstimatorLearner
 from speclen.bench.simulation.scenarios import SCENARIOS
-from speclen.bench.simulation.simulator import World
+from speclen.bench.simulation.simulator import play as play_world
 from speclen.console.errors import UserError
 from speclen.controller.estimator import Estimator
 
@@ -57,7 +58,7 @@ def play(job: Job) -> list[Played]:
 
 def _play(job: Job, policy: str, world: World) -> Played:
     learner = EstimatorLearner(world.limits, policy, world.profile)
-    run = world.play(learner)
+    run = play_world(world, learner)
     return Played(job.scenario, policy, job.seed, run.score, learner.num_probes, learner.num_decisions)
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 
+from speclen.bench.simulation.courses import Engine
+from speclen.bench.simulation.drawing import World
 from speclen.bench.simulation.learner import EstimatorLearner, ProbeRun
 from speclen.bench.simulation.policy import Job, play
 from speclen.bench.simulation.scenarios import SCENARIOS
-from speclen.bench.simulation.simulator import Engine, World
+from speclen.bench.simulation.simulator import play as play_world
 from speclen.records import Arm, Probe, StepFlag, StepRecord
 
 
@@ -23,7 +25,7 @@ class Watcher(EstimatorLearner):
 def test_records_add_up(name):
     world = World(SCENARIOS[name], 1, 1200)
     watcher = Watcher(world, "fixed:3")
-    world.play(watcher)
+    play_world(world, watcher)
     for record in watcher.records:
         assert record.arm == Arm(3)
         assert sum(record.accepted_histogram) == record.batch_size
@@ -52,7 +54,7 @@ class Oracle:
 
 def test_an_oracle_scores_a_hundred():
     world = World(SCENARIOS["stationary"], 1, 800)
-    assert world.play(Oracle(world)).score == pytest.approx(100.0)
+    assert play_world(world, Oracle(world)).score == pytest.approx(100.0)
 
 
 def test_a_seed_is_a_world():

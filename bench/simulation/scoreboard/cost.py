@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from speclen.bench.simulation.drawing import World
 from speclen.bench.simulation.learner import KEY
 from speclen.bench.simulation.scenarios import SCENARIOS
-from speclen.bench.simulation.simulator import World
 from speclen.controller.estimator import Estimator
 from speclen.records import Arm, StepRecord
 
