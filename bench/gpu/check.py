@@ -83,12 +83,9 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
     say(f"{sizes.target} and {sizes.draft} are loaded")
     bench = EngineBench(pair, sizes.batch_sizes[-1], sizes.lengths[-1], recorder, backend="torch")
     source = prompt_source(pair)
-    passes = run_passes(bench, sizes, bandwidth)
-    for one in passes:
+    passes, prompts = run_passes(bench, sizes, bandwidth), run_prompts(bench, sizes, bandwidth)
+    for one in (*passes, *prompts):
         say(as_line(one))
-    prompts = run_prompts(bench, sizes, bandwidth)
-    for one in prompts:
-        say(f"prompt: {as_line(one)}")
     cells = run_grid(bench, source, sizes, say)
     del bench
     baselines = run_baselines(pair, source, sizes)
@@ -101,7 +98,10 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
     checks += [
         Check(f"track {one['track']} is served", "failed" not in one, one.get("failed", "yes")) for one in tracks
     ]
-    document = {
+    found = aims(passes, cells, baselines)
+    for aim in found:
+        say(f"{aim['what']}: {aim['found']:.3g} (aim {aim['aim']})")
+    return {
         **provenance("scripts/gpu_check"),
         "machine": machine(device),
         "sizes": asdict(sizes),
@@ -114,11 +114,8 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
         "baselines": baselines,
         "learned": learned,
         "tracks": tracks,
-        "aims": (found := aims(passes, cells, baselines)),
+        "aims": found,
     }
-    for aim in found:
-        say(f"{aim['what']}: {aim['found']:.3g} (aim {aim['aim']})")
-    return document
 
 
 def run_passes(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[PassTime]:
