@@ -101,21 +101,14 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
     found = aims(passes, cells, baselines)
     for aim in found:
         say(f"{aim['what']}: {aim['found']:.3g} (aim {aim['aim']})")
-    return {
-        **provenance("scripts/gpu_check"),
-        "machine": machine(device),
-        "sizes": asdict(sizes),
-        "seconds": time.monotonic() - started,
-        "checks": [asdict(check) for check in checks],
-        "copy_bandwidth": bandwidth,
-        "passes": [asdict(one) | {"efficiency": one.efficiency} for one in passes],
-        "prompts": [asdict(one) | {"efficiency": one.efficiency} for one in prompts],
-        "cells": [asdict(cell) for cell in cells],
-        "baselines": baselines,
-        "learned": learned,
-        "tracks": tracks,
-        "aims": found,
+    facts = provenance("scripts/gpu_check") | {"machine": machine(device), "sizes": asdict(sizes)}
+    timed = {
+        name: [asdict(one) | {"efficiency": one.efficiency} for one in some]
+        for name, some in (("passes", passes), ("prompts", prompts))
     }
+    rows = {"checks": [asdict(check) for check in checks], "cells": [asdict(cell) for cell in cells], **timed}
+    parts = {"copy_bandwidth": bandwidth, "baselines": baselines, "learned": learned, "tracks": tracks, "aims": found}
+    return facts | {"seconds": time.monotonic() - started} | rows | parts
 
 
 def run_passes(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[PassTime]:
