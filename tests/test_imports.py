@@ -55,7 +55,6 @@ ALLOWED = {
         "v1",
         "transport",
         "worker.config",
-        "worker.drafting",
         "worker.models",
         "worker.backends",
         "worker.engine",
@@ -74,7 +73,6 @@ ALLOWED = {
     "console": {"v1", "transport", "store", "controller"},
     "bench.machine": {"worker"},
     "bench.findings": set(),
-    "bench.marked": set(),
     "bench.spread": set(),
     "bench.clients": {"console"},
     "bench.fleet": {"bench.service", "v1"},
@@ -84,16 +82,12 @@ ALLOWED = {
     "bench.profile": {"bench.machine", "console", "v1", "worker", "controller", "store"},
     "bench.serving": {
         "bench.profile",
-        "bench.machine",
-        "bench.spread",
         "console",
         "v1",
         "transport",
         "worker",
-        "controller.analysis",
-        "controller.estimator",
     },
-    "bench.comparison": {"bench.serving", "bench.marked", "bench.machine", "console", "v1", "transport", "worker"},
+    "bench.comparison": {"bench.serving", "bench.machine", "console", "v1", "transport", "worker"},
     "bench.service": {"bench.spread", "console", "v1", "transport", "controller", "store"},
     # In other people's processes: what a worker tells a controller, and nothing of what it runs models with.
     "integrations.vllm": {

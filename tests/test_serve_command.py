@@ -11,8 +11,6 @@ import pytest
 import tiny_models
 from typer.testing import CliRunner
 
-from speclen.bench.serving.load import Yield
-from speclen.bench.serving.survey import Survey
 from speclen.cli.bench import app
 from speclen.console.database import reading
 from speclen.console.errors import UserError
@@ -32,29 +30,19 @@ def pair(tmp_path_factory):
     return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), max_position_embeddings=1024)
 
 
-@pytest.fixture
-def survey(tmp_path):
-    """As if it had been measured: a slow machine, so that few requests make a block."""
-    found = Survey()
-    for key in [(1, "plain"), (1, "draft 1"), (4, "plain"), (4, "draft 1")]:
-        found.add(key, Yield(300 + 10 * key[0], 1.0, 1.0))
-    found.save(tmp_path / "survey.json", {})
-    return tmp_path / "survey.json"
-
-
-def serve_arguments(pair, survey):
+def serve_arguments(pair):
     target, draft = pair
     return [
         *("serve", "--track", SPELLED, "--target", target, "--draft", draft, "--device", "cpu", "--threads", "1"),
-        *("--max-batch-size", "4", "--max-length", "2", "--survey", str(survey), "--minutes", "5", "--learn-s", "2"),
+        *("--max-batch-size", "4", "--max-length", "2", "--minutes", "5", "--learn-s", "2"),
         *("--capacity", "340"),
     ]
 
 
-def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pair, survey, tmp_path):
+def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pair, tmp_path):
     out = tmp_path / "results" / "comparison.json"
     arguments = [
-        *serve_arguments(pair, survey),
+        *serve_arguments(pair),
         "--out",
         str(out),
         "--compare",
@@ -89,18 +77,18 @@ def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pa
     assert "its seed is 0, not 5" in str(other)
 
 
-def test_loads_are_shares_of_what_the_machine_yields_today(pair, survey, tmp_path):
-    """The survey says 340 tokens/s, of a machine that is long gone; going on keeps the loads."""
+def test_loads_are_shares_of_the_capacity_that_was_measured_first(pair, tmp_path):
+    """The capacity is measured once; going on keeps the loads."""
     out = tmp_path / "comparison.json"
-    arguments = [*serve_arguments(pair, survey)[:-2], "--compare", "none", "--repeats", "1", "--scale", "0.05"]
-    arguments += ["--cell-s", "0.4", "--out", str(out), "--add"]
+    arguments = [*serve_arguments(pair)[:-2], "--compare", "none", "--repeats", "1", "--scale", "0.05"]
+    arguments += ["--visit-s", "0.4", "--out", str(out), "--add"]
     capacities = []
     for _ in range(2):
         done = speclen(*arguments)
         assert done.returncode == 0, done.stderr
         capacities.append(json.loads(out.read_text())["capacity_tokens_per_s"])
         assert ("capacity:" in done.stderr) is (len(capacities) == 1)
-    assert capacities[0] == capacities[1] > 400
+    assert capacities[0] == capacities[1] > 0
 
 
 def children_of(pid):
@@ -114,13 +102,13 @@ def children_of(pid):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_sigterm_leaves_no_processes_behind(pair, survey):
+def test_sigterm_leaves_no_processes_behind(pair):
     command = [
         sys.executable,
         "-m",
         "speclen.cli.app",
         "bench",
-        *serve_arguments(pair, survey),
+        *serve_arguments(pair),
         "--compare",
         "adaptive",
     ]

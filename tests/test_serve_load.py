@@ -1,25 +1,14 @@
 """The client measures what a request waits for, and hides neither a late answer nor a missing one."""
 
 import asyncio
-import json
 import math
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from fake_generation import FakeService, serving
 
-from speclen.bench.comparison import plan as plan_module
-from speclen.bench.serving.deployment import WorkerSettings
+from speclen.bench.serving.capacity import capacity, capacity_of, is_settled
 from speclen.bench.serving.load import Progress, Yield, closed_loop, make_request, open_loop
-from speclen.bench.serving.survey import (
-    Survey,
-    capacity_cells,
-    concurrencies_up_to,
-    exhaustive_cells,
-    load_survey,
-    measure,
-)
 from speclen.bench.serving.tracks import Arrival
 from speclen.bench.serving.watch import reached_steps_at, watch
 
@@ -126,7 +115,6 @@ def test_a_closed_loop_counts_the_tokens_until_fewer_would_run():
     # The four that end last do so at about the same time, and the first of them is the end.
     assert 8 * 20 + 20 <= found.tokens <= 12 * 20
     assert found.tokens_per_s <= 420
-    assert found.tokens_per_step == 1.0
 
 
 def test_a_closed_loop_ends_with_its_time():
@@ -157,75 +145,7 @@ def test_counters_of_a_worker_are_watched():
     assert reached_steps_at(samples, 10_000) is None
 
 
-# Surveys.
-
-
-def visit(number, concurrency, arm):
-    """A machine on which every drafted token is free."""
-    gain = 1 + arm.speculation_length
-    return Yield(int(100 * concurrency * gain), 1.0, gain)
-
-
-def test_a_survey_finds_capacity_and_the_best_arms(tmp_path):
-    survey = measure(exhaustive_cells(2, 2), visit)
-    assert survey.concurrencies == [1, 2]
-    assert survey.is_exhaustive(2)
-    assert not survey.is_exhaustive(3)
-    assert str(survey.best_arm(2)) == "draft 2"
-    assert survey.capacity_tokens_per_s == survey.tokens_per_s((2, "draft 2")) == 600
-    survey.save(tmp_path / "survey.json", {"machine": "fake"})
-    assert load_survey(tmp_path / "survey.json") == survey
-    # What is near the best is visited again: here one length.
-    assert {key for key, visits in survey.visits.items() if len(visits) > 2} == {(1, "draft 2"), (2, "draft 2")}
-
-
-def of_rates(rates):
-    """A survey of rates by visit."""
-    survey = Survey()
-    for key, by_visit in rates.items():
-        for rate in by_visit:
-            survey.add(key, Yield(rate, 1.0, 1.0))
-    return survey
-
-
-def test_what_a_table_can_win_is_told_against_the_best_single_length():
-    """100 * 500 < 120 * 450 < 150 * 400: length 2, which the best lengths beat at 16 alone, by a quarter."""
-    rates = {(1, "plain"): 100, (1, "draft 1"): 120, (1, "draft 2"): 150}
-    rates |= {(16, "plain"): 500, (16, "draft 1"): 450, (16, "draft 2"): 400}
-    survey = of_rates({key: [rate] * 4 for key, rate in rates.items()})
-    assert survey.best_single == "draft 2"
-    assert survey.gain() == pytest.approx(1.25**0.5 - 1)
-    assert "against 'draft 2' at every batch size, the best lengths make +11.8%" in survey.outlook()
-    assert str(survey.best_arm(16)) == "plain"
-
-
-def test_what_is_best_by_chance_wins_nothing():
-    """200 machines on which nine lengths are equally fast at five sizes, and every visit is off by 4%. Chosen and valued by
-    the same visits, the best lengths would make 3% more."""
-    rng, gains, same = np.random.default_rng(0), [], []
-    for _ in range(200):
-        survey = of_rates(
-            {(size, f"draft {n}" if n else "plain"): 1e4 * (1 + 0.04 * rng.standard_normal(4))
-             for size in (1, 2, 4, 8, 16) for n in range(9)}
-        )  # fmt: skip
-        gains.append(survey.gain())
-        sizes = survey.concurrencies
-        best = [survey.tokens_per_s((size, str(survey.best_arm(size)))) for size in sizes]
-        single = [survey.tokens_per_s((size, survey.best_single)) for size in sizes]
-        same.append(np.exp(np.mean(np.log(best)) - np.mean(np.log(single))) - 1)
-    assert abs(np.mean(gains)) < 0.005
-    assert np.mean(same) > 0.015
-
-
-class Answering:
-    """A worker that makes so many tokens a second in each visit."""
-
-    def __init__(self, *rates):
-        self.rates, self.asked = list(rates), []
-
-    def serve_for(self, seconds, concurrency, arm):
-        self.asked.append((seconds, concurrency, str(arm)))
-        return Yield(int(100 * self.rates.pop(0)), 100.0, 1.0)
+# Capacity.
 
 
 @pytest.mark.parametrize(
@@ -233,41 +153,19 @@ class Answering:
     [
         ((300, 500, 510), 505),  # shapes were new in the first
         ((500, 505), 502.5),
-        ((100, 200, 300, 400, 500, 600), 550),  # it never agrees: the last two, and a sentence
+        ((100, 200, 300, 400, 500, 600), 550),  # it never agrees
     ],
 )
-def test_capacity_is_measured_until_two_visits_agree(monkeypatch, capsys, rates, used):
-    worker = Answering(*rates)
-    monkeypatch.setattr(plan_module, "Visitor", lambda plan, warm: worker)
-    plan = plan_module.Plan(WorkerSettings("bundled:target-60m", "bundled:draft"))
-    found = plan_module.capacity_now(
-        plan, None, of_rates({(1, "plain"): [100], (16, "plain"): [90], (16, "draft 2"): [400]})
-    )
+def test_capacity_is_measured_at_the_best_length_until_two_visits_agree(rates, used):
+    later, visits = iter(rates), []
+
+    def visit(arm):
+        visits.append(arm.speculation_length)
+        rate = next(later) if len(visits) > 6 else 90 + arm.speculation_length
+        return Yield(100 * rate, 100.0)
+
+    found = capacity(visit, 2)
+    assert visits == [0, 1, 2, 0, 1, 2] + [2] * len(rates)
     assert found == list(rates)
-    assert plan_module.capacity_of(found) == used
-    assert set(worker.asked) == {(8.0, 16, "draft 2")}
-    said = capsys.readouterr().err
-    assert ("is the machine quiet?" in said) == (len(rates) == 6)
-    assert f"{used / 400:.2f} times the survey's" in said
-
-
-def test_a_cell_without_a_token_is_named():
-    with pytest.raises(ValueError, match="with 2 requests at a time"):
-        measure([(2, "plain")], lambda number, concurrency, arm: Yield(0, 1.0, 1.0))
-
-
-def test_cells_cover_every_size_and_length():
-    assert concurrencies_up_to(1) == [1]
-    assert concurrencies_up_to(24) == [1, 2, 4, 8, 16, 24]
-    assert len(exhaustive_cells(16, 8)) == 5 * 9
-    assert set(capacity_cells(16, 2)) == {(1, "plain"), (16, "plain"), (16, "draft 1"), (16, "draft 2")}
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{}", json.dumps({"format": "speclen-survey-4", "measured": []}), '{"format": "speclen-survey-2"}']
-)
-def test_a_file_that_is_no_survey_is_named(tmp_path, content):
-    file = tmp_path / "survey.json"
-    file.write_text(content)
-    with pytest.raises(ValueError, match=r"survey\.json"):
-        load_survey(file)
+    assert capacity_of(found) == used
+    assert is_settled(found) == (len(rates) < 6)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from speclen.bench.comparison.stats import blocks_needed, ratio_of_sums, student_quantile
+from speclen.bench.comparison.stats import ratio_of_sums, student_quantile
 
 TRUE_RATIO = 1.1
 
@@ -50,19 +50,3 @@ def test_nothing_to_compare_is_an_error():
 @pytest.mark.parametrize(("freedom", "exact"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (30, 2.042)])
 def test_few_blocks_are_widened_as_student_says(freedom, exact):
     assert student_quantile(freedom) == pytest.approx(exact, rel=0.01)
-
-
-def test_power_says_beforehand_how_many_blocks_a_resolution_takes():
-    """Half-widths after as many blocks as were called for come out at what was asked, within a third."""
-    rng = np.random.default_rng(3)
-    needed = blocks_needed(*blocks(rng, 200), 0.03)
-    assert needed == pytest.approx((1.96 * 0.1414 / 0.0296) ** 2, rel=0.25)
-    widths = [ratio_of_sums(*blocks(rng, needed), seed=trial).half_width for trial in range(20)]
-    assert np.median(widths) == pytest.approx(0.03, rel=0.34)
-    assert blocks_needed([1.0], [1.0], 0.03) is None
-
-
-def test_power_counts_a_block_by_what_it_weighs_in_the_sums():
-    """Of the long blocks, which make nearly all of the sums, none differs from another, whatever the short ones do."""
-    above, below = [100.0, 1.0] * 50, [100.0, 2.0, 100.0, 0.5] * 25
-    assert blocks_needed(above, below, 0.03) == 2

@@ -26,7 +26,7 @@ ALIKE = (
         "profile_sha256",
         "policies",
     ),
-    *("learn_s", "oracle", "tables", "processor"),
+    *("learn_s", "tables", "processor"),
 )
 
 

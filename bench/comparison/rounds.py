@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval, blocks_needed, ratio_of_sums
+from speclen.bench.comparison.stats import LEAST_BLOCKS, Interval, ratio_of_sums
 from speclen.bench.serving.block import Bin, BlockFigures
 
-PILOT_ROUNDS = 3
 DROP_BEHIND = 1.05  # a length whose whole interval is over so many times the best one's latency is served no longer
 
 
@@ -116,15 +114,6 @@ class Comparison:
                 found.append(name)
         return found
 
-    def rounds_needed(self) -> int | None:
-        """Rounds until every interval about the first policy is as narrow as aimed at, by what was seen so far."""
-        if self.turns > 1:
-            needed_by_part = [part.rounds_needed() for part in self.parts]
-            return max((self.turns * number for number in needed_by_part if number is not None), default=None)
-        first, *others = self.policies
-        needed = [blocks_needed(*self.pairs(first, name), self.resolution) for name in others if name in self.active]
-        return max((number for number in needed if number is not None), default=None)
-
     def is_resolved(self) -> bool:
         """Whether every interval about the first policy is narrow enough."""
         if self.turns > 1:
@@ -146,8 +135,7 @@ class Comparison:
             if wide:
                 half_width, worst = max(wide)
                 found.append(
-                    f"time was up at ±{100 * half_width:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%, which "
-                    f"by what was seen takes about {self.rounds_needed()} rounds"
+                    f"time was up at ±{100 * half_width:.1f}% against {worst}; aimed at ±{100 * self.resolution:g}%"
                 )
         late = max((block.late_s for one in self.rounds for block in one.blocks.values()), default=0.0)
         if late > 0.1:
@@ -200,21 +188,6 @@ def run_rounds(
         done += 1
         for name in comparison.drop_the_hopeless():
             say(f"{name} is served no longer, {comparison.dropped[name]}")
-        if done == PILOT_ROUNDS * comparison.turns:
-            say(outlook(comparison, (clock() - begun) / done, time_is_up - clock()))
-
-
-def outlook(comparison: Comparison, round_s: float, left_s: float) -> str:
-    """How long the wanted resolution takes, from the pilot rounds."""
-    needed = comparison.rounds_needed()
-    if needed is None:
-        return "one policy: nothing to resolve"
-    more, possible = max(0, needed - len(comparison.rounds)), math.floor(max(0.0, left_s) / round_s)
-    fate = "there is time for that" if possible >= more else f"there is time for {possible}: intervals will be wider"
-    return (
-        f"power: by the first {len(comparison.rounds)} rounds, ±{100 * comparison.resolution:g}% against every policy takes "
-        f"about {needed} rounds, {more} more of {round_s:.0f} s each ({more * round_s / 60:.0f} minutes); {fate}"
-    )
 
 
 def to_rows(rounds: Iterable[Round]) -> list[dict[str, Any]]:

@@ -23,21 +23,19 @@ from speclen.bench.comparison.document import (
 from speclen.bench.comparison.outputs import OutputCheck, target_alone
 from speclen.bench.comparison.plan import (
     Plan,
-    capacity_and_oracle,
-    capacity_now,
-    capacity_of,
     load_tokenizer,
     machine_of,
+    measured_capacity,
 )
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
 from speclen.bench.machine import provenance
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
+from speclen.bench.serving.capacity import capacity_of
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Prompt
 from speclen.bench.serving.policies import in_words, make_policy
 from speclen.bench.serving.prompts import PromptDrawer
-from speclen.bench.serving.survey import Survey
 from speclen.bench.serving.tracks import Block, make_block
 from speclen.bench.serving.warm import WarmWorker
 from speclen.console.errors import UserError, say
@@ -65,11 +63,11 @@ def serve(
 ) -> None:
     """Serve blocks of one track by every policy in turn, on one worker that stays warm, and compare latencies.
 
-    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram,oracle --minutes 15
+    Example: speclen bench serve --track mixed --compare adaptive,fixed:0-8,n-gram --minutes 15
     """
     if add and out is None:
         raise UserError("--add needs --out FILE, whose rounds it goes on with")
-    for place in (out, reports, plot, others["survey"]):
+    for place in (out, reports, plot):
         if place is not None:
             check_place(place, of_database=place is reports)
     try:
@@ -110,7 +108,7 @@ def plan_of(target: str, max_batch_size: int, quick: bool, others: dict[str, Any
 
 
 def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> tuple[dict[str, Any], Comparison]:
-    """Survey, rounds, and the check of outputs. Raises ValueError or UserError, the former also for wrong outputs.
+    """Capacity, rounds, and the check of outputs. Raises ValueError or UserError, the former also for wrong outputs.
 
     earlier: rounds to go on with. reports: where to keep what `adaptive` has learned from.
     """
@@ -119,23 +117,20 @@ def run(plan: Plan, quick: bool, earlier: Path | None, reports: Path | None) -> 
     capacity, by_visit = plan.capacity, []
     if earlier is not None and earlier.exists():
         before = read_document(earlier)
-        check_alike(earlier, before, {**provenance(), **plan.facts()})  # before a survey of minutes
+        check_alike(earlier, before, {**provenance(), **plan.facts()})  # before anything starts
         capacity = capacity or before["capacity_tokens_per_s"]  # all rounds have the same loads
         by_visit = before.get("capacity_by_visit", [])
     comparison = Comparison(tuple(names), plan.resolution, turns=turns)
     with WarmWorker(plan.settings, plan.profile) as worker:
-        survey = capacity_and_oracle(plan, worker)
         if capacity is None and not plan.recipe.at_once:  # closed loops have no loads
-            by_visit = capacity_now(plan, worker, survey)
+            by_visit = measured_capacity(plan, worker)
             capacity = capacity_of(by_visit)
-        session = Session(plan, worker, survey, capacity or survey.capacity_tokens_per_s)
+        session = Session(plan, worker, capacity or 1.0)
         facts = session.facts(quick) | {"capacity_by_visit": by_visit}
         if earlier is not None and earlier.exists():
             before = add_to(earlier, comparison, facts)
             facts["command"] = [*as_list(before["command"]), facts["command"]]
             facts["outputs"] = as_list(before["outputs"])
-        if plan.wants_oracle:
-            say(survey.outlook())
         session.open_policies(comparison.active)
         say(f"warming up: one round of {session.block(0).duration_s:g} s a policy, which is not counted")
         session.serve_round(0, comparison.active)
@@ -162,13 +157,12 @@ def as_list(value: Any) -> list[Any]:
 class Session:
     """Policies on one worker, and the blocks that they serve. capacity: tokens per second that loads are shares of."""
 
-    def __init__(self, plan: Plan, worker: WarmWorker, survey: Survey, capacity: float) -> None:
+    def __init__(self, plan: Plan, worker: WarmWorker, capacity: float) -> None:
         self.plan = plan
-        self.worker = worker
-        self.survey, self.capacity = survey, capacity
+        self.worker, self.capacity = worker, capacity
         settings = plan.settings
         limits = (settings.max_batch_size, settings.max_length)
-        self.policies = {name: make_policy(name, *limits, plan.profile, survey) for name in plan.names}
+        self.policies = {name: make_policy(name, *limits, plan.profile) for name in plan.names}
         self.drawer = PromptDrawer(load_tokenizer(settings.target))
         self.outputs = OutputCheck()
 
@@ -195,7 +189,7 @@ class Session:
         return Round(number, tuple(order), blocks)
 
     def learn(self, name: str) -> None:
-        """What adapts has served the track for a while when it is compared, as profiles and surveys have been measured."""
+        """What adapts has served the track for a while when it is compared, as profiles have been measured."""
         blocks = math.ceil(self.plan.learn_s / self.block(0).duration_s)
         say(f"`{name}` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
@@ -212,8 +206,7 @@ class Session:
 
     def facts(self, quick: bool) -> dict[str, Any]:
         """What the figures depend on."""
-        settings, survey, plan = self.plan.settings, self.survey, self.plan
-        context = self.worker.context()
+        plan, context = self.plan, self.worker.context()
         block = self.block(0)
         return {
             **provenance(),
@@ -226,21 +219,9 @@ class Session:
             "block_s": block.duration_s,
             "at_once": list(plan.recipe.at_once),
             "burners": plan.burners if block.throttle_at_s is not None else 0,
-            "capacity_tokens_per_s": self.capacity,
-            "oracle": oracle_facts(survey, settings.max_length),
+            "capacity_tokens_per_s": None if plan.recipe.at_once else self.capacity,
             "tables": {name: in_words(of.table) for name, of in self.policies.items() if of.table is not None},
         }
-
-
-def oracle_facts(survey: Survey, max_length: int) -> dict[str, Any] | None:
-    """What the survey calls best; None where it is not exhaustive."""
-    if not survey.is_exhaustive(max_length):
-        return None
-    return {
-        "best_length": {str(size): str(survey.best_arm(size)) for size in survey.concurrencies},
-        "best_single": survey.best_single,
-        "gain": survey.gain(),
-    }
 
 
 def line_of(number: int, name: str, served: ServedBlock) -> str:

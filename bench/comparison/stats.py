@@ -1,4 +1,4 @@
-"""Ratios of policies over paired blocks: an interval, and how many blocks a given resolution takes.
+"""Ratios of policies over paired blocks, with their intervals.
 
 Requests that arrive close together wait in the same queue, so single requests are no independent samples. Blocks are: each
 begins with an idle worker, and both policies of a ratio serve the same ones within the same minute or two.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -31,13 +30,6 @@ class Interval:
     def half_width(self) -> float:
         """Of the ratio, relative: 0.03 for 3%."""
         return math.sqrt(self.high / self.low) - 1.0
-
-    def of_several(self, number: int, num_blocks: int) -> Interval:
-        """Wider: so many such intervals of so many blocks hold all at once with 95% confidence (Bonferroni)."""
-        quantile = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / number)
-        widening = student_quantile(num_blocks - 1, quantile) / student_quantile(num_blocks - 1)
-        low, high = (math.log(end / self.value) * widening for end in (self.low, self.high))
-        return Interval(self.value, self.value * math.exp(low), self.value * math.exp(high))
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -63,31 +55,14 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], se
     return Interval(math.exp(value), math.exp(low), math.exp(high))
 
 
-def student_quantile(freedom: int, normal: float = NORMAL_QUANTILE) -> float:
-    """The quantile of Student's distribution where the normal one's is `normal`, by default the 97.5% one.
-
-    That one is within 1% from 3 degrees of freedom on (Cornish and Fisher); farther out, with few, it is too small.
-    """
-    exact = {1: 12.706, 2: 4.303}
-    if freedom in exact and normal == NORMAL_QUANTILE:
+def student_quantile(freedom: int) -> float:
+    """The 97.5% quantile of Student's distribution, within 1% (Cornish and Fisher)."""
+    if freedom in (exact := {1: 12.706, 2: 4.303}):
         return exact[freedom]
-    z, v = normal, freedom
+    z, v = NORMAL_QUANTILE, freedom
     return (
         z
         + (z**3 + z) / (4 * v)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     )
-
-
-def blocks_needed(numerators: Sequence[float], denominators: Sequence[float], resolution: float) -> int | None:
-    """Blocks after which the half-width of `ratio_of_sums` is about `resolution`, by the spread of those seen.
-
-    Those seen are a pilot: with three of them the answer is right within a factor of two or so. None from fewer than two.
-    """
-    if len(numerators) < 2:
-        return None
-    above, below = np.array(numerators, float), np.array(denominators, float)
-    # What a block moves the logarithm of the ratio of sums by, times the number of blocks: long ones move it more.
-    spread = float((above / above.mean() - below / below.mean()).std(ddof=1))
-    return max(2, math.ceil((NORMAL_QUANTILE * spread / math.log1p(resolution)) ** 2))

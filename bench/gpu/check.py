@@ -83,12 +83,9 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
     say(f"{sizes.target} and {sizes.draft} are loaded")
     bench = EngineBench(pair, sizes.batch_sizes[-1], sizes.lengths[-1], recorder, backend="torch")
     source = prompt_source(pair)
-    passes = run_passes(bench, sizes, bandwidth)
-    for one in passes:
+    passes, prompts = run_passes(bench, sizes, bandwidth), run_prompts(bench, sizes, bandwidth)
+    for one in (*passes, *prompts):
         say(as_line(one))
-    prompts = run_prompts(bench, sizes, bandwidth)
-    for one in prompts:
-        say(f"prompt: {as_line(one)}")
     cells = run_grid(bench, source, sizes, say)
     del bench
     baselines = run_baselines(pair, source, sizes)
@@ -101,24 +98,17 @@ def run(sizes: Sizes, device: torch.device, out: Path) -> dict[str, Any]:
     checks += [
         Check(f"track {one['track']} is served", "failed" not in one, one.get("failed", "yes")) for one in tracks
     ]
-    document = {
-        **provenance("scripts/gpu_check"),
-        "machine": machine(device),
-        "sizes": asdict(sizes),
-        "seconds": time.monotonic() - started,
-        "checks": [asdict(check) for check in checks],
-        "copy_bandwidth": bandwidth,
-        "passes": [asdict(one) | {"efficiency": one.efficiency} for one in passes],
-        "prompts": [asdict(one) | {"efficiency": one.efficiency} for one in prompts],
-        "cells": [asdict(cell) for cell in cells],
-        "baselines": baselines,
-        "learned": learned,
-        "tracks": tracks,
-        "aims": (found := aims(passes, cells, baselines)),
-    }
+    found = aims(passes, cells, baselines)
     for aim in found:
         say(f"{aim['what']}: {aim['found']:.3g} (aim {aim['aim']})")
-    return document
+    facts = provenance("scripts/gpu_check") | {"machine": machine(device), "sizes": asdict(sizes)}
+    timed = {
+        name: [asdict(one) | {"efficiency": one.efficiency} for one in some]
+        for name, some in (("passes", passes), ("prompts", prompts))
+    }
+    rows = {"checks": [asdict(check) for check in checks], "cells": [asdict(cell) for cell in cells], **timed}
+    parts = {"copy_bandwidth": bandwidth, "baselines": baselines, "learned": learned, "tracks": tracks, "aims": found}
+    return facts | {"seconds": time.monotonic() - started} | rows | parts
 
 
 def run_passes(bench: EngineBench, sizes: Sizes, bandwidth: float) -> list[PassTime]:

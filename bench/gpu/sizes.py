@@ -28,7 +28,6 @@ class Sizes:
     tracks: tuple[str, ...]  # that are served
     compare: str  # policies that serve them
     serve_flags: tuple[str, ...]  # of `speclen bench serve`, how long
-    one_survey: bool  # the first track's serves all of them; else each measures its own
 
 
 FULL = Sizes(
@@ -48,7 +47,6 @@ FULL = Sizes(
     tracks=("mixed", "copying", "time-varying"),
     compare="adaptive,fixed:0-8,n-gram",
     serve_flags=("--minutes", "10"),
-    one_survey=False,
 )
 
 # Everything once and small, on any CPU.
@@ -66,12 +64,11 @@ DRY = Sizes(
     serving_s=2.0,
     num_checked=6,
     num_flat=12,
-    tracks=("copying", "mixed", "time-varying"),  # the one with the shortest answers is surveyed
+    tracks=("copying", "mixed", "time-varying"),
     compare="adaptive,fixed:0-1,n-gram",
     # A capacity that is given makes the same few requests on every machine.
     serve_flags=(
         *("--quick", "--repeats", "1", "--block-s", "1", "--learn-s", "1"),
-        *("--cell-s", "0.2", "--capacity", "300", "--scale", "0.5"),
+        *("--capacity", "300", "--scale", "0.5"),
     ),
-    one_survey=True,
 )

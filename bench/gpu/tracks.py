@@ -23,7 +23,6 @@ def run_tracks(sizes: Sizes, device: str, out: Path, say: Callable[[str], None])
         say(f"the serving tracks are left out: {', '.join(missing)} not installed")
         return []
     found = []
-    survey_of(out).unlink(missing_ok=True)  # that of an earlier run may be of other sizes
     for track in sizes.tracks:
         path = out / f"serve-{track}.json"
         done = subprocess.run(command(sizes, device, track, path), capture_output=True, text=True, check=False)
@@ -36,17 +35,12 @@ def run_tracks(sizes: Sizes, device: str, out: Path, say: Callable[[str], None])
     return found
 
 
-def survey_of(out: Path) -> Path:
-    return out / "serve-survey.json"
-
-
 def command(sizes: Sizes, device: str, track: str, path: Path) -> list[str]:
-    survey = ("--survey", str(survey_of(path.parent))) if sizes.one_survey else ()
     return [
         *(sys.executable, "-m", "speclen.cli.app", "bench", "serve", "--track", track, *sizes.serve_flags),
         *("--compare", sizes.compare, "--target", sizes.target, "--draft", sizes.draft, "--device", device),
         *("--backend", "torch", "--max-batch-size", str(sizes.batch_sizes[-1]), "--max-length", str(sizes.lengths[-1])),
-        *(*survey, "--out", str(path)),
+        *("--out", str(path)),
     ]
 
 

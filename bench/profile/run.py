@@ -113,16 +113,20 @@ def measure(
     if not result.cells:
         raise UserError(f"nothing was measured in {settings.budget_s:.0f} s: give more time with --budget-s")
     partial.save(samples)
-    if samples.largest_batch_size is not None:
-        say(f"batch sizes over {samples.largest_batch_size} do not fit in memory and were left out")
-    missing = len(settings.batch_sizes) * len(settings.lengths) - len(result.cells)
-    if missing and samples.largest_batch_size is None:
-        say(f"{missing} cells were not reached in {settings.budget_s:.0f} s and are not part of the profile")
+    say_what_is_missing(settings, samples, len(result.cells))
     details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance()}
     document = from_result(context, result, source, details)
     keep(document)
     partial.remove()
     return document
+
+
+def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_cells: int) -> None:
+    """Name batch sizes and cells that are not part of the profile."""
+    if samples.largest_batch_size is not None:
+        say(f"batch sizes over {samples.largest_batch_size} do not fit in memory and were left out")
+    elif missing := len(settings.batch_sizes) * len(settings.lengths) - num_cells:
+        say(f"{missing} cells were not reached in {settings.budget_s:.0f} s and are not part of the profile")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,15 +165,52 @@ async def open_loop(
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """What a closed loop brought: tokens in so many seconds, and tokens per row and step (bonus included)."""
+    """Tokens that a closed loop brought in so many seconds."""
 
     tokens: int
     seconds: float
-    tokens_per_step: float
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+
+@dataclass(slots=True)
+class ClosedLoop:
+    """Requests that keep a worker busy, and the tokens that came since counting began.
+
+    num_settling: requests that end before counting begins, since in the beginning all prompts are prefilled at once.
+    """
+
+    requests: Iterator[pb.GenerateRequest]
+    limit_s: float
+    num_settling: int
+    tokens: int = 0
+    num_ended: int = 0
+    begun_at: float | None = None
+    ended_at: float | None = None
+
+    async def client(self, stub: Any) -> None:
+        """Send one request after the other until there are no more or the time is over."""
+        while self.ended_at is None and (request := next(self.requests, None)) is not None:
+            call = stub.Generate(request, timeout=REQUEST_TIMEOUT_S)
+            async for response in call:
+                if self.ended_at is not None:
+                    call.cancel()
+                    return
+                self._count(len(response.chunk.token_ids))
+            self.num_ended += 1
+            if self.num_ended == self.num_settling:
+                self._begin()
+        self.ended_at = self.ended_at or time.monotonic()
+
+    def _begin(self) -> None:
+        self.tokens, self.begun_at = 0, time.monotonic()
+
+    def _count(self, num_tokens: int) -> None:
+        self.tokens += num_tokens
+        if self.begun_at is not None and time.monotonic() - self.begun_at >= self.limit_s:
+            self.ended_at = time.monotonic()
 
 
 async def closed_loop(
@@ -183,46 +220,18 @@ async def closed_loop(
     limit_s: float = math.inf,
     num_settling: int = 0,
 ) -> Yield:
-    """Keep `concurrency` of the requests running, in their order; count the tokens that come until there are no more.
+    """Keep `concurrency` of the requests running, in their order; count tokens for limit_s, or until there are no more.
 
-    What still runs when a request ends and none is left to take its place is cut off: fewer are another load. The same
-    limit_s seconds after counting began: once num_settling requests have ended, since in the beginning all prompts are fed
-    at once, and nobody's tokens come. Raises grpc.RpcError when a request fails: a survey with holes in it would be worth
-    nothing; ValueError when there are no more than num_settling.
+    Requests that still run then are cut off: fewer are another load. Raises grpc.RpcError when a request fails; ValueError
+    when there are no more than num_settling.
     """
-    waiting = iter(requests)
-    counted = accepted = steps = ended = 0
-    begin = math.inf if num_settling else time.monotonic()
-    ended_at: float | None = None
-
-    async def client(stub: Any) -> None:
-        nonlocal counted, accepted, steps, ended, begin, ended_at
-        while ended_at is None and (request := next(waiting, None)) is not None:
-            call = stub.Generate(request, timeout=REQUEST_TIMEOUT_S)
-            async for response in call:
-                if ended_at is not None:
-                    call.cancel()
-                    return
-                counted += len(response.chunk.token_ids)
-                if response.HasField("complete"):
-                    steps += response.complete.speculation.num_steps
-                    accepted += response.complete.speculation.num_accepted_tokens
-                if time.monotonic() - begin >= limit_s:
-                    ended_at = time.monotonic()
-            ended += 1
-            if ended == num_settling:
-                counted = accepted = steps = 0
-                begin = time.monotonic()
-        if ended_at is None:
-            ended_at = time.monotonic()
-
+    loop = ClosedLoop(iter(requests), limit_s, num_settling, begun_at=None if num_settling else time.monotonic())
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = rpc.GenerationServiceStub(channel)
-        await asyncio.gather(*(client(stub) for _ in range(concurrency)))
-    assert ended_at is not None
-    if begin == math.inf:
-        raise ValueError(f"{ended} requests are too few for {num_settling} that are not counted")
-    return Yield(counted, ended_at - begin, 1 + accepted / steps if steps else 1.0)
+        await asyncio.gather(*(loop.client(stub) for _ in range(concurrency)))
+    if loop.begun_at is None or loop.ended_at is None:
+        raise ValueError(f"{loop.num_ended} requests are too few for {num_settling} that are not counted")
+    return Yield(loop.tokens, loop.ended_at - loop.begun_at)
 
 
 def explain(error: grpc.RpcError, address: str) -> str:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speclen.bench.profile.document import read_document
-from speclen.bench.serving.survey import Survey
 from speclen.console.errors import UserError
-from speclen.controller.analysis.paper_model import fit
 from speclen.records import PLAIN, Arm, Limits, parse_arm
 from speclen.worker.profiling.file import table_from_file
 
 Table = tuple[Arm, ...]  # the arm of every batch size, that of 1 first
 LEARNING = ("adaptive", "cold")
-TABLES = ("none", "n-gram", "profile", "paper", "oracle")
-FROM_PROFILE = ("profile", "paper")
+TABLES = ("none", "n-gram", "profile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +28,7 @@ class Policy:
 
 
 def parse_policies(text: str, max_length: int) -> list[str]:
-    """The names of "adaptive,none,fixed:1-8,n-gram,oracle". Raises UserError naming a wrong one."""
+    """The names of "adaptive,none,fixed:1-8,n-gram". Raises UserError naming a wrong one."""
     names = [expanded for name in text.split(",") if name.strip() for expanded in expand(name.strip())]
     if not names:
         raise UserError("--compare names no policy: use for example adaptive,none,fixed:3")
@@ -75,53 +70,15 @@ def arm_of(name: str) -> Arm:
     return parse_arm(f"draft {number}" if kind == "fixed" else name)
 
 
-def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path | None, survey: Survey | None) -> Policy:
+def make_policy(name: str, max_batch_size: int, max_length: int, profile: Path | None) -> Policy:
     """The policy of that name. Raises UserError when it lacks the profile that it needs."""
-    if name in FROM_PROFILE and profile is None:
-        raise UserError(f"--compare {name} needs --profile FILE: make one with `speclen profile run`")
-    makers: dict[str, Callable[[], Table]] = {
-        "none": lambda: (PLAIN,) * max_batch_size,
-        "profile": lambda: frozen_table(profile, max_batch_size, max_length),
-        "paper": lambda: fitted_table(profile, max_batch_size, max_length),
-        "oracle": lambda: surveyed_table(survey, max_batch_size),
-    }
-    if name in makers:
-        return Policy(name, makers[name]())
-    return Policy(name, None if name in LEARNING else (arm_of(name),) * max_batch_size)
-
-
-def frozen_table(profile: Path | None, max_batch_size: int, max_length: int) -> Table:
-    """The paper's: per profiled batch size the length that was fastest there, for ever."""
-    assert profile is not None
-    return table_from_file(profile, Limits(max_batch_size, max_length)).arms[1:]
-
-
-def fitted_table(profile: Path | None, max_batch_size: int, max_length: int) -> Table:
-    """The lengths that the paper's fitted model calls best. Raises UserError when it cannot be fitted to the profile."""
-    assert profile is not None
-    document = read_document(profile)
-    try:
-        model = fit(document.profile.cells, document.profile.survival)
-    except ValueError as error:
-        raise UserError(f"--compare paper: the paper's model cannot be fitted to {profile} ({error})") from error
-    sizes = sorted(model.slope_s)
-    return stretched(sizes, [Arm(model.best_length(size, max_length)) for size in sizes], max_batch_size)
-
-
-def surveyed_table(survey: Survey | None, max_batch_size: int) -> Table:
-    """What served fastest in the survey at every number of requests."""
-    assert survey is not None
-    sizes = survey.concurrencies
-    return stretched(sizes, [survey.best_arm(size) for size in sizes], max_batch_size)
-
-
-def stretched(sizes: Sequence[int], arms: Sequence[Arm], max_batch_size: int) -> Table:
-    """An arm for every batch size: that of the next larger measured one, as in the paper's look-up."""
-    found = []
-    for batch_size in range(1, max_batch_size + 1):
-        place = next((place for place, size in enumerate(sizes) if size >= batch_size), len(sizes) - 1)
-        found.append(arms[place])
-    return tuple(found)
+    if name in LEARNING:
+        return Policy(name)
+    if name != "profile":
+        return Policy(name, (PLAIN if name == "none" else arm_of(name),) * max_batch_size)
+    if profile is None:
+        raise UserError("--compare profile needs --profile FILE: make one with `speclen profile run`")
+    return Policy(name, table_from_file(profile, Limits(max_batch_size, max_length)).arms[1:])
 
 
 def in_words(table: Table) -> list[tuple[int, int, str]]:

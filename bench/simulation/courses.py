@@ -1,4 +1,4 @@
-"""Steps of one worker, drawn beforehand, and the reports of them at any length."""
+"""Steps of one simulated worker, drawn beforehand, and their reports at any length."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speclen.bench.simulation.world import FloatArray
-from speclen.records import Arm, StepRecord
+from speclen.bench.simulation.world import FloatArray, Machine
+from speclen.records import Arm, StepFlag, StepRecord
 
-# Mean lengths of a neighbour's bursts and of the quiet between them, in steps: what a shared core shows.
-NEIGHBOUR_STEPS, NEIGHBOUR_AWAY_STEPS = 50.0, 100.0
+FIRST_USE_FACTOR = 1.25  # of a step whose shape the engine meets for the first time
 
 
 @dataclass(frozen=True)
 class Course:
     """One worker's steps, drawn beforehand. [steps] or [steps, lengths].
 
-    seconds: true mean of every length at each step. tokens: true mean over all requests, by which the oracle
-    chooses; tokens_now: given which requests are in the batch, by which everybody is scored. runs: rows
-    by the run that they would accept at the largest length. factor: noise of the step. regime: phase.
+    seconds: true mean of every length at each step. tokens: true mean over all requests, by which the oracle selects;
+    tokens_now: given the requests in the batch, by which everybody is scored. runs: sequences by the run that they would
+    accept at the largest length. factor, pause: noise of the step. joined: True if a request has just come.
     """
 
     batch: np.ndarray
@@ -29,48 +28,57 @@ class Course:
     tokens_now: FloatArray
     runs: np.ndarray
     factor: FloatArray
-    regime: np.ndarray
-    joined: np.ndarray  # True where a request has just come and is prefilled
-    runs_by_class: np.ndarray  # as runs, [steps, classes, lengths]
-
-    def best(self) -> np.ndarray:
-        """The oracle's length at each step: the most tokens per second by true means."""
-        lengths: np.ndarray = (self.tokens / self.seconds).argmax(axis=1)
-        return lengths
+    pause: FloatArray
+    joined: np.ndarray
+    runs_by_class: np.ndarray  # [steps, classes, lengths]
 
     def best_rate(self) -> FloatArray:
-        """The oracle's seconds per token and row at each step."""
-        steps, lengths = np.arange(len(self.batch)), self.best()
+        """The oracle's seconds per token and sequence at each step."""
+        steps, lengths = np.arange(len(self.batch)), (self.tokens / self.seconds).argmax(axis=1)
         rate: FloatArray = self.seconds[steps, lengths] / self.tokens_now[steps, lengths]
         return rate
 
+    def record(self, step: int, arm: Arm, probe_id: int, with_classes: bool) -> StepRecord:
+        """The report of one step with an arm."""
+        batch, length = int(self.batch[step]), arm.speculation_length
+        taken = max(self.seconds[step, length] * self.factor[step] + self.pause[step], 1e-5)
+        classes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        if with_classes:
+            runs = enumerate(self.runs_by_class[step])
+            classes = tuple((kind, histogram_of(mine, length)) for kind, mine in runs if mine.any())
+        return StepRecord(
+            *(step + 1, batch, arm, float(taken), histogram_of(self.runs[step], length), float(self.context[step]), 1),
+            probe_id=probe_id,
+            class_histograms=classes,
+            num_drafted_sequences=batch if length else 0,
+            num_verified_tokens=batch * (1 + length),
+        )
 
-def neighbour_at_work(rng: np.random.Generator, num_steps: int) -> np.ndarray:
-    """By step, True while a neighbour uses the device too: for 50 steps on average, after 100 without it."""
-    active = rng.random() < NEIGHBOUR_STEPS / (NEIGHBOUR_STEPS + NEIGHBOUR_AWAY_STEPS)
-    stays: list[np.ndarray] = []
-    missing = num_steps
-    while missing > 0:
-        mean = NEIGHBOUR_STEPS if active else NEIGHBOUR_AWAY_STEPS
-        stays.append(np.full(int(rng.geometric(1.0 / mean)), active))
-        missing, active = missing - len(stays[-1]), not active
-    return np.concatenate(stays)[:num_steps]
 
+class Engine:
+    """Flags of a worker's steps, and the time that a choice of arm adds to them."""
 
-def observe(course: Course, step: int, length: int, classes_told: bool = False) -> StepRecord:
-    """The report of one step at one length."""
-    batch, by_class = int(course.batch[step]), tuple[tuple[int, tuple[int, ...]], ...]()
-    if classes_told:
-        runs = course.runs_by_class[step]
-        by_class = tuple((kind, histogram_of(mine, length)) for kind, mine in enumerate(runs) if mine.any())
-    return StepRecord(
-        *(step + 1, batch, Arm(length), float(course.seconds[step, length] * course.factor[step])),
-        histogram_of(course.runs[step], length),
-        mean_context_length=float(course.context[step]),
-        class_histograms=by_class,
-        num_drafted_sequences=batch if length else 0,
-        num_verified_tokens=batch * (length + 1),
-    )
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.used: set[tuple[int, int]] = set()
+        self.last_length = -1
+
+    def flagged(self, record: StepRecord, joined: bool, mean_s: float) -> tuple[StepRecord, float]:
+        """The report as a worker sends it, and the seconds that the choice of its arm added to the step.
+
+        mean_s: true mean of such a step.
+        """
+        batch, length = record.batch_size, record.arm.speculation_length
+        found, extra_s = {StepFlag.PREFILL} if joined else set(), 0.0
+        if (batch, length) not in self.used:
+            self.used.add((batch, length))
+            found.add(StepFlag.FIRST_USE)
+            extra_s += (FIRST_USE_FACTOR - 1.0) * mean_s
+        if self.last_length == 0 < length:
+            found.add(StepFlag.CATCH_UP)
+            extra_s += self.machine.draft_s + self.machine.draft_row_s * batch
+        self.last_length = length
+        return record._replace(latency_s=record.latency_s + extra_s, flags=frozenset(found)), extra_s
 
 
 def histogram_of(runs: np.ndarray, length: int) -> tuple[int, ...]:

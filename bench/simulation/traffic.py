@@ -1,7 +1,7 @@
-"""Who is in the batch at each step: gamma arrivals with bursts, requests of random length, a cap on the batch.
+"""The requests in the batch at each step: gamma arrivals with bursts, requests of random length, a cap on the batch.
 
-The course of the batch size does not depend on the policy under test (an oracle serves the queue), so that all
-policies face the same steps.
+The course of the batch size does not depend on the policy under test (an oracle serves the queue), so that all policies
+face the same steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEAN_PROMPT = 64.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """By step: rows of each class [steps, classes], mean tokens held per row [steps], whether a row has just come."""
+    """By step: sequences of each class [steps, classes], mean tokens held by each [steps], True if one has just come."""
 
     rows: np.ndarray
     context: FloatArray

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
 
-FloatArray = NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
+
 NUM_CLASSES = 2  # easy and hard requests
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import platform
 import shutil
@@ -16,24 +14,31 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import grpc
 import ray
 import typer
 from load import Clients, Request, gap_ms, statuses
+from looking import (
+    RECOVERY_S,
+    SCALING_S,
+    SIZES,
+    count,
+    distinct,
+    first_tables,
+    left_over,
+    lengths,
+    quietly,
+    took,
+    wait_for,
+)
 from nodes import Up, add_node, end_process, make_nodes, node_of
 
 from speclen.bench.findings import Report
-from speclen.console.database import reading
-from speclen.store.queries import view_rows
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.models.devices import processor_name
 
 CLIENTS, HTTP_CLIENTS = 4, 1
 WORKERS, MAX_WORKERS, ROWS = 2, 3, 8
 CROWD = 24  # clients that are more than two workers should have
-SCALING_S = 180.0  # at most, until a worker has come or gone by load
-SIZES = (1, 2, 4)  # batch sizes whose lengths are shown
-RECOVERY_S = 90.0  # at most, before a fault counts as not recovered from
 TYPED = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "HTTP 5", "BROKEN_OFF")
 OF_DEATHS, OF_CROWD = ("before", "until recovered", "after"), ("before", "with the crowd", "after")
 WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
@@ -149,18 +154,6 @@ def settling(seen: list[tuple[float, dict[str, dict[int, int]]]], kind: str, siz
     return max((at for at, then in seen if then.get(kind, {}).get(size) != last), default=0.0)
 
 
-def lengths(database: Path) -> dict[str, dict[int, int]]:
-    """Length in use by kind of worker and batch size."""
-    found: dict[str, dict[int, int]] = {}
-    with reading(database) as connection:
-        for row in view_rows(connection, "current_choice"):
-            kind = row["context"].partition("[")[2].partition(",")[0] or row["context"]
-            for size in SIZES:
-                if row["batch_min"] <= size <= row["batch_max"]:
-                    found.setdefault(kind, {})[size] = row["speculation_length"]
-    return found
-
-
 # Deaths.
 
 
@@ -246,16 +239,6 @@ def crowd(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
     report.check(not failed, f"no request was lost by it: {statuses(ended(requests, began, end))}")
 
 
-def took(look: Callable[[], bool]) -> float | None:
-    """Seconds until it is so; None where it does not come to that."""
-    began = time.monotonic()
-    while time.monotonic() - began < SCALING_S:
-        if quietly(look):
-            return time.monotonic() - began
-        time.sleep(0.5)
-    return None
-
-
 def told(seconds: float | None) -> str:
     return f"not within {SCALING_S:g} s" if seconds is None else f"{seconds:.0f} s"
 
@@ -315,41 +298,6 @@ def ended(requests: list[Request], first: float, last: float) -> list[Request]:
     return [each for each in requests if first <= each.ended < last]
 
 
-# Looking.
-
-
-def distinct(up: Up, wanted: int, looks: int = 30) -> dict[str, pb.GetServerInfoResponse]:
-    """The workers that answer at the one address, by name: asked again until so many were met."""
-    found: dict[str, pb.GetServerInfoResponse] = {}
-    for _ in range(looks):
-        with contextlib.suppress(grpc.RpcError):
-            answer = up.look()
-            found[answer.worker.worker_id] = answer
-        if len(found) >= wanted:
-            break
-    return found
-
-
-def quietly(recovered: Callable[[], bool]) -> bool:
-    with contextlib.suppress(grpc.RpcError):
-        return recovered()
-    return False
-
-
-def wait_for(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + RECOVERY_S
-    while not (found := look()):
-        if time.monotonic() > deadline:
-            raise RuntimeError("the fleet did not come to the state that this stage begins with")
-        time.sleep(0.2)
-    return found
-
-
-def count(database: Path, table: str) -> int:
-    with reading(database) as connection:
-        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
-
-
 def starts(report: Report, loaded_at: datetime, learned_s: float) -> None:
     """From the workers' own logs: seconds from the start of loading models to the first table of the controller."""
     report.say("", "## From start to the first well-chosen length, cold and warm", "")
@@ -365,27 +313,6 @@ def starts(report: Report, loaded_at: datetime, learned_s: float) -> None:
         f"a new worker has well-chosen lengths {max(warm, default=0.0):.1f} s after its start at most, before its first "
         f"request; the first ones needed {learned_s:.1f} s of load",
     )
-
-
-def first_tables() -> list[tuple[datetime, str, float]]:
-    """When each worker had its first table, its name, and the seconds since its start."""
-    found = []
-    for log in Path("/tmp/ray/session_latest/logs").rglob("*"):
-        if log.suffix not in (".err", ".log") or not log.is_file():
-            continue
-        for line in log.read_text(errors="replace").splitlines():
-            if "lengths are the fleet's" in line and line.startswith("{"):
-                told = json.loads(line)
-                at = datetime.fromisoformat(told["timestamp"])
-                found.append((at, told["worker"].rpartition(":")[2], float(told["after_s"])))
-    return found
-
-
-def left_over(up: Up) -> bool:
-    with contextlib.suppress(grpc.RpcError):
-        up.look()
-        return True
-    return False
 
 
 if __name__ == "__main__":

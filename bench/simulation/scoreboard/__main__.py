@@ -11,18 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from speclen.bench.simulation.policy import run_all
-from speclen.bench.simulation.scoreboard.parts import LEARNERS, SEED_0, SEEDS, Job, cost_us, parts, rows_of, run
-
-COST_GROUPS = (8, 64)
-
-
-def costs() -> dict[str, float]:
-    """Microseconds of processor time a report, by world and size of the groups; the quickest of three passes."""
-    return {
-        f"{name}, groups of {size}": round(min(cost_us(name, size) for _ in range(3)), 1)
-        for name in LEARNERS
-        for size in COST_GROUPS
-    }
+from speclen.bench.simulation.scoreboard.cost import costs
+from speclen.bench.simulation.scoreboard.parts import SEED_0, SEEDS, Job, parts, rows_of, run
 
 
 class Board:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 from speclen.bench.simulation import policy
-from speclen.bench.simulation.worlds.learners import Adaptive, Constant
+from speclen.bench.simulation.learner import EstimatorLearner
+from speclen.bench.simulation.worlds.learners import Constant
 from speclen.bench.simulation.worlds.own_h200 import OwnH200
 from speclen.bench.simulation.worlds.play import World, best_arm, play
 from speclen.bench.simulation.worlds.vllm_h200 import VllmH200
-from speclen.records import Arm, Limits, StepRecord
+from speclen.records import Arm
 
-LEARNERS: dict[str, tuple[Limits, int]] = {  # and steps of a probe
-    "vllm-h200": (Limits(32, 8), 4),
-    "own-h200": (Limits(16, 8, True), 3),
-}
 H200: dict[str, Callable[[int, float], World]] = {"vllm-h200": VllmH200, "own-h200": OwnH200}
+PROBE_STEPS = {"vllm-h200": 4, "own-h200": 3}  # vLLM's first step of a probe is no usable sample
 # Situations that users meet, one of each kind that `bench policy` has.
 POLICY = (
     *("stationary", "cold", "throttled", "steady-x3", "acceptance", "other-hardware", "never", "tails", "neighbour"),
@@ -29,14 +26,13 @@ CONSTANTS = ("none", *(f"fixed:{length}" for length in range(1, 9)))
 SEEDS = {"h200": 20, "policy": 8}
 LOADS = (1, 2, 4, 8, 16)
 SEED_0 = 1000  # no estimator was tuned on it
-POLICY_STEPS = 12_000
 INF = float("inf")
 NUM_CONSTANTS = 4  # constant arms that are played: those with the most true goodput over all batch sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One seed of a part. seconds: only for worlds made from recordings."""
+    """One seed of a part. seconds: of the worlds made from recordings."""
 
     part: str
     name: str
@@ -61,7 +57,8 @@ def _h200(job: Job) -> dict[str, tuple[float, float]]:
     def world() -> World:
         return H200[job.name](job.seed, job.seconds)
 
-    learned = play(world(), Adaptive(*LEARNERS[job.name]))
+    limits = world().limits
+    learned = play(world(), EstimatorLearner(limits, probe_steps=PROBE_STEPS[job.name]))
     constants = [play(world(), Constant(arm)) for arm in best_constants(world())]
     third = job.seconds / 3
     segments = {"all": (0.0, INF), "first 40 s": (0.0, 40.0), "after 40 s": (40.0, INF), "last third": (2 * third, INF)}
@@ -83,7 +80,7 @@ def best_constants(world: World) -> list[Arm]:
 
 
 def _policy(job: Job) -> dict[str, tuple[float, float]]:
-    outcomes = policy.play(policy.Job(job.name, job.seed, (policy.ADAPTIVE, *CONSTANTS), POLICY_STEPS))
+    outcomes = policy.play(policy.Job(job.name, job.seed, ("adaptive", *CONSTANTS)))
     return {"all": (outcomes[0].score, max(each.score for each in outcomes[1:]))}
 
 
@@ -104,26 +101,4 @@ def rows_of(job: Job, results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def parts() -> list[tuple[str, str]]:
     """Names of all parts, by kind."""
-    return [("h200", name) for name in LEARNERS] + [("policy", name) for name in POLICY]
-
-
-class Recorder(Constant):
-    """A constant arm that keeps the reports."""
-
-    def __init__(self, arm: Arm) -> None:
-        super().__init__(arm)
-        self.records: list[StepRecord] = []
-
-    def observe(self, records: list[StepRecord]) -> None:
-        """Keep them."""
-        self.records += records
-
-
-def cost_us(name: str, group_size: int) -> float:
-    """Microseconds of processor time a report in one of the recorded worlds."""
-    recorder, learner = Recorder(Arm(3)), Adaptive(*LEARNERS[name])
-    play(H200[name](SEED_0, 40.0), recorder)
-    records, start = recorder.records, time.process_time()
-    for first in range(0, len(records), group_size):
-        learner.observe(records[first : first + group_size])
-    return 1e6 * (time.process_time() - start) / len(records)
+    return [("h200", name) for name in H200] + [("policy", name) for name in POLICY]

@@ -9,5 +9,5 @@ A world is independent of the policy that plays it:
     world.expected(batch_size, arm)                # true mean seconds and tokens per row
 
 `python -m speclen.bench.simulation.scoreboard` prints the scores over seeds.
-Modules: learners.py, level.py (slow seconds), play.py (delivery of reports and scoring), vllm_h200.py, own_h200.py.
+Modules: learners.py (interface), level.py (slow seconds), play.py (delivery of reports, scoring), vllm_h200.py, own_h200.py.
 """

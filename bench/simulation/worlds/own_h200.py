@@ -10,7 +10,7 @@ a time; fixed lengths and n-grams alone:
 
 So a draft pass takes some 1.1 ms, and drafting as such as much again per doubling of its rows beyond two. There are no
 times of single steps: level and noise are vLLM's (same machine, see `level.py`). Texts are made up to have these tokens.
-A step that drafts after one without is longer (`CATCH_UP`), one with prompts takes PREFILL_S more (`PREFILL`).
+A step that drafts after one without is longer (`catch_up`), one with prompts takes PREFILL_S more (`prefill`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import numpy as np
 
 from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
 from speclen.bench.simulation.worlds.play import Step, best_arm
-from speclen.bench.simulation.worlds.texts import ARMS, draw_text, proposals
+from speclen.bench.simulation.worlds.texts import ARMS, LIMITS, MAX_BATCH, draw_text, proposals
 from speclen.records import NUM_CLASSES, Arm, OutputEvaluation, StepFlag, StepRecord
 
-MAX_BATCH = 16
 OVERHEAD_S, ROW_S, PASS_S, DRAFTING_S, TOKEN_S = 0.0057, 0.00012, 0.00108, 0.0011, 0.00002
 PREFILL_S = 0.004
 SWEEP, BURST_S = (1, 2, 4, 8, 16), (3.0, 5.0)
@@ -45,7 +44,7 @@ def drafting_s(num_rows: float) -> float:
 class OwnH200:
     """One worker that drafts, proposes n-grams, and evaluates outputs."""
 
-    arms = ARMS
+    arms, limits = ARMS, LIMITS
 
     def __init__(self, seed: int = 0, duration_s: float = 120.0) -> None:
         rng = np.random.default_rng([seed, 23])
@@ -59,11 +58,11 @@ class OwnH200:
         self._num_tokens = np.array([text.arrays.shape[1] for text in self._texts])
         self._worth = self._num_tokens[:, None] / self._walks[:, 0]  # tokens per step, [texts, arms]
         self._arrays = _padded([text.arrays for text in self._texts])
-        self._kinds = np.array([text.evaluated.request_class for text in self._texts])
+        self._kinds = np.array([text.evaluation.request_class for text in self._texts])
         self._best = [0] + [self._place[best_arm(self, batch)] for batch in range(1, MAX_BATCH + 1)]
         self._best_s = [0.0] + [self.expected(batch, ARMS[self._best[batch]])[0] for batch in range(1, MAX_BATCH + 1)]
-        self._last, self._used = Arm(0), set[tuple[int, Arm]]()
-        self._burst, self._seq = -1, 0
+        self._seq, self._last, self._used = 0, Arm(0), set[tuple[int, Arm]]()
+        self._burst = -1
         self._begin_burst(0)
 
     def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
@@ -101,15 +100,14 @@ class OwnH200:
         mean_s = step_s(batch, num_drafting, passes, num_verified)
         spent_s, work_s = level * (mean_s + extra_s), level * self._oracle_s(arm)
         happened_s = noisy(spent_s + PREFILL_S * self.with_prompts, self._rng)
-        num_entries, self._seq = arm.max_tokens + 1, self._seq + 1
+        most = arm.max_tokens
+        self._seq += 1
         record = StepRecord(
-            *(self._seq, batch, arm, happened_s, tuple(np.bincount(accepted, minlength=num_entries).tolist())),
-            mean_context_length=float(PROMPT_TOKENS + self._at.mean()),
-            flags=flags,
-            probe_id=probe_id,
-            class_histograms=self._by_class(accepted, num_entries),
+            *(self._seq, batch, arm, happened_s, tuple(np.bincount(accepted, minlength=most + 1).tolist())),
+            *(float(PROMPT_TOKENS + self._at.mean()), 1, flags, probe_id, self._by_class(accepted, most)),
             num_drafted_sequences=num_drafting,
             num_verified_tokens=num_verified,
+            num_new_sequences=self._new,
             evaluations=self._advance(1 + accepted, happened_s),
         )
         return Step(record, spent_s, work_s)
@@ -122,21 +120,19 @@ class OwnH200:
 
     def _flags(self, arm: Arm, passes: int, num_drafting: int) -> tuple[frozenset[StepFlag], float]:
         """Flags of a step, and seconds that the change of arm costs."""
-        found, extra_s = set[StepFlag](), 0.0
+        found, extra_s = list[StepFlag](), 0.0
         if passes and not self._last.speculation_length:
-            found.add(StepFlag.CATCH_UP)
+            found.append(StepFlag.CATCH_UP)
             extra_s = PASS_S + drafting_s(num_drafting)
         if (self.batch_size, arm) not in self._used:
             self._used.add((self.batch_size, arm))
-            found.add(StepFlag.FIRST_USE)
-        if self.with_prompts:
-            found.add(StepFlag.PREFILL)
+            found.append(StepFlag.FIRST_USE)
         self._last = arm
-        return frozenset(found), extra_s
+        return frozenset(found + [StepFlag.PREFILL] * self.with_prompts), extra_s
 
-    def _by_class(self, runs: np.ndarray, num_entries: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def _by_class(self, runs: np.ndarray, most: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
         kinds = self._kinds[self._text]
-        counts = np.bincount(kinds * num_entries + runs, minlength=NUM_CLASSES * num_entries)
+        counts = np.bincount(kinds * (most + 1) + runs, minlength=NUM_CLASSES * (most + 1))
         rows = counts.reshape(NUM_CLASSES, -1).tolist()
         return tuple((kind, tuple(row)) for kind, row in enumerate(rows) if any(row))
 
@@ -146,7 +142,7 @@ class OwnH200:
         self._at += tokens
         ended = (self._at >= self._num_tokens[self._text]).nonzero()[0]
         seen = [at for at in ended.tolist() if self._rng.random() < EVALUATED]
-        outputs = tuple(self._texts[self._text[at]].evaluated for at in seen)
+        outputs = tuple(self._texts[self._text[at]].evaluation for at in seen)
         self._text[ended], self._at[ended] = self._requests.integers(NUM_TEXTS, size=len(ended)), 0
         self._new = len(ended)
         if (index := self._bursts.index_at(self.now_s)) != self._burst:

@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from speclen.bench.simulation.learner import ProbeRun
 from speclen.bench.simulation.worlds.learners import Learner
-from speclen.records import Arm, Probe, StepRecord
+from speclen.records import Arm, Limits, StepRecord
 
 GROUP_S = 0.2  # between two deliveries, as recorded: 7 reports each in recording a, 12 in b
 PROBE_VALID_S = 2.0
@@ -27,6 +28,7 @@ class World(Protocol):
     now_s: float
     duration_s: float
     arms: tuple[Arm, ...]
+    limits: Limits
 
     @property
     def batch_size(self) -> int: ...
@@ -68,37 +70,39 @@ def best_arm(world: World, batch_size: int) -> Arm:
     return max(world.arms, key=goodput)
 
 
-class _Probe:
-    """A probe at the worker: it starts at a step in its range without prefill."""
+class _Pending:
+    """A probe on its way to the worker: begins at a step without prefill within PROBE_VALID_S."""
 
-    def __init__(self, probe: Probe, until_s: float) -> None:
-        self.probe, self.steps_left, self.until_s = probe, probe.num_steps, until_s
-        self.begun = False
+    def __init__(self, run: ProbeRun, until_s: float) -> None:
+        self.run, self.until_s = run, until_s
+
+    def begun(self) -> bool:
+        return self.run.steps_left < self.run.probe.num_steps
 
     def fits(self, world: World) -> bool:
-        inside = self.probe.batch_min <= world.batch_size <= self.probe.batch_max
-        return inside and (self.begun or not world.with_prompts)
+        return self.run.fits(world.batch_size) and (self.begun() or not world.with_prompts)
 
     def is_over(self, world: World) -> bool:
-        return not self.steps_left or (not self.fits(world) if self.begun else world.now_s > self.until_s)
+        return self.run.is_over(world.batch_size) if self.begun() else world.now_s > self.until_s
 
 
 def play(world: World, learner: Learner) -> Score:
     """Let a learner select every arm until the world's time is over."""
-    score, waiting, probe, num_probes, due_s = Score(), list[StepRecord](), None, 0, GROUP_S
+    score, waiting, due_s = Score(), list[StepRecord](), GROUP_S
+    pending: _Pending | None = None
     while world.now_s < world.duration_s:
         if world.now_s >= due_s and waiting:
             learner.observe(waiting)
+            if pending is None and (probe := learner.probe_for(waiting[-1].batch_size)) is not None:
+                pending = _Pending(ProbeRun(probe), world.now_s + PROBE_VALID_S)
             waiting, due_s = [], world.now_s + GROUP_S
-            if probe is None and (offer := learner.probe_for(world.batch_size)) is not None:
-                probe, num_probes = _Probe(offer, world.now_s + PROBE_VALID_S), num_probes + 1
-        explores = probe is not None and probe.fits(world)
-        arm = probe.probe.arm if probe is not None and explores else learner.arm_for(world.batch_size)
-        waiting.append(_scored(world, score, arm, num_probes if explores else 0))
-        if probe is not None and explores:
-            probe.begun, probe.steps_left = True, probe.steps_left - 1
-        if probe is not None and probe.is_over(world):
-            probe = None
+        if pending is not None and pending.is_over(world):
+            pending = None
+        arm, probe_id = learner.arm_for(world.batch_size), 0
+        if pending is not None and pending.fits(world):
+            pending.run.steps_left -= 1
+            arm, probe_id = pending.run.probe.arm, pending.run.probe.probe_id
+        waiting.append(_scored(world, score, arm, probe_id))
     return score
 
 

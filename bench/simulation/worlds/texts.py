@@ -8,8 +8,9 @@ import numpy as np
 
 from speclen.records import NGRAM_MAX_TOKENS, NGRAM_MIN_MATCH, Limits, OutputEvaluation
 
-MAX_LENGTH, KNOWN_NGRAM = 8, 16
-ARMS = tuple(Limits(1, MAX_LENGTH, True).arms())
+MAX_BATCH, MAX_LENGTH, KNOWN_NGRAM = 16, 8, 16
+LIMITS = Limits(MAX_BATCH, MAX_LENGTH, ngram=True)
+ARMS = tuple(LIMITS.arms())
 # By request class (greedy, low and high temperature): share of outputs, and the draft model's chance to be right about a
 # token in easy and in hard outputs. Chance that an output is easy; sd of an output's chance.
 SHARES, EASY, HARD = (0.5, 0.25, 0.25), (0.85, 0.81, 0.74), (0.54, 0.48, 0.42)
@@ -31,7 +32,7 @@ class Walk(NamedTuple):
 class Text(NamedTuple):
     """An output. arrays: matches, proposed, copied, and how many tokens on the draft model is right, by position."""
 
-    evaluated: OutputEvaluation
+    evaluation: OutputEvaluation
     arrays: np.ndarray
     walk: Walk
 
@@ -60,8 +61,8 @@ def draw_text(rng: np.random.Generator) -> Text:
     copied = np.where(wrong, 0, np.where(matches > 0, np.minimum(run_ahead(repeats), KNOWN_NGRAM), 0))
     arrays = np.array([matches, proposed, copied, run_ahead(drafted)])
     walk = walk_of(arrays)
-    by_arm = (tuple(each.tolist()) for each in walk)
-    return Text(OutputEvaluation(kind, num_tokens, num_tokens, *by_arm), arrays, walk)
+    steps, drafting, verified = (tuple(each.tolist()) for each in walk)
+    return Text(OutputEvaluation(kind, num_tokens, num_tokens, steps, drafting, verified), arrays, walk)
 
 
 def proposals(

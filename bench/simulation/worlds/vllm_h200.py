@@ -1,12 +1,12 @@
 """vLLM 0.32 with a draft model on an H200, as recorded: target of 6.7 B, draft of 125 M, at most 32 rows, length up to 8.
 
 Usage: see the package. `learner.observe` gets groups of some 5 to 15 `StepRecord`s; a probe's first steps carry
-`CHANGED_ARM` and teach nothing of time, so it wants SETTLE_STEPS + 1 steps at least.
+`changed_arm` and teach nothing of time, so it wants SETTLE_STEPS + 1 steps at least.
 
 Step times are those of the blocks at fixed lengths (vllm-h200-b.json), relative to length 3 in the same round, since
 recorded latencies are shifted by a step; absolute times of length 3 are those of the fast blocks. Length 5 comes from the
 blocks of recording a, other lengths are interpolated. Recorded, and here:
-- `PREFILL` and `FIRST_USE` steps take as long as others (ratios 1.00 and 1.05), they are only flagged.
+- `prefill` and `first_use` steps take as long as others (ratios 1.00 and 1.05), they are only flagged.
 - 1.4% of the unflagged steps report 0.5 to 3 ms: their result arrived right after the one before.
 - Requests keep their acceptance for life: easy ones accept 0.88 of the tokens at each position, hard ones 0.55, in equal
   shares of steps at length 3. Mean tokens per row then are 1.7, 2.2, 2.7, 3.3, 3.9 at lengths 1, 2, 3, 5, 8, as recorded.
@@ -19,7 +19,7 @@ import numpy as np
 
 from speclen.bench.simulation.worlds.level import Bursts, Level, noisy
 from speclen.bench.simulation.worlds.play import Step, best_arm
-from speclen.records import Arm, StepFlag, StepRecord
+from speclen.records import Arm, Limits, StepFlag, StepRecord
 
 MAX_LENGTH, MAX_BATCH = 8, 32
 BATCHES = (1, 4, 16, 32)
@@ -52,7 +52,9 @@ class VllmH200:
     def __init__(self, seed: int = 0, duration_s: float = 120.0, settle_steps: int = SETTLE_STEPS) -> None:
         rng = np.random.default_rng([seed, 13])
         self.now_s, self.duration_s, self.settle_steps = 0.0, duration_s, settle_steps
-        self.arms = tuple(Arm(length) for length in range(MAX_LENGTH + 1))
+        self.limits = Limits(MAX_BATCH, MAX_LENGTH)
+        self.arms = tuple(self.limits.arms())
+        self._seq = 0
         self._bursts = Bursts(rng, duration_s, SWEEP, BURST_S)
         self._level = Level(rng, duration_s, self._bursts.starts)
         self._rng, self._requests = np.random.default_rng([seed, 14]), np.random.default_rng([seed, 15])
@@ -61,7 +63,7 @@ class VllmH200:
         self._best = [0] + [best_arm(self, batch).speculation_length for batch in range(1, MAX_BATCH + 1)]
         self._last, self._unchanged = Arm(0), 0
         self._used: set[tuple[int, int]] = set()
-        self._burst, self._seq = -1, 0
+        self._burst = -1
         self._begin_burst(0)
 
     def expected(self, batch_size: int, arm: Arm) -> tuple[float, float]:
@@ -105,11 +107,9 @@ class VllmH200:
         work_s = float(worth * self._times[batch, best]) * level
         runs = self._runs(rows, arm.speculation_length)
         self._seq += 1
+        histogram = tuple(np.bincount(runs, minlength=arm.speculation_length + 1).tolist())
         record = StepRecord(
-            *(self._seq, batch, arm, self._told(happened_s)),
-            tuple(np.bincount(runs, minlength=arm.speculation_length + 1).tolist()),
-            mean_context_length=float(self._held[rows].mean()),
-            flags=flags,
+            *(self._seq, batch, arm, self._reported(happened_s), histogram, float(self._held[rows].mean()), 1, flags),
             probe_id=probe_id,
             num_drafted_sequences=batch if arm.speculation_length else 0,
             num_verified_tokens=batch * (1 + arm.speculation_length),
@@ -120,13 +120,13 @@ class VllmH200:
     def _flags(self, arm: Arm, batch: int) -> frozenset[StepFlag]:
         self._unchanged = self._unchanged + 1 if arm == self._last else 1
         self._last = arm
-        found = {StepFlag.CHANGED_ARM} if self._unchanged <= self.settle_steps else set()
+        found = [StepFlag.CHANGED_ARM] if self._unchanged <= self.settle_steps else []
         if (batch, arm.speculation_length) not in self._used:
             self._used.add((batch, arm.speculation_length))
-            found.add(StepFlag.FIRST_USE)
-        return frozenset(found | {StepFlag.PREFILL} if self.with_prompts else found)
+            found.append(StepFlag.FIRST_USE)
+        return frozenset(found + [StepFlag.PREFILL] * self.with_prompts)
 
-    def _told(self, happened_s: float) -> float:
+    def _reported(self, happened_s: float) -> float:
         """The latency in the report."""
         return float(self._rng.uniform(*SHORT_S)) if self._rng.random() < SHORT_SHARE else happened_s
 
