@@ -105,22 +105,23 @@ def as_dict(info: pb.GetServerInfoResponse | None) -> dict[str, Any] | None:
 
 
 def overview(previous: dict[str, Sample], current: dict[str, Sample]) -> RenderableType:
-    """A row for every worker; below, at the terminal's width, why some did not answer."""
-    reasons = []
-    table = Table(box=None, padding=(0, 1, 0, 0))  # nine columns have to fit into 80
+    """A row for every worker; below, at the terminal's width, its arms by batch size, or the reason of no answer."""
+    below = []
+    table = Table(box=None, padding=(0, 1, 0, 0))  # eight columns have to fit into 80
     table.add_column("worker", no_wrap=True)
     for heading in ("running", "waiting", "KV", "tok/s", "tok/step", "accepted"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("table", no_wrap=True)
-    table.add_column("arms by batch", overflow="fold")
     for address, (asked_at, info) in current.items():
         if isinstance(info, str):
-            table.add_row(address, *[""] * 7, "no answer")
-            reasons.append(Text(info))
+            table.add_row(address, *[""] * 6, "no answer")
+            below.append(Text(info))
             continue
         before_at, before = previous[address]
-        table.add_row(address, *state_cells(info), *rate_cells(info, before, asked_at - before_at), *table_cells(info))
-    return Group(table, *reasons)
+        rates = rate_cells(info, before, asked_at - before_at)
+        table.add_row(address, *state_cells(info), *rates, info.table_source)
+        below.append(Text(f"{address}, arms by batch size: {arms_in_words(info)}"))
+    return Group(table, *below)
 
 
 def state_cells(info: pb.GetServerInfoResponse) -> list[str]:
@@ -146,9 +147,9 @@ def rate_cells(info: pb.GetServerInfoResponse, before: pb.GetServerInfoResponse 
     ]
 
 
-def table_cells(info: pb.GetServerInfoResponse) -> list[str]:
+def arms_in_words(info: pb.GetServerInfoResponse) -> str:
     arms = [f"{low if low == high else f'{low}-{high}'}: {arm}" for low, high, arm in together(info.table.choices)]
-    return [info.table_source, "; ".join(arms)]
+    return "; ".join(arms)
 
 
 def together(choices: Iterable[control_pb2.BucketChoice]) -> Iterator[tuple[int, int, Arm]]:

@@ -432,6 +432,7 @@ def asked(config: WorkerConfig, path: str) -> httpx.Response:
     engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
     engine.entrance = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
     engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))
+    engine.metrics = SimpleNamespace(refuse=lambda reason: None)
 
     async def ask() -> httpx.Response:
         front: Any = guarded(config, engine)

@@ -95,7 +95,7 @@ def test_the_commands_of_readme_work_and_fit_the_terminal(serving: Terminal):
     generated, *_ = [serving.run("sh", "-c", COMMANDS[0])]
     assert len(generated) > 20
     deadline = time.monotonic() + 60
-    while "vs 0" not in (table := serving.run("sh", "-c", COMMANDS[1])):
+    while "vs plain" not in (table := serving.run("sh", "-c", COMMANDS[1])):
         assert time.monotonic() < deadline, table
         time.sleep(0.5)
     assert max(map(len, table.splitlines())) <= 80
