@@ -54,7 +54,7 @@ class Estimates(NamedTuple):
         ngram, length = np.divmod(base, self.place.shape[2])
         difference = self.gradient - self.gradient[at, ngram, length][:, None, None]
         surface = ((difference @ self.solution.covariance) * difference).sum(axis=-1)
-        tokens = contrast_variance(self.ratios, ngram, length)
+        tokens = contrast_variance(self.ratios, ngram, length)[..., : self.place.shape[2]]
         return surface + self._residual_variance(self.place[at, ngram, length]) + tokens
 
     def believed(self, cells: Cells, offset: Array) -> tuple[Array, Array]:
@@ -118,9 +118,9 @@ def spread(
     shape = (len(sizes), 2, grid.num_lengths)
     batch = np.broadcast_to(sizes[:, None, None].astype(float), shape)
     lengths = np.broadcast_to(np.arange(grid.num_lengths, dtype=float), shape)
-    per_token = [
-        np.einsum("rc,cnl->rnl", load.mix, values) for values in (ratios.steps, ratios.drafted, ratios.verified)
-    ]
+    here = slice(grid.num_lengths)  # other contexts of the pair may have longer lengths
+    values = (ratios.steps, ratios.drafted, ratios.verified)
+    per_token = [np.einsum("rc,cnl->rnl", load.mix, each[..., here]) for each in values]
     steps, drafted, verified = per_token[0], np.minimum(per_token[1] / per_token[0], 1.0), per_token[2] / per_token[0]
     passes = lengths * (1.0 - (1.0 - drafted) ** batch)
     context = np.broadcast_to(load.context[:, None, None], shape)

@@ -211,3 +211,17 @@ def test_what_is_unknown_is_refused() -> None:
         Estimator("best")
     with pytest.raises(ValueError, match="state"):
         made().restore(KEY.pair, b"nothing of ours")
+
+
+def test_contexts_of_one_pair_may_have_other_limits():
+    """A context with shorter lengths than another of its pair raised from the shapes of what they share."""
+    estimator = Estimator()
+    short, long = (ContextKey("target", "draft", device, "float32") for device in ("small", "large"))
+    estimator.add_context(short, Limits(8, 2))
+    estimator.add_context(long, Limits(16, 6, ngram=True))
+    estimator.seed_profile(short, Profile((ProfileCell(1, 0, 0.01), ProfileCell(4, 2, 0.02)), (0.7, 0.5), (50, 50)))
+    for key, length in ((short, 2), (long, 6)):
+        steps = [StepRecord(seq, 4, Arm(length), 0.02, (2, *[0] * (length - 1), 2)) for seq in range(1, 40)]
+        estimator.observe(key, steps, "worker")
+        assert max(row.arm.speculation_length for row in estimator.rows(key)) == length
+        assert estimator.table(key).choices
