@@ -86,7 +86,7 @@ def test_nothing_in_readme_is_left_untried():
 COMMANDS = [
     'speclen generate "def fibonacci(n):" --max-tokens 64',
     "speclen tables",
-    "sqlite-utils rows .speclen/speclen.db choices --table",
+    "sqlite-utils rows .speclen/speclen.db choices --table -c batch_bucket -c arm -c ms_per_token -c speedup -c num_steps",
 ]
 
 

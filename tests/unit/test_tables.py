@@ -12,7 +12,7 @@ from store_rows import context, estimate, rows, store_now
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
-from speclen.cli.top import table_cells
+from speclen.cli.top import arms_in_words
 from speclen.console.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
@@ -100,4 +100,4 @@ def test_top_joins_neighbouring_batch_sizes_with_one_arm():
     ]
     table = control_pb2.LengthTable(choices=choices)
     info = generation_pb2.GetServerInfoResponse(table_source="controller", table=table)
-    assert table_cells(info) == ["controller", "1-4: n-gram else draft 2; 5: draft 1; 6-9: plain"]
+    assert arms_in_words(info) == "1-4: n-gram else draft 2; 5: draft 1; 6-9: plain"
