@@ -154,12 +154,12 @@ def test_two_at_once_use_other_ports(tmp_path):
 def test_every_worker_has_an_http_front_one_port_further(tmp_path):
     from speclen.cli.up import Places, Run
 
-    host, _, port = free_address().rpartition(":")
+    host, port = "127.0.0.1", two_free_ports()
     places = Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
-    assert places.fronts == [f"{host}:{port}", f"{host}:{int(port) + 1}"]
+    assert places.fronts == [f"{host}:{port}", f"{host}:{port + 1}"]
     commands = [worker.arguments for worker in Run(tmp_path, places, "run", Client()).workers([])]
     assert [command[command.index("--http-listen") + 1] for command in commands] == places.fronts
-    with socket.create_server((host, int(port) + 1)), pytest.raises(UserError, match="another with --http-listen"):
+    with socket.create_server((host, port + 1)), pytest.raises(UserError, match="another with --http-listen"):
         Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
 
 
