@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from addresses import two_free_ports
 
 from speclen.bench.profile.importing import find_destination
 from speclen.console.client import Client
