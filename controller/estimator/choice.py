@@ -14,11 +14,9 @@ from speclen.controller.estimator.model import Estimates
 Array = np.ndarray
 
 STAYS = 0.005  # log score by which another arm must be better
-RISK = 0.5  # weight of the variance relative to the arm in use
-OPTIMISM = 1.5  # standard deviations
-# Seconds earned per second of steps: where another arm may be better, in the first steps of a size, and otherwise.
-EARNED, FIRST_EARNED, FIRST_STEPS, EARNED_OTHERWISE = 0.008, 0.2, 60.0, 0.002
-FIRST_CREDIT, MOST_CREDIT = 4.0, 12.0  # steps' worth of credit at the start, and that can be saved
+OPTIMISM = 1.0  # standard deviations
+EARNED = 0.01  # seconds of probes per second of steps
+CREDIT = 12.0  # steps' worth of credit to begin with, and that can be saved
 LEAST_GAP, MOST_GAP, GAP_GROWTH = 8.0, 120.0, 0.1  # steps between probes of a size: at first, at most, per step seen
 SEEN = 6.0  # usable samples from which on a size has a choice of its own
 COLD_LENGTH = 2
@@ -27,7 +25,7 @@ COLD_LENGTH = 2
 class Selection:
     """Arms in use of one group of workers. arms: place in [2 x lengths] by range of sizes."""
 
-    STATE = ("arms", "version", "steps", "since_probe", "credit_s", "optimistic")
+    STATE = ("arms", "version", "steps", "since_probe", "credit_s")
 
     def __init__(self, num_ranges: int, num_lengths: int, allowed: Array) -> None:
         self.num_lengths, self.allowed = num_lengths, allowed
@@ -36,8 +34,7 @@ class Selection:
         self.frozen = False  # by a policy that does not learn
         self.steps = np.zeros(num_ranges)  # at each range of sizes
         self.since_probe = np.full(num_ranges, LEAST_GAP)
-        self.credit_s = -1.0  # not opened yet
-        self.optimistic = np.ones(num_ranges)
+        self.credit_s = -1.0  # before the first step
         self.value = self.step_s = np.zeros((0, 0))
         self.optimism: Array | None = None
 
@@ -49,10 +46,8 @@ class Selection:
         """Count steps at a range of sizes."""
         step_s = seconds / count
         if self.credit_s < 0.0:
-            self.credit_s = FIRST_CREDIT * step_s
-        first = FIRST_EARNED / (1.0 + float(self.steps[index]) / FIRST_STEPS) ** 2
-        share = EARNED_OTHERWISE + (EARNED + first) * float(self.optimistic[index])
-        self.credit_s = min(self.credit_s + share * seconds, max(MOST_CREDIT * step_s, self.credit_s))
+            self.credit_s = CREDIT * step_s
+        self.credit_s = min(self.credit_s + EARNED * seconds, max(CREDIT * step_s, self.credit_s))
         self.steps[index] += count
         self.since_probe[index] += count
 
@@ -83,29 +78,29 @@ class Selection:
         self.version += bool(len(changed))
         return [int(index) for index in changed]
 
-    def _relative(self, estimates: Estimates) -> tuple[Array, Array]:
-        """Score of every arm relative to the one in use, and its variance, [ranges, arms]."""
+    def _relative(self, estimates: Estimates) -> Array:
+        """Score of every arm relative to the one in use, [ranges, arms]."""
         score = estimates.score.reshape(len(self.arms), -1)
-        variance = estimates.variance(self.arms).reshape(score.shape)
-        return score - np.take_along_axis(score, self.arms[:, None], 1), variance
+        value: Array = score - np.take_along_axis(score, self.arms[:, None], 1)
+        return value
 
     def _select(self, estimates: Estimates, ranges: Array, bound: Array) -> None:
         """Take the best arm at some ranges of sizes, of lengths below the bound."""
-        value, variance = self._relative(estimates)
+        value = self._relative(estimates)
         fits = np.arange(self.num_lengths) < bound[:, None]
         fits = self.allowed.reshape(-1) & np.concatenate([fits, fits], axis=1)
-        value = np.where(fits, value - RISK * variance, -np.inf)
+        value = np.where(fits, value, -np.inf)
         best = value.argmax(axis=1)
         stays = np.take_along_axis(fits, self.arms[:, None], 1)[:, 0] & (value.max(axis=1) <= STAYS)
         self.arms[ranges] = np.where(stays, self.arms, best)[ranges]
 
     def note(self, estimates: Estimates) -> None:
         """Keep what probes are selected by until the next choice."""
-        self.value, variance = self._relative(estimates)
+        self.value = self._relative(estimates)
+        variance = estimates.variance(self.arms).reshape(self.value.shape)
         optimistic = np.where(self.allowed.reshape(-1), self.value + OPTIMISM * np.sqrt(variance), -np.inf)
         optimistic[np.arange(len(self.arms)), self.arms] = -np.inf
         self.optimism = optimistic
-        self.optimistic = (optimistic.max(axis=1) > 0.0).astype(float)
         self.step_s = np.exp(estimates.log_time + estimates.level).reshape(self.value.shape)
 
     def probe(self, index: int, allowed: Array, num_steps: int) -> int | None:

@@ -21,7 +21,7 @@ Array = np.ndarray
 FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 512.0, 0.1  # reports between two solutions: at first, at most, per report
 EXPIRED = 20_000  # reports of others after which a worker without any has left
 POOL = ""  # name of the group that agrees, and of the evidence of workers that are not told apart
-NEAR_PROBE = 1.25  # a probe may run at batch sizes up to so many times larger or smaller
+NEAR_PROBE = 1.5  # a probe may run at batch sizes up to so many times larger or smaller
 
 
 class Group:

@@ -41,17 +41,12 @@ class Traffic:
         fade = float(np.exp(-len(records) / LOAD_MEMORY))
         self.rates *= fade
         self.class_tokens *= fade
-        prefill_s, num_new, num_tokens = 0.0, 0, 0
-        for record in records:
-            prefill_s += record.draft_prefill_s
-            num_new += record.num_new_sequences
-            num_tokens += record.num_tokens
-        self.rates += (prefill_s, num_new, num_tokens)
-        for size, same in by_size(records).items():
-            self._count_size(range_of[size], same)
+        num_tokens = sum(self._count_size(range_of[size], same) for size, same in by_size(records).items())
+        prefill_s = sum(record.draft_prefill_s for record in records)
+        self.rates += (prefill_s, sum(record.num_new_sequences for record in records), num_tokens)
 
-    def _count_size(self, at: int, records: Sequence[StepRecord]) -> None:
-        """Take note of steps of one batch size."""
+    def _count_size(self, at: int, records: Sequence[StepRecord]) -> int:
+        """Take note of steps of one batch size; returns their generated tokens."""
         tokens = [0] * NUM_CLASSES
         for record in records:
             for kind, histogram in record.class_histograms:
@@ -63,6 +58,7 @@ class Traffic:
         weight = len(records) / min(max(self.seen[at], len(records)), max(CONTEXT_MEMORY, len(records)))
         context = sum(record.mean_context_length for record in records) / len(records)
         self.context[at] += weight * (context - self.context[at])
+        return sum(tokens)
 
     def load(self) -> Load:
         """The averages; those of all sizes where few steps were seen."""

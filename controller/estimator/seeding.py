@@ -13,10 +13,8 @@ from speclen.records import Limits, Profile
 if TYPE_CHECKING:
     from speclen.controller.estimator.context import Context
 
-CELL_SD, PRIOR_CELL_SD = 0.1, 0.4  # of a profile's cell; of one that was measured elsewhere
-# By which every log weight of a profile may be off, of one measured elsewhere, and of a context on the same hardware.
-PROFILE_SD, PRIOR_SD, NEAREST_SD = 0.3, 0.6, 0.3
-RESIDUAL_KEPT = 0.7  # share of a profile's residuals that is believed
+CELL_SD = 0.1  # of the log step time of a profiled cell
+WEIGHT_SD = 0.4  # by which each log weight may differ from that of a profile, or of a context on the same hardware
 
 
 def check_profile(profile: Profile, limits: Limits) -> None:
@@ -44,16 +42,16 @@ def seed_times(context: Context, profile: Profile) -> None:
         for c in cells
     ]
     features = features_of(list(np.array(columns, dtype=float).T), context.grid.slopes)
-    sd = PRIOR_CELL_SD if profile.as_prior else CELL_SD
     log_s = np.log([c.step_s for c in cells])
-    information = (np.eye(len(cells)) - 1.0 / len(cells)) / sd**2  # cells relative to their mean: the level is free
+    information = (
+        np.eye(len(cells)) - 1.0 / len(cells)
+    ) / CELL_SD**2  # cells relative to their mean: the level is free
     solution = solve(information, information @ log_s, features, context.prior, context.prior.mean, RESIDUAL**2)
-    spread = PRIOR_SD if profile.as_prior else PROFILE_SD
-    loosened = solution.covariance + spread**2 * np.eye(len(solution.phi))
+    loosened = solution.covariance + WEIGHT_SD**2 * np.eye(len(solution.phi))
     context.prior_mean, context.prior_precision = solution.phi, np.linalg.inv(loosened)
-    theta = shares(features, solution.phi)[0] + RESIDUAL_KEPT * solution.rho
+    theta = shares(features, solution.phi)[0] + solution.rho
     context.level = float((log_s - theta).mean())
-    _seed_residuals(context, profile, RESIDUAL_KEPT * solution.rho)
+    _seed_residuals(context, profile, solution.rho)
 
 
 def _seed_residuals(context: Context, profile: Profile, rho: np.ndarray) -> None:
@@ -77,6 +75,6 @@ def seed_from(context: Context, other: Context) -> None:
     if estimates is None or other.grid.slopes != context.grid.slopes:
         return
     solution = estimates.solution
-    covariance = solution.covariance + NEAREST_SD**2 * np.eye(len(solution.phi))
+    covariance = solution.covariance + WEIGHT_SD**2 * np.eye(len(solution.phi))
     context.prior_mean, context.prior_precision = solution.phi.copy(), np.linalg.inv(covariance)
     context.level = estimates.level

@@ -19,7 +19,7 @@ Array = np.ndarray
 
 FIRST_ACCEPTED = 0.7  # probability of the first draft token before anything was seen
 DEEPER = 0.98  # acceptance of a position never seen, relative to the one before
-POSITION_TRIALS, CLASS_TRIALS = 10.0, 40.0  # weight of the position before, and of all classes together
+SHRINKAGE = 20.0  # trials that the position before counts for, and all classes together
 REPORT_MEMORY = 600.0  # reports of a worker after which histograms have faded to 1/e
 OUTPUT_MEMORY = 200.0  # the same for evaluated outputs
 PRIOR_TOKENS = 128.0  # evaluated tokens that histograms count for
@@ -101,7 +101,7 @@ class TokenEvidence:
         spread = np.sqrt(OVERDISPERSION * (expected * (1.0 - ratios.accepted)).sum(axis=1) + 1e-9)
         z = np.clip((passed - expected).sum(axis=1) / spread, -4.0, 4.0)
         changes = [
-            (kind, self._surprised(self.cusum, kind, z[kind])) for kind in np.flatnonzero(reached[:, 0]).tolist()
+            (kind, self._surprised(self.cusum, kind, float(z[kind]))) for kind in np.flatnonzero(reached[:, 0]).tolist()
         ]
         for kind, statistic in changes:
             if statistic:
@@ -142,8 +142,9 @@ class TokenEvidence:
 
     @staticmethod
     def _surprised(cusum: Array, kind: int, z: float) -> float:
-        cusum[kind] = np.maximum(0.0, cusum[kind] + (z - SLACK, -z - SLACK))
-        statistic = float(cusum[kind].max())
+        up, down = cusum[kind].tolist()
+        cusum[kind] = up, down = max(0.0, up + z - SLACK), max(0.0, down - z - SLACK)
+        statistic: float = max(up, down)
         if statistic <= THRESHOLD:
             return 0.0
         cusum[kind] = 0.0
@@ -178,13 +179,13 @@ class TokenPrior:
 
     def __init__(self, max_length: int) -> None:
         self.accepted = np.minimum(FIRST_ACCEPTED * DEEPER ** np.arange(max_length), 0.98)
-        self.trials = np.full(max_length, POSITION_TRIALS)
+        self.trials = np.full(max_length, SHRINKAGE)
 
     def extend(self, max_length: int) -> None:
         """Make room for longer lengths: positions never seen follow the last one."""
         while len(self.accepted) < max_length:
             last = self.accepted[-1] * DEEPER if len(self.accepted) else FIRST_ACCEPTED
-            self.accepted, self.trials = np.append(self.accepted, last), np.append(self.trials, POSITION_TRIALS)
+            self.accepted, self.trials = np.append(self.accepted, last), np.append(self.trials, SHRINKAGE)
 
     def seed(self, survival: Sequence[float], num_rows: Sequence[int]) -> None:
         """Take acceptance from a profile, of limited weight."""
@@ -192,7 +193,7 @@ class TokenPrior:
         before = np.append(1.0, survival_of[:-1])
         known = np.clip(survival_of / np.maximum(before, 1e-9), 0.02, 0.98)
         rows = np.array(num_rows[: len(known)], dtype=float) * before
-        self.accepted[: len(known)], self.trials[: len(known)] = known, np.clip(rows, POSITION_TRIALS, 40.0)
+        self.accepted[: len(known)], self.trials[: len(known)] = known, np.clip(rows, SHRINKAGE, 40.0)
         self.accepted[len(known) :] = known[-1] * DEEPER ** np.arange(1, len(self.accepted) - len(known) + 1)
 
 
@@ -230,7 +231,7 @@ def _accepted(reached: Array, passed: Array, prior: TokenPrior) -> tuple[Array, 
         mean = prior.accepted[0] if at == 0 else np.clip(everyone[at - 1] * ratio[at], 0.02, 0.98)
         weight = prior.trials[at]
         everyone[at] = (all_passed[at] + weight * mean) / (all_reached[at] + weight)
-    by_class = (passed + CLASS_TRIALS * everyone) / (reached + CLASS_TRIALS)
+    by_class = (passed + SHRINKAGE * everyone) / (reached + SHRINKAGE)
     return by_class, all_reached
 
 
@@ -253,7 +254,7 @@ def contrast_variance(ratios: Ratios, ngram: Array, length: Array) -> Array:
     sums = np.concatenate([[0.0], np.cumsum(np.cumprod(accepted))])
     deeper = np.maximum(sums[:, None] - sums[:-1], 0.0)  # tokens from positions i on, [lengths, positions]
     share = deeper / (1.0 + sums)[:, None]
-    spread = OVERDISPERSION * (1.0 - accepted) / (accepted * (ratios.trials + POSITION_TRIALS))
+    spread = OVERDISPERSION * (1.0 - accepted) / (accepted * (ratios.trials + SHRINKAGE))
     by_length = ((share[:, None] - share) ** 2) @ spread
     kinds = (ngram[:, None] != np.arange(2)) * OUTPUT_SD**2 / (ratios.outputs + 1.0)
     variance: Array = kinds[:, :, None] + by_length[length][:, None]

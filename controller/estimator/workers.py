@@ -18,7 +18,7 @@ from speclen.controller.estimator.tokens import TokenEvidence, TokenPrior, ratio
 Array = np.ndarray
 
 MOST_TRACKED = 16  # workers told apart; evidence of others is added up, and each of them is a small part of it
-FIRST_COMPARED, COMPARED = 32, 128  # reports of a worker after which it is compared, and between two comparisons
+COMPARED = 64  # reports of a worker between two comparisons
 FAIR_SHARE = 2.0  # of the median worker's evidence that one worker counts for, at most
 UNLIKE_TIMES = 0.12  # root mean square difference of log times, beyond a constant factor
 UNLIKE_TOKENS = 0.2  # difference of log tokens per step
@@ -42,8 +42,7 @@ class Worker:
     @property
     def is_due(self) -> bool:
         """True when it is to be compared."""
-        wait = COMPARED if self.compared_at else FIRST_COMPARED
-        return self.num_reports - self.compared_at >= wait
+        return self.num_reports - self.compared_at >= COMPARED
 
     def note(self, features: Array, prior: Prior, token_prior: TokenPrior) -> None:
         """Solve for what this worker alone says."""

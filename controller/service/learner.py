@@ -136,8 +136,13 @@ class Learner:
         self._note((), [DriftEvent(context.key, factor, 1.0, detail)])
 
     def _take_probe(self, worker: Worker) -> None:
-        """Ask for an exploratory arm for the worker's next steps; mostly there is none."""
-        if worker.policy not in FOLLOWS_TABLE or worker.probe is not None:
+        """Ask for an exploratory arm for the worker's next steps; mostly there is none.
+
+        A probe that no longer fits the worker's batch size makes way: it could wait for ever.
+        """
+        waiting = worker.probe
+        fits = waiting is not None and waiting.batch_min <= worker.last_batch_size <= waiting.batch_max
+        if worker.policy not in FOLLOWS_TABLE or fits:
             return
         try:
             worker.probe = self.estimator.take_probe(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+from operator import mul
 from typing import NamedTuple
 
 # The one setting of n-gram (prompt-lookup) drafting: a sequence proposes the tokens that followed an earlier occurrence
@@ -167,7 +168,7 @@ class StepRecord(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens that all sequences generated."""
-        return self.batch_size + sum(run * rows for run, rows in enumerate(self.accepted_histogram))
+        return self.batch_size + sum(map(mul, self.accepted_histogram, range(len(self.accepted_histogram))))
 
 
 class Choice(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from speclen.controller.estimator import Estimator
-from speclen.records import Arm, ContextKey, Limits, Probe, Profile, ProfileCell, StepFlag, StepRecord
+from speclen.records import Arm, ContextKey, Decision, Limits, Probe, Profile, ProfileCell, StepFlag, StepRecord
 
 KEY = ContextKey("target", "draft", "cpu:test", "float32")
 LIMITS = Limits(32, 8)
@@ -120,6 +120,41 @@ def test_a_profile_seeds_but_does_not_override() -> None:
     assert worker.shortfall(4) < 0.03
     worker.estimator.seed_profile(KEY, profile(draft_s=0.015))
     assert worker.shortfall(4) < 0.03
+
+
+def test_a_very_wrong_profile_is_overcome_while_the_load_moves() -> None:
+    """By the profile drafting never pays. The batch size moves before a probe can run at the one it was made for."""
+    worker = Worker(made())
+    worker.estimator.seed_profile(KEY, profile(draft_s=0.06))
+    assert worker.shortfall(4) > 0.3, "the profile must be wrong"
+    for number in range(60):
+        worker.serve((3, 4, 5, 4)[number % 4], GROUP)
+    assert worker.shortfall(4) < 0.03
+
+
+def test_arms_that_are_level_do_not_take_turns() -> None:
+    """Draft passes that cost what their tokens win: every length has nearly the same goodput."""
+    worker = Worker(made(), acceptance=0.6)
+    worker.serve(8, 800)
+    chosen = set()
+    changes = 0
+    for _ in range(50):
+        changes += sum(
+            isinstance(each, Decision) and each.batch_min <= 8 <= each.batch_max for each in worker.serve(8, 40)
+        )
+        chosen.add(worker.estimator.table(KEY).arm_for(8))
+    assert changes <= 4, f"{changes} changes among {chosen} in 2,000 steps"
+
+
+def test_a_widened_context_keeps_what_it_uses() -> None:
+    worker = Worker(made(limits=Limits(8, 8)))
+    for number in range(20):
+        worker.serve((1, 2, 4, 8)[number % 4], 40)
+    worker.estimator.add_context(KEY, Limits(16, 8))
+    assert max(map(worker.shortfall, (1, 2, 4, 8))) < 0.03
+    assert worker.estimator.table(KEY).choices[-1].batch_max == 16
+    worker.serve(8, 40)
+    assert max(map(worker.shortfall, (1, 2, 4, 8))) < 0.03
 
 
 def test_a_slowdown_of_all_arms_alike_does_not_move_the_choice() -> None:

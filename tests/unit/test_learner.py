@@ -95,6 +95,16 @@ def test_a_probe_goes_to_a_worker_that_follows_the_table_one_at_a_time(parts):
     assert worker.probe is None
 
 
+def test_a_probe_that_no_longer_fits_the_batch_size_makes_way(parts):
+    parts.estimator.probes = True
+    worker = parts.worker()
+    parts.send(worker, 1)
+    assert worker.probe.batch_max == 4
+    parts.intake.take(worker, [report(2, batch_size=6, accepted_histogram=[3, 2, 1])])
+    parts.learner.learn(worker)
+    assert worker.probe.batch_max == 6
+
+
 def test_a_probe_that_cannot_be_given_costs_the_context_and_not_the_call(parts):
     parts.estimator.fail = {"take_probe"}
     parts.send(parts.worker(), 1)
