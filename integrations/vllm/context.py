@@ -19,8 +19,10 @@ from speclen.worker.reporting.table import ArmTable
 NGRAM = ("ngram", "ngram_gpu")
 # They propose what they find: nothing, or less than what was asked for.
 RAGGED = (*NGRAM, "suffix")
-# Lengths of these are the draft's own, or none.
-WITHOUT_LENGTHS = ("extract_hidden_states", "custom_class")
+# Methods that draft as many tokens as a step asks for. Others assert their one length (medusa, suffix, V1's ngram_gpu), or
+# have none. V1's are the list of vLLM 0.33 (config/vllm.py); V2 cuts the drafts of all its methods to the length.
+V1_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram")
+V2_METHODS = (*V1_METHODS, "ngram_gpu", "dspark")
 
 
 def check_config(config: Any) -> None:
@@ -31,16 +33,8 @@ def check_config(config: Any) -> None:
             "vLLM has no speculative config, so there are no lengths to choose: give --speculative-config with a method, "
             "num_speculative_tokens and num_speculative_tokens_per_batch_size"
         )
-    if speculative.method in WITHOUT_LENGTHS:
-        raise ValueError(
-            f"the method {speculative.method!r} has no lengths to choose: use draft_model, eagle, mtp or ngram"
-        )
-    replicas = config.parallel_config.data_parallel_size
-    if replicas > 1:
-        raise ValueError(
-            f"data_parallel_size is {replicas}, for which vLLM switches lengths by batch size off: start {replicas} "
-            "servers of one replica each, which are one worker each"
-        )
+    check_method(config)
+    check_parallel(config.parallel_config)
     if (longest := speculative.num_speculative_tokens) > MAX_SPECULATION_LENGTH:
         raise ValueError(f"num_speculative_tokens is {longest}, over speclen's {MAX_SPECULATION_LENGTH}: give less")
     if not speculative.num_speculative_tokens_per_batch_size:
@@ -48,6 +42,36 @@ def check_config(config: Any) -> None:
         raise ValueError(
             "num_speculative_tokens_per_batch_size is not given, and without it vLLM keeps one length: add "
             f'"num_speculative_tokens_per_batch_size": [[1, {rows}, {length}]] to --speculative-config'
+        )
+
+
+def check_method(config: Any) -> None:
+    """Raises ValueError for a method that cannot draft fewer tokens than its largest number."""
+    is_v2, speculative = config.use_v2_model_runner, config.speculative_config
+    methods = V2_METHODS if is_v2 else V1_METHODS
+    if speculative.method not in methods:
+        raise ValueError(
+            f"the method {speculative.method!r} drafts one number of tokens under vLLM's model runner "
+            f"{'V2' if is_v2 else 'V1'}, so there are no lengths to choose: use one of {', '.join(methods)}"
+        )
+    if getattr(speculative, "enable_adaptive_verification", False):
+        raise ValueError(
+            "enable_adaptive_verification has vLLM choose how many draft tokens it verifies: leave it out, or leave the "
+            "choice to vLLM"
+        )
+
+
+def check_parallel(parallel: Any) -> None:
+    """Raises ValueError for several replicas or pipeline stages."""
+    if (replicas := parallel.data_parallel_size) > 1:
+        raise ValueError(
+            f"data_parallel_size is {replicas}, for which vLLM switches lengths by batch size off: start {replicas} "
+            "servers of one replica each, which are one worker each"
+        )
+    if (stages := parallel.pipeline_parallel_size) > 1:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, and steps of several micro-batches at once are not told apart: use "
+            "tensor_parallel_size instead"
         )
 
 
