@@ -182,7 +182,7 @@ class StepTracker:
             self._busy = False  # a step without tokens, which is none: the next one begins when it is scheduled
             return
         step.latency_s = ended - self._began(step)
-        step.over = {name for name in output.num_scheduled_tokens if is_over(requests.get(name))}
+        step.over = ended_requests(output, requests)
         self._ended = ended
         if self._pending:
             self._pending[0].shape.was_queued = True
@@ -198,7 +198,7 @@ class StepTracker:
         flags, self._busy = self._flags(step), busy
         self._before.append(step.shape)
         skipped = step.prompts | step.over | invalid_drafts(step.scheduled)
-        num_counted = len(step.scheduled.num_scheduled_tokens.keys() - skipped)
+        num_counted = len(step.scheduled.num_scheduled_tokens) - len(skipped)
         if not num_counted or not sampled.sampled_token_ids:
             return None
         histogram = accepted_histogram(sampled, skipped, step.shape.verified)
@@ -257,9 +257,10 @@ def is_unfinished(request: Request, num_tokens: int) -> bool:
     return request.num_computed_tokens + num_tokens < request.num_tokens + request.num_output_placeholders
 
 
-def is_over(request: Request | None) -> bool:
-    """True for a request that ended. vLLM does not cut off its tokens any more, so they tell nothing."""
-    return request is None or request.is_finished()
+def ended_requests(output: Scheduled, requests: Mapping[str, Request]) -> Set[str]:
+    """Sequences whose request ended. vLLM does not cut off their tokens any more, so they tell nothing."""
+    find = requests.get
+    return {name for name in output.num_scheduled_tokens if (one := find(name)) is None or one.is_finished()}
 
 
 def invalid_drafts(output: Scheduled) -> Set[str]:
