@@ -130,7 +130,7 @@ def test_prompts_are_no_decoding_rows_and_flag_the_step():
     engine.step()
     assert engine.results()[-1].batch_size == 1
     assert StepFlag.PREFILL in engine.results()[-1].flags
-    assert engine.control.asked[-1][0] == 1, "the prompt is not done, so one row decodes next"
+    assert engine.control.asked[-1] == (1, True), "the prompt is not done: one row decodes next, beside it"
     engine.step()
     assert (engine.results()[-1].batch_size, engine.control.asked[-1][0]) == (1, 2)
     assert StepFlag.PREFILL in engine.results()[-1].flags

@@ -134,6 +134,7 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
         assert 0 < scheduler._steering.cost.quantile(0.5) < 1000
         assert control.num_refused == 0
         assert control.card.worker_id == "mine"
+        assert control.card.probe_steps == (5 if overlapped else 4)
         assert control.card.context.engine_fingerprint.startswith("vllm 0.32.0,draft_model,tp=1,pp=1,")
 
 
@@ -291,6 +292,25 @@ def test_requests_that_wait_for_a_slot_do_not_keep_probes_waiting(scheduler_for,
     scheduler.add("waits", 10)
     scheduler.schedule(throttle_prefills=True)
     assert asked[-1] is kept_waiting
+
+
+FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode": "FULL_AND_PIECEWISE"}
+
+
+def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
+    with controller(tmp_path, policy="fixed:3") as there:
+        scheduler = scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address)
+        wait_until(lambda: scheduler._steering.control.connected, "joined")
+        assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
+
+
+def test_one_length_with_graphs_is_told_with_the_way_out(scheduler_for, caplog):
+    config = fake_vllm.config(**FULL_GRAPHS)
+    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
+    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+        scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
+    assert "all batch sizes run at length 4" in caplog.text
+    assert "name all that may be chosen" in caplog.text
 
 
 def test_a_table_beyond_what_vllm_can_draft_is_cut(tmp_path, scheduler_for):

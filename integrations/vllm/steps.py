@@ -226,8 +226,6 @@ class StepTracker:
             if step.scheduled is output:
                 for _ in range(position + 1):
                     self._pending.popleft()
-                if position:
-                    self._before.clear()
                 return step
         return None  # a step without tokens: nothing to do with those in flight
 
