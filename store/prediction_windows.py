@@ -6,8 +6,10 @@ cost more than inserting them (1.9 us a report against 1.2).
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +19,7 @@ from speclen.store.records import ReportRow
 WINDOW_S = 60
 
 _KEY = ("context_id", "batch_size", "speculation_length", "ngram")
-_VALUES = ("received_at", "latency_s", "num_accepted_tokens", "flags")
+_VALUES = ("received_at", "latency_s", "accepted_histogram", "flags")
 _OF_REPORT = itemgetter(*map(ReportRow._fields.index, (*_KEY, *_VALUES)))
 
 ADD_PREDICTIONS = """
@@ -47,11 +49,18 @@ def sums_by_arm(reports: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """One row per context, batch size, arm and window, as ADD_PREDICTIONS names them. Flagged steps are left out."""
     sums: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for report in reports:
-        *key, received_at, latency_s, num_accepted, flags = _OF_REPORT(report)
+        *key, received_at, latency_s, histogram, flags = _OF_REPORT(report)
         if flags == "":
             total = sums[(*key, int(received_at // WINDOW_S) * WINDOW_S)]
             total[0] += 1
             total[1] += latency_s
-            total[2] += 1.0 + num_accepted / key[1]
+            total[2] += tokens_per_sequence(histogram)
     names = (*_KEY, "window_start", "num_steps", "sum_step_s", "sum_tokens")
     return [dict(zip(names, (*key, *total), strict=True)) for key, total in sums.items()]
+
+
+@lru_cache(maxsize=16_384)  # few histograms differ
+def tokens_per_sequence(histogram: str) -> float:
+    """Mean of the tokens that the sequences of a histogram generated."""
+    counts: list[int] = json.loads(histogram)
+    return sum((run + 1) * count for run, count in enumerate(counts)) / max(sum(counts), 1)

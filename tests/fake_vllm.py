@@ -22,10 +22,26 @@ class Request:
     num_computed_tokens: int = 0
     num_output_placeholders: int = 0
     is_prefill_chunk: bool = False
+    is_over: bool = False  # but kept for somebody who still reads its KV
     spec_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    def is_finished(self) -> bool:
+        return self.is_over
+
+
+@dataclass
+class CachedRequestData:
+    resumed_req_ids: set[str]
+    num_computed_tokens: list[int]
+
+
+@dataclass
+class ModelRunnerOutput:
+    sampled_token_ids: list[list[int]]
+    req_id_to_index: dict[str, int]
 
 
 @dataclass
@@ -35,6 +51,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int]
     scheduled_spec_decode_tokens: dict[str, list[int]]
     num_spec_tokens_to_schedule: int
+    num_invalid_spec_tokens: dict[str, int] | None = None
 
 
 class Scheduler:
@@ -48,6 +65,7 @@ class Scheduler:
             vllm_config.speculative_config.num_speculative_tokens if vllm_config.speculative_config else 0
         )
         self.dynamic_sd_lookup = lookup_of(vllm_config)
+        self.max_num_running_reqs = vllm_config.scheduler_config.max_num_seqs
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -62,9 +80,10 @@ class Scheduler:
         self.running = [each for each in self.running if each is not request]
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        new = list(self.waiting)
+        free = 0 if throttle_prefills else self.max_num_running_reqs - len(self.running)
+        new = self.waiting[:free]
         cached, tokens, drafts = list(self.running), {}, {}
-        self.waiting.clear()
+        del self.waiting[: len(new)]
         self.running += new
         for request in (*cached, *new):
             wanted = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
@@ -75,7 +94,7 @@ class Scheduler:
         length = self.dynamic_sd_lookup[len(tokens)] if self.dynamic_sd_lookup and tokens else self.num_spec_tokens
         output = SchedulerOutput(
             [SimpleNamespace(req_id=each.request_id) for each in new],
-            SimpleNamespace(resumed_req_ids=set(), num_computed_tokens=[each.num_computed_tokens for each in cached]),
+            CachedRequestData(set(), [each.num_computed_tokens for each in cached]),
             tokens,
             drafts,
             length,
@@ -95,7 +114,7 @@ class Scheduler:
         for name, index in model_runner_output.req_id_to_index.items():
             request = self.requests.get(name)
             new = model_runner_output.sampled_token_ids[index]
-            if request is None:
+            if request is None or request.is_finished():
                 continue
             rejected = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ())) - (len(new) - 1)
             if name in scheduler_output.scheduled_spec_decode_tokens:
@@ -145,7 +164,7 @@ def lookup_of(config: Any) -> list[int] | None:
 def sampled(accepted: dict[str, int | None]) -> Any:
     """A ModelRunnerOutput: by row the accepted run, or None for one that is still in its prompt."""
     rows = [[] if run is None else [1] * (run + 1) for run in accepted.values()]
-    return SimpleNamespace(sampled_token_ids=rows, req_id_to_index={name: i for i, name in enumerate(accepted)})
+    return ModelRunnerOutput(rows, {name: i for i, name in enumerate(accepted)})
 
 
 class HfConfig:
@@ -158,7 +177,7 @@ class HfConfig:
 
 def config(**changes: Any) -> Any:
     """A VllmConfig: what of it is looked at. changes: by the dotted name, with __ for the dot."""
-    draft = SimpleNamespace(hf_config=HfConfig(model_type="llama", hidden_size=64))
+    draft = SimpleNamespace(hf_config=HfConfig(model_type="llama", hidden_size=64), max_model_len=4096)
     whole = SimpleNamespace(
         model_config=SimpleNamespace(
             model="/models/target",
@@ -166,6 +185,7 @@ def config(**changes: Any) -> Any:
             hf_config=HfConfig(model_type="llama", hidden_size=768),
             enforce_eager=True,
             quantization=None,
+            max_model_len=4096,
         ),
         speculative_config=SimpleNamespace(
             method="draft_model",
@@ -202,8 +222,11 @@ def install(monkeypatch: Any, version: str = VERSION) -> None:
         "vllm.v1": {},
         "vllm.v1.core": {},
         "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.output": {"CachedRequestData": CachedRequestData, "SchedulerOutput": SchedulerOutput},
         "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+        "vllm.v1.outputs": {"ModelRunnerOutput": ModelRunnerOutput},
+        "vllm.v1.request": {"Request": Request},
     }
     for name, values in contents.items():
         module = types.ModuleType(name)

@@ -12,7 +12,7 @@ import fake_vllm
 import pytest
 
 from speclen.integrations.vllm.steering import Steering
-from speclen.integrations.vllm.steps import StepTracker
+from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.records import Arm, Limits, StepFlag
 from speclen.worker.drafting.arm_chooser import ArmChoice
 
@@ -38,14 +38,27 @@ class Control:
         self.reports.append(record)
 
 
+class EveryLength:
+    """Follows the controller from its first word on."""
+
+    def note(self, step):
+        pass
+
+    def choice(self, batch_size, wanted):
+        return wanted
+
+
 class Engine:
     """Steps a scheduler as vLLM's engine core does, with or without overlap; every row accepts `accepts` drafts."""
 
-    def __init__(self, lengths, overlapped=False, ragged=False):
+    def __init__(self, lengths, overlapped=False, traits=None):
         base = fake_vllm.AsyncScheduler if overlapped else fake_vllm.Scheduler
         control = self.control = Control(lengths)
         steering = self.steering = Steering(
-            control, StepTracker(ragged, overlapped, ArmChoice(Arm(5))), SimpleNamespace(stop=lambda: None)
+            control,
+            StepTracker(traits or Traits(overlapped=overlapped), ArmChoice(Arm(5))),
+            EveryLength(),
+            SimpleNamespace(stop=lambda: None),
         )
         engine = self
 
@@ -74,8 +87,9 @@ class Engine:
             in_prompt = request is not None and not drafts and request.num_computed_tokens < request.num_prompt_tokens
             rows[name] = None if in_prompt else min(self.accepts, len(drafts or ()))
         sampled = fake_vllm.sampled(rows)
+        self.steering.arrived(output, self.scheduler.requests, self.now)
         self.scheduler.update_from_output(output, sampled)
-        self.steering.finished(output, sampled, self.now, bool(self.scheduler.running))
+        self.steering.finished(sampled, bool(self.scheduler.running))
         if not self.overlapped:
             self.scheduler.update_draft_token_ids(output)
 
@@ -94,7 +108,7 @@ def test_a_steady_batch_teaches_its_length_and_its_time(overlapped):
     engine = Engine(lambda size: 2, overlapped)
     for name in "abc":
         engine.scheduler.add(name, 10)
-    for _ in range(6):
+    for _ in range(8):
         engine.step(0.02)
     last = engine.results()[-1]
     assert (last.batch_size, last.arm.speculation_length, last.accepted_histogram) == (3, 2, (0, 3, 0))
@@ -102,7 +116,8 @@ def test_a_steady_batch_teaches_its_length_and_its_time(overlapped):
     assert last.flags == frozenset()
     assert last.decision_version == 3
     # The first step is a prompt alone, which is no decoding step; the next one is the first of its shape.
-    assert engine.results()[0].flags == {StepFlag.FIRST_USE}
+    assert engine.results()[0].flags - {StepFlag.OVERLAP} == {StepFlag.FIRST_USE}
+    assert (StepFlag.OVERLAP in engine.results()[0].flags) is overlapped, "the step before it had no drafts"
     assert engine.steering.num_reported == len(engine.results())
 
 
@@ -115,7 +130,7 @@ def test_prompts_are_no_decoding_rows_and_flag_the_step():
     engine.step()
     assert engine.results()[-1].batch_size == 1
     assert StepFlag.PREFILL in engine.results()[-1].flags
-    assert engine.control.asked[-1][0] == 1, "the prompt is not done, so one row decodes next"
+    assert engine.control.asked[-1] == (1, True), "the prompt is not done: one row decodes next, beside it"
     engine.step()
     assert (engine.results()[-1].batch_size, engine.control.asked[-1][0]) == (1, 2)
     assert StepFlag.PREFILL in engine.results()[-1].flags
@@ -123,21 +138,22 @@ def test_prompts_are_no_decoding_rows_and_flag_the_step():
     assert (engine.results()[-1].batch_size, engine.results()[-1].accepted_histogram) == (2, (0, 2, 0))
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_a_step_between_two_lengths_teaches_no_time(overlapped):
+@pytest.mark.parametrize(("overlapped", "num_changed"), [(False, {4: 1, 1: 0}), (True, {4: 2, 1: 2})])
+def test_a_step_between_two_lengths_teaches_no_time(overlapped, num_changed):
+    """One that verified four and drafted one; where steps overlap, also the one before and the two after it."""
     length = 4
     engine = Engine(lambda size: length, overlapped)
     engine.scheduler.add("a", 10)
-    for _ in range(5):
+    for _ in range(8):
         engine.step()
     length = 1
-    for _ in range(5):
+    for _ in range(8):
         engine.step()
-    seen = [(r.arm.speculation_length, StepFlag.CHANGED_ARM in r.flags) for r in engine.results()]
-    assert seen.count((4, True)) == 1, "verified four, drafted one"
-    before, after = seen[: seen.index((4, True))], seen[seen.index((4, True)) + 1 :]
-    assert set(before) == {(4, False)}
-    assert set(after) == {(1, False)}
+    seen = [(r.arm.speculation_length, StepFlag.CHANGED_ARM in r.flags) for r in engine.results()[3:]]
+    assert {each: seen.count((each, True)) for each in (4, 1)} == num_changed
+    changed = [at for at, (_, is_changed) in enumerate(seen) if is_changed]
+    assert changed == [*range(changed[0], changed[0] + len(changed))]
+    assert {(4, False), (1, False)} <= {*seen}
 
 
 def test_length_zero_is_plain_decoding():
@@ -178,7 +194,7 @@ def test_a_wait_for_requests_is_nobodys_time():
 
 def test_rows_with_shorter_drafts_are_ordinary_for_ngrams_and_mixed_for_a_draft_model():
     for ragged in (True, False):
-        engine = Engine(lambda size: 3, ragged=ragged)
+        engine = Engine(lambda size: 3, traits=Traits(ragged=ragged))
         for name in "ab":
             engine.scheduler.add(name, 10)
         for _ in range(3):
@@ -228,7 +244,8 @@ def test_rows_that_do_not_add_up_are_not_reported():
     engine.accepts = 1
     engine.schedule()
     output = engine.on_their_way.pop()
-    engine.steering.finished(output, fake_vllm.sampled({"a": 6}), 1.0, True)
+    engine.steering.arrived(output, engine.scheduler.requests, 1.0)
+    engine.steering.finished(fake_vllm.sampled({"a": 6}), True)
     assert (len(engine.results()), engine.steering.tracker.num_odd) == (before, 1)
 
 
@@ -253,7 +270,7 @@ def recorded_runs():
 def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
     """What was read of each step while vLLM ran is read again from the record; and all of it adds up."""
     steps = recorded_runs()[run]
-    tracker = StepTracker(run == "ngram", False, ArmChoice(Arm(5)))
+    tracker = StepTracker(Traits(ragged=run == "ngram"), ArmChoice(Arm(5)))
     num_read = 0
     for step in steps:
         output = SimpleNamespace(
@@ -263,8 +280,9 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
             ),
             num_scheduled_tokens=step["tokens"],
             scheduled_spec_decode_tokens={name: [0] * n for name, n in step["drafts"].items()},
+            num_invalid_spec_tokens=None,
         )
-        requests = {name: SimpleNamespace(**values) for name, values in step["requests"].items()}
+        requests = {name: fake_vllm.Request(name, 1, **values) for name, values in step["requests"].items()}
         pending = tracker.scheduled(output, requests, step["started"])
         if pending is not None:
             tracker.drafts(pending, ArmChoice(Arm(step["drafting"])))
@@ -272,7 +290,8 @@ def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
             sampled_token_ids=[[0] * n for n in step["sampled"].values()],
             req_id_to_index={name: i for i, name in enumerate(step["sampled"])},
         )
-        found = tracker.finished(output, rows, step["ended"], step["busy"])
+        tracker.arrived(output, requests, step["ended"])
+        found = tracker.finished(rows, step["busy"])
         decoding = [name for name in step["tokens"] if name not in step["in_prompt"]]
         assert (found is not None) == bool(decoding)
         if found is None:

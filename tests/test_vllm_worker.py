@@ -21,8 +21,8 @@ from control_fakes import run, served
 
 from speclen.integrations.vllm import logs
 from speclen.integrations.vllm.context import configured_table, context_key, limits_of
+from speclen.integrations.vllm.lengths import MIN_SAMPLES
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
-from speclen.integrations.vllm.versions import TESTED, check_version
 from speclen.records import PLAIN, Arm, Limits
 
 NOBODY = "127.0.0.1:9"  # the port of discard: nobody listens there
@@ -57,20 +57,28 @@ def scheduler_for(integration, monkeypatch):
 
 
 def serve(scheduler, num_steps=20, num_requests=2):
-    """Steps as vLLM's engine takes them; the lengths that were drafted."""
+    """Steps as vLLM's engine takes them, one ahead where they overlap; the lengths that were drafted."""
     for number in range(num_requests):
         scheduler.add(f"r{number}", 10)
-    lengths = []
+    lengths, in_flight, is_overlapped = [], [], isinstance(scheduler, fake_vllm.AsyncScheduler)
     for _ in range(num_steps):
-        output = scheduler.schedule()
-        lengths.append(output.num_spec_tokens_to_schedule)
-        drafts = output.scheduled_spec_decode_tokens
-        rows = {name: min(1, len(drafts.get(name, ()))) for name in output.num_scheduled_tokens}
-        scheduler.update_from_output(output, fake_vllm.sampled(rows))
-        if not isinstance(scheduler, fake_vllm.AsyncScheduler):
-            scheduler.update_draft_token_ids(output)
+        in_flight.append(scheduler.schedule())
+        lengths.append(in_flight[-1].num_spec_tokens_to_schedule)
+        if len(in_flight) > is_overlapped:
+            end(scheduler, in_flight.pop(0))
         time.sleep(0.001)
+    for output in in_flight:
+        end(scheduler, output)
     return lengths
+
+
+def end(scheduler, output):
+    """The result of a step: every sequence accepts one token."""
+    drafts = output.scheduled_spec_decode_tokens
+    rows = {name: min(1, len(drafts.get(name, ()))) for name in output.num_scheduled_tokens}
+    scheduler.update_from_output(output, fake_vllm.sampled(rows))
+    if not isinstance(scheduler, fake_vllm.AsyncScheduler):
+        scheduler.update_draft_token_ids(output)
 
 
 def wait_until(true, what):
@@ -115,14 +123,18 @@ def test_vllm_joins_takes_the_table_and_reports(tmp_path, scheduler_for, overlap
     with controller(tmp_path, policy="fixed:3") as there:
         scheduler = scheduler_for(config, SPECLEN_CONTROLLER=there.address, SPECLEN_WORKER_WORKER_ID="mine")
         wait_until(lambda: scheduler._steering.control.connected, "joined")
-        assert serve(scheduler)[1:] == [3] * 19
+        lengths = serve(scheduler, num_steps=60)
+        first = lengths.index(3)
+        assert lengths == [5] * first + [3] * (60 - first), "the configured length, then the controller's"
+        assert MIN_SAMPLES < first < MIN_SAMPLES + 8
         control = scheduler._steering.control
         wait_until(lambda: not control.buffer, "reports on disk")
-        assert scheduler._steering.num_reported >= 15
+        assert scheduler._steering.num_reported >= 55
         assert scheduler._steering.tracker.num_odd == 0
         assert 0 < scheduler._steering.cost.quantile(0.5) < 1000
         assert control.num_refused == 0
         assert control.card.worker_id == "mine"
+        assert control.card.probe_steps == (5 if overlapped else 4)
         assert control.card.context.engine_fingerprint.startswith("vllm 0.32.0,draft_model,tp=1,pp=1,")
 
 
@@ -152,7 +164,7 @@ def test_when_the_controller_goes_its_last_table_stays(tmp_path, scheduler_for):
         scheduler = scheduler_for(SPECLEN_CONTROLLER=there.address)
         wait_until(lambda: scheduler._steering.control.connected, "joined")
     wait_until(lambda: not scheduler._steering.control.connected, "noticed")
-    assert serve(scheduler)[1:] == [1] * 19
+    assert serve(scheduler, num_steps=60)[-30:] == [1] * 30
 
 
 def test_a_policy_of_its_own_is_kept_and_reported(tmp_path, scheduler_for):
@@ -176,7 +188,8 @@ NO_TABLE = {"speculative_config__num_speculative_tokens_per_batch_size": None}
         ({"SPECLEN_WORKER_CONTROLLER_TOKEN_FILE": "/no/such"}, {}, "CONTROLLER_TOKEN_FILE /no/such", "cannot be read"),
         ({"SPECLEN_WORKER_CONTROLLER_CERT": "/a.pem"}, {}, "SPECLEN_WORKER_CONTROLLER_KEY", "give both"),
         ({}, {"speculative_config": None}, "no speculative config", "--speculative-config"),
-        ({}, {"speculative_config__method": "extract_hidden_states"}, "extract_hidden_states", "use draft_model"),
+        ({}, {"speculative_config__method": "medusa"}, "'medusa'", "use one of draft_model"),
+        ({}, {"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2", "tensor_parallel_size"),
         ({}, NO_TABLE, "num_speculative_tokens_per_batch_size", "[[1, 8, 5]]"),
         ({}, {"parallel_config__data_parallel_size": 4}, "data_parallel_size is 4", "start 4 servers"),
         ({}, {"speculative_config__num_speculative_tokens": 99}, "99", "give less"),
@@ -198,11 +211,37 @@ def test_bad_input_is_one_warning_and_vllm_serves_on(scheduler_for, caplog, vari
     assert scheduler._steering is None
 
 
-def test_an_untested_vllm_is_refused_unless_told_otherwise():
-    check_version(f"{TESTED[-1]}+cpu", any_version=False)
-    with pytest.raises(ValueError, match=r"vLLM 0\.99\.0 was not tested.*SPECLEN_VLLM_ANY_VERSION=1"):
-        check_version("0.99.0", any_version=False)
-    check_version("0.99.0", any_version=True)
+def test_another_version_works_with_one_warning(monkeypatch, integration, caplog):
+    fake_vllm.install(monkeypatch, "0.99.0")
+    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
+    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
+        assert scheduler._steering is not None
+    scheduler.shutdown()
+    assert [record.getMessage() for record in caplog.records if "0.99.0 was not tried" in record.getMessage()]
+
+
+def test_a_version_without_something_that_is_needed_is_refused_by_its_name(monkeypatch, integration, caplog):
+    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
+    monkeypatch.delitem(fake_vllm.SchedulerOutput.__dataclass_fields__, "num_spec_tokens_to_schedule")
+    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
+        serve(scheduler)
+    [told] = caplog.records
+    assert "vLLM 0.32.0 has no SchedulerOutput.num_spec_tokens_to_schedule" in told.getMessage()
+    assert "vLLM serves on" in told.getMessage()
+    scheduler.shutdown()
+
+
+def test_a_module_that_moved_does_not_end_vllm(monkeypatch, integration, caplog):
+    monkeypatch.setenv("SPECLEN_CONTROLLER", NOBODY)
+    monkeypatch.delitem(sys.modules, "vllm.v1.outputs")
+    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+        scheduler = integration.Scheduler(vllm_config=fake_vllm.config())
+        serve(scheduler)
+    [told] = caplog.records
+    assert "vllm.v1.outputs" in told.getMessage()
+    scheduler.shutdown()
 
 
 def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, scheduler_for, caplog):
@@ -222,7 +261,7 @@ def test_a_wrong_token_and_another_run_are_told_with_the_way_out(tmp_path, sched
         assert serve(other)[1:] == [5] * 19
 
 
-@pytest.mark.parametrize("hook", ["scheduled", "finished"])
+@pytest.mark.parametrize("hook", ["scheduled", "arrived", "finished"])
 def test_whatever_fails_in_a_hook_ends_the_hooks_alone(scheduler_for, caplog, hook):
     scheduler = scheduler_for(SPECLEN_CONTROLLER=NOBODY)
     steering = scheduler._steering
@@ -237,6 +276,41 @@ def test_whatever_fails_in_a_hook_ends_the_hooks_alone(scheduler_for, caplog, ho
     assert "vLLM serves on" in caplog.text
     assert scheduler._steering is None
     steering.reporting.stop()
+
+
+@pytest.mark.parametrize(("num_slots", "kept_waiting"), [(8, True), (3, False)])
+def test_requests_that_wait_for_a_slot_do_not_keep_probes_waiting(scheduler_for, num_slots, kept_waiting):
+    """Under saturation requests wait at every step, and no probe would ever begin."""
+    config = fake_vllm.config(scheduler_config__max_num_seqs=num_slots)
+    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, num_slots, 5)]
+    scheduler = scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
+    control, asked = scheduler._steering.control, []
+    choose = control.choose
+    control.choose = lambda size, with_prefill=False: asked.append(with_prefill) or choose(size, with_prefill)
+    serve(scheduler, num_steps=4, num_requests=3)
+    assert asked == [False] * 4
+    scheduler.add("waits", 10)
+    scheduler.schedule(throttle_prefills=True)
+    assert asked[-1] is kept_waiting
+
+
+FULL_GRAPHS = {"use_v2_model_runner": True, "compilation_config__cudagraph_mode": "FULL_AND_PIECEWISE"}
+
+
+def test_v2_is_asked_for_lengths_with_graphs_alone(tmp_path, scheduler_for):
+    with controller(tmp_path, policy="fixed:3") as there:
+        scheduler = scheduler_for(fake_vllm.config(**FULL_GRAPHS), SPECLEN_CONTROLLER=there.address)
+        wait_until(lambda: scheduler._steering.control.connected, "joined")
+        assert {*serve(scheduler, num_steps=60)} == {5, 2}, "the configured one, then the nearest to 3"
+
+
+def test_one_length_with_graphs_is_told_with_the_way_out(scheduler_for, caplog):
+    config = fake_vllm.config(**FULL_GRAPHS)
+    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 4)]
+    with caplog.at_level(logging.WARNING, logger=logs.LOGGER):
+        scheduler_for(config, SPECLEN_CONTROLLER=NOBODY)
+    assert "all batch sizes run at length 4" in caplog.text
+    assert "name all that may be chosen" in caplog.text
 
 
 def test_a_table_beyond_what_vllm_can_draft_is_cut(tmp_path, scheduler_for):

@@ -130,7 +130,7 @@ def _add_step(cost: PolicyCost, step: StepRecord, arm: Arm, expected_ms: dict[tu
     used, other = expected_ms.get((step.batch_size, step.arm)), expected_ms.get((step.batch_size, arm))
     if step.flags or used is None or other is None:
         return
-    tokens = step.num_tokens / step.batch_size
+    tokens = step.tokens_per_sequence
     cost.num_steps += 1
     cost.actual_s += step.latency_s
     cost.predicted_s += 1e-3 * tokens * used

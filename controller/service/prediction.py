@@ -59,7 +59,7 @@ class PredictionError:
     def _compare(self, step: StepRecord, choice: Choice) -> None:
         if choice.ms_per_token is None:
             return
-        promised_s = 1e-3 * choice.ms_per_token * step.num_tokens / step.batch_size
+        promised_s = 1e-3 * choice.ms_per_token * step.tokens_per_sequence
         if step.arm == choice.arm:
             self.compared.setdefault((choice.batch_min, choice.batch_max), Compared()).add(step.latency_s, promised_s)
         else:

@@ -90,8 +90,10 @@ def _check(step: StepRecord, limits: Limits) -> None:
         number = len(histogram) if len(histogram) < MOST_RUNS else "too many"
         sentence = f"accepted_histogram has {number} entries; it must have {most} for the arm `{step.arm}`"
         raise InvalidMessageError("accepted_histogram", sentence)
-    if sum(histogram) != rows:
-        sentence = f"accepted_histogram sums to {sum(histogram)}; it must sum to batch_size, {rows}"
+    if not 1 <= sum(histogram) <= rows:
+        sentence = (
+            f"accepted_histogram sums to {sum(histogram)}; it must sum to at most batch_size, {rows}, and at least 1"
+        )
         raise InvalidMessageError("accepted_histogram", sentence)
 
 

@@ -42,7 +42,7 @@ def row_of(
         ngram,
         step.latency_s,
         _list_text(step.accepted_histogram),
-        step.num_tokens - step.batch_size,
+        step.num_tokens - sum(step.accepted_histogram),
         step.mean_context_length,
         step.decision_version,
         flags,

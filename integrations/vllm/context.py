@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from speclen.integrations.vllm.settings import VllmSettings
+from speclen.integrations.vllm.steps import Traits
 from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, Arm, Choice, Limits
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.config import parse_policy
@@ -17,10 +18,10 @@ from speclen.worker.reporting.model_label import digest, model_label
 from speclen.worker.reporting.table import ArmTable
 
 NGRAM = ("ngram", "ngram_gpu")
-# They propose what they find: nothing, or less than what was asked for.
-RAGGED = (*NGRAM, "suffix")
-# Lengths of these are the draft's own, or none.
-WITHOUT_LENGTHS = ("extract_hidden_states", "custom_class")
+# Methods that draft as many tokens as a step asks for. Others assert their one length (medusa, suffix, V1's ngram_gpu), or
+# have none. V1's are the list of vLLM 0.33 (config/vllm.py); V2 cuts the drafts of all its methods to the length.
+V1_METHODS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram")
+V2_METHODS = (*V1_METHODS, "ngram_gpu", "dspark")
 
 
 def check_config(config: Any) -> None:
@@ -31,16 +32,8 @@ def check_config(config: Any) -> None:
             "vLLM has no speculative config, so there are no lengths to choose: give --speculative-config with a method, "
             "num_speculative_tokens and num_speculative_tokens_per_batch_size"
         )
-    if speculative.method in WITHOUT_LENGTHS:
-        raise ValueError(
-            f"the method {speculative.method!r} has no lengths to choose: use draft_model, eagle, mtp or ngram"
-        )
-    replicas = config.parallel_config.data_parallel_size
-    if replicas > 1:
-        raise ValueError(
-            f"data_parallel_size is {replicas}, for which vLLM switches lengths by batch size off: start {replicas} "
-            "servers of one replica each, which are one worker each"
-        )
+    check_method(config)
+    check_parallel(config.parallel_config)
     if (longest := speculative.num_speculative_tokens) > MAX_SPECULATION_LENGTH:
         raise ValueError(f"num_speculative_tokens is {longest}, over speclen's {MAX_SPECULATION_LENGTH}: give less")
     if not speculative.num_speculative_tokens_per_batch_size:
@@ -48,6 +41,36 @@ def check_config(config: Any) -> None:
         raise ValueError(
             "num_speculative_tokens_per_batch_size is not given, and without it vLLM keeps one length: add "
             f'"num_speculative_tokens_per_batch_size": [[1, {rows}, {length}]] to --speculative-config'
+        )
+
+
+def check_method(config: Any) -> None:
+    """Raises ValueError for a method that cannot draft fewer tokens than its largest number."""
+    is_v2, speculative = config.use_v2_model_runner, config.speculative_config
+    methods = V2_METHODS if is_v2 else V1_METHODS
+    if speculative.method not in methods:
+        raise ValueError(
+            f"the method {speculative.method!r} drafts one number of tokens under vLLM's model runner "
+            f"{'V2' if is_v2 else 'V1'}, so there are no lengths to choose: use one of {', '.join(methods)}"
+        )
+    if getattr(speculative, "enable_adaptive_verification", False):
+        raise ValueError(
+            "enable_adaptive_verification has vLLM choose how many draft tokens it verifies: leave it out, or leave the "
+            "choice to vLLM"
+        )
+
+
+def check_parallel(parallel: Any) -> None:
+    """Raises ValueError for several replicas or pipeline stages."""
+    if (replicas := parallel.data_parallel_size) > 1:
+        raise ValueError(
+            f"data_parallel_size is {replicas}, for which vLLM switches lengths by batch size off: start {replicas} "
+            "servers of one replica each, which are one worker each"
+        )
+    if (stages := parallel.pipeline_parallel_size) > 1:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, and steps of several micro-batches at once are not told apart: use "
+            "tensor_parallel_size instead"
         )
 
 
@@ -68,7 +91,7 @@ def draft_label(speculative: Any, name: str) -> str:
     if speculative.method in NGRAM:
         return name or f"{speculative.method} {speculative.prompt_lookup_min}-{speculative.prompt_lookup_max}"
     draft = speculative.draft_model_config
-    if draft is None or speculative.method in RAGGED:
+    if draft is None:
         return name or speculative.method
     return model_label(name or speculative.model or speculative.method, draft.hf_config.to_dict())
 
@@ -94,6 +117,32 @@ def fingerprint(config: Any, vllm_version: str) -> str:
     )
     sizes = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
     return f"vllm {vllm_version},{config.speculative_config.method},{sizes},{digest(rest)}"
+
+
+def traits_of(config: Any) -> Traits:
+    """Properties of the engine that its reports depend on."""
+    is_v2, method = config.use_v2_model_runner, config.speculative_config.method
+    return Traits(
+        ragged=method in NGRAM,
+        overlapped=config.scheduler_config.async_scheduling,
+        late_drafts=is_v2,
+        longest_context=None if is_v2 else longest_context(config),
+    )
+
+
+def longest_context(config: Any) -> int:
+    """Tokens of the longest sequence for which V1 drafts; beyond it the drafts of the whole batch are zeros."""
+    speculative = config.speculative_config
+    draft = speculative.draft_model_config
+    limit: int = (draft and draft.max_model_len) or config.model_config.max_model_len
+    return limit - speculative.num_speculative_tokens - (speculative.method == "dflash")
+
+
+def fast_lengths(config: Any, lookup: Sequence[int]) -> frozenset[int]:
+    """Lengths that run in captured full graphs, where others do not: those of the configured table. Empty: all alike."""
+    if config.use_v2_model_runner and "FULL" in str(config.compilation_config.cudagraph_mode):
+        return frozenset(lookup[1:])
+    return frozenset()
 
 
 def limits_of(lookup: Sequence[int], max_length: int) -> Limits:

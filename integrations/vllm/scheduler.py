@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from speclen.integrations.vllm.logs import set_up_logs
 from speclen.integrations.vllm.steering import Steering
+from speclen.integrations.vllm.versions import TRIED, check_parts, was_tried
 from speclen.integrations.vllm.wiring import Engine, steering_for
 
 log = structlog.get_logger()
@@ -35,9 +36,26 @@ class Steered:
 
     def _join(self, worker_id: str) -> None:
         try:
+            check_parts(vllm.__version__, self._names())
             self._steering = steering_for(cast(Engine, self), os.environ, current_platform, vllm.__version__, worker_id)
-        except ValueError as error:
+        except (ValueError, ImportError, AttributeError) as error:
             log.warning(f"speclen is off, vLLM serves on with its own lengths: {error}")
+            return
+        if not was_tried(vllm.__version__):
+            log.warning(
+                f"vLLM {vllm.__version__} was not tried with speclen: it has what speclen needs, but steps may mean "
+                f"something else there; tried: {', '.join(TRIED)}"
+            )
+
+    def _names(self) -> dict[str, set[str]]:
+        """Attributes of the classes that are used. Imports here, where a failure does not end vLLM."""
+        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.request import Request
+
+        fields = {each.__name__: set(each.__dataclass_fields__) for each in (SchedulerOutput, CachedRequestData)}
+        fields["ModelRunnerOutput"] = set(ModelRunnerOutput.__dataclass_fields__)
+        return fields | {"Request": set(dir(Request)), "Scheduler": set(dir(VllmScheduler)) | set(vars(self))}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._started = time.perf_counter()
@@ -46,8 +64,10 @@ class Steered:
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """Called by `schedule` when a step is put together, and before its tokens count as computed."""
         if (steering := self._steering) is not None:
-            waiting = bool(self.waiting)  # type: ignore[attr-defined]
             requests = self.requests  # type: ignore[attr-defined]
+            # While all slots are taken, those that wait do not keep probes waiting: prefill may never end.
+            is_free = len(self.running) < self.max_num_running_reqs  # type: ignore[attr-defined]
+            waiting = is_free and bool(self.waiting)  # type: ignore[attr-defined]
             self._attempt(
                 "to choose a length",
                 lambda: steering.scheduled(scheduler_output, requests, waiting, self._started),
@@ -56,12 +76,13 @@ class Steered:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         ended = time.perf_counter()
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if (steering := self._steering) is not None:
+            requests = self.requests  # type: ignore[attr-defined]
+            self._attempt("to time a step", lambda: steering.arrived(scheduler_output, requests, ended))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if (reporting := self._steering) is not None:
             busy = bool(self.running)  # type: ignore[attr-defined]
-            self._attempt(
-                "to report a step", lambda: steering.finished(scheduler_output, model_runner_output, ended, busy)
-            )
+            self._attempt("to report a step", lambda: reporting.finished(model_runner_output, busy))
         return outputs
 
     def shutdown(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from speclen.integrations.vllm.versions import ANY_VERSION
 from speclen.transport.address import split_address
 from speclen.transport.credentials import ClientSecurity
 from speclen.transport.settings import flag
@@ -25,7 +24,7 @@ class VllmSettings:
     """What `speclen worker` is told by flags.
 
     policy: adaptive; profile for the lengths that vLLM was configured with; none or fixed:K. All of them report.
-    target, draft: names of the models for the controller; empty for vLLM's own. any_version: take an untested vLLM.
+    target, draft: names of the models for the controller; empty for vLLM's own.
     """
 
     controller: str
@@ -35,7 +34,6 @@ class VllmSettings:
     worker_id: str = ""
     run_id: str = ""
     security: ClientSecurity = SECURITY
-    any_version: bool = False
 
     def __post_init__(self) -> None:
         split_address(CONTROLLER, self.controller)
@@ -53,7 +51,7 @@ def settings_from(environment: Mapping[str, str]) -> VllmSettings:
     given = {name: value for name in SETTINGS if (value := environment.get(WORKER + name.upper()))}
     files = {name: Path(value) for name in FILES if (value := environment.get(f"{WORKER}CONTROLLER_{name.upper()}"))}
     security = ClientSecurity(**files, prefix="--controller-")
-    return VllmSettings(controller, security=security, any_version=environment.get(ANY_VERSION) == "1", **given)
+    return VllmSettings(controller, security=security, **given)
 
 
 def as_variables(sentence: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import structlog
 
 from speclen.integrations.vllm.background import Reporting
+from speclen.integrations.vllm.lengths import CautiousLengths
 from speclen.integrations.vllm.steps import Request, Sampled, Scheduled, StepTracker
 from speclen.worker.reporting.control_client import ControlClient
 
@@ -39,35 +40,49 @@ class Cost:
 class Steering:
     """One scheduler's lengths. Its methods are called from the engine's thread and wait for nothing."""
 
-    def __init__(self, control: ControlClient, tracker: StepTracker, reporting: Reporting) -> None:
+    def __init__(
+        self, control: ControlClient, tracker: StepTracker, lengths: CautiousLengths, reporting: Reporting
+    ) -> None:
         self.control = control
         self.tracker = tracker
+        self.lengths = lengths
         self.reporting = reporting
         self.num_reported = 0
         self.cost = Cost()
-        self._choosing_s = 0.0  # of steps under way
+        self._so_far_s = 0.0  # of steps under way
 
     def scheduled(self, output: Scheduled, requests: Mapping[str, Request], waiting: bool, started: float) -> None:
-        """Set how many tokens the step drafts, by the number of rows that will decode in the next one."""
+        """Set how many tokens the step drafts, by the number of sequences that will decode in the next one.
+
+        waiting: True if requests wait that vLLM may admit to the next step.
+        """
         begin = time.perf_counter()
         step = self.tracker.scheduled(output, requests, started)
         if step is None:
             return
         rows = min(max(step.num_next, 1), self.control.card.limits.max_batch_size)
-        choice = self.control.choose(rows, with_prefill=waiting)
+        with_prefill = waiting or step.num_next < len(output.num_scheduled_tokens)
+        choice = self.lengths.choice(rows, self.control.choose(rows, with_prefill))
         self.tracker.drafts(step, choice)
         output.num_spec_tokens_to_schedule = choice.arm.speculation_length
-        self._choosing_s += time.perf_counter() - begin
+        self._so_far_s += time.perf_counter() - begin
 
-    def finished(self, output: Scheduled, sampled: Sampled, ended: float, busy: bool) -> None:
-        """Report a step. ended: when its result was there; busy: whether requests go on."""
+    def arrived(self, output: Scheduled, requests: Mapping[str, Request], ended: float) -> None:
+        """The result of a step is there, since `ended`. Called before vLLM looks at it."""
         begin = time.perf_counter()
-        found = self.tracker.finished(output, sampled, ended, busy)
+        self.tracker.arrived(output, requests, ended)
+        self._so_far_s += time.perf_counter() - begin
+
+    def finished(self, sampled: Sampled, busy: bool) -> None:
+        """Report the step that arrived. busy: True if requests go on."""
+        begin = time.perf_counter()
+        found = self.tracker.finished(sampled, busy)
         if found is not None:
+            self.lengths.note(found)
             self.control.report(found)
             self.num_reported += 1
-        self.cost.add(self._choosing_s + time.perf_counter() - begin)
-        self._choosing_s = 0.0
+        self.cost.add(self._so_far_s + time.perf_counter() - begin)
+        self._so_far_s = 0.0
 
     def stop(self) -> None:
         """End reporting, and say what it came to."""

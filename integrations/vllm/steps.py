@@ -1,7 +1,8 @@
 """Steps of vLLM in the words of our reports. Knows nothing of gRPC, and of vLLM only what its scheduler hands on.
 
-A step of vLLM verifies the drafts of the step before it and drafts for the one after it. Its time is therefore that of
-verifying the one length and drafting the other, and teaches where both are the same; what was accepted teaches always.
+A step of vLLM verifies the drafts of the step before it and drafts for the one after it. Its time is that of verifying
+the one length and drafting the other: a usable sample only where both are equal. `timing` has the rule for steps that
+overlap. Accepted tokens are usable in nearly all steps.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
+from speclen.integrations.vllm.timing import NUM_BEFORE, StepShape, overlap_flags
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
 
 NOBODY: Set[str] = frozenset()
 ORDINARY: frozenset[StepFlag] = frozenset()
-MAX_PENDING = 64  # steps on their way at once; vLLM has two, and as many more as it has pipeline stages
+MAX_PENDING = 64  # steps in flight; vLLM has two
 
 
 class Request(Protocol):
@@ -25,6 +27,8 @@ class Request(Protocol):
     num_computed_tokens: int
     num_tokens: int
     num_output_placeholders: int
+
+    def is_finished(self) -> bool: ...
 
 
 class NewRequest(Protocol):
@@ -48,6 +52,7 @@ class Scheduled(Protocol):
     num_scheduled_tokens: dict[str, int]
     scheduled_spec_decode_tokens: dict[str, list[int]]
     num_spec_tokens_to_schedule: int
+    num_invalid_spec_tokens: dict[str, int] | None
 
 
 class Sampled(Protocol):
@@ -57,42 +62,57 @@ class Sampled(Protocol):
     req_id_to_index: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Properties of an engine that its reports depend on.
+
+    ragged: the method proposes what it finds (n-grams), so shorter drafts are ordinary: they count at the length that was
+    asked for, which is what is chosen. Otherwise such steps mix lengths. overlapped: steps are scheduled before the one
+    ahead of them has ended. late_drafts: a result is taken before the step's own drafts are made, which then take time
+    of the next step. longest_context: one sequence beyond it makes all drafts of its step void; None: no such limit.
+    """
+
+    ragged: bool = False
+    overlapped: bool = False
+    late_drafts: bool = False
+    longest_context: int | None = None
+
+
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was scheduled. choice: the one that led to the drafts that it verifies; drafting: to its own.
+    """A step that was scheduled. choice: the one that led to the drafts that it verifies.
 
-    prompts: rows that compute prompt tokens, which are not among the num_decoding. num_next: rows that decode after it.
+    prompts: sequences in prefill, which are not among the num_decoding. num_next: sequences that decode after it.
+    verifies_void, drafts_void: drafts that are no predictions. over: sequences whose request ended before the result.
     """
 
     scheduled: Scheduled
     started: float
     choice: ArmChoice
-    drafting: ArmChoice
+    shape: StepShape
     prompts: Set[str]
-    num_decoding: int
     num_next: int
-    longest_draft: int
     num_drafted_sequences: int
     num_drafts: int
     mean_context_length: float
+    verifies_void: bool
+    drafts_void: bool
+    over: Set[str] = NOBODY
+    latency_s: float = 0.0
 
 
 class StepTracker:
-    """Follows the steps of one scheduler from schedule() to update_from_output().
+    """Follows the steps of one scheduler: `scheduled` and `drafts`, `arrived` as its result comes, then `finished`."""
 
-    ragged: the method proposes what it finds (n-grams), so rows with shorter drafts are ordinary: their runs count at the
-    length that was asked for, which is what is chosen. Otherwise such steps mix lengths. overlapped: steps are scheduled
-    before the one ahead of them has ended.
-    """
-
-    def __init__(self, ragged: bool, overlapped: bool, first: ArmChoice) -> None:
-        self.ragged = ragged
-        self.overlapped = overlapped
-        self.num_odd = 0  # steps whose rows do not add up: not reported
-        self._drafting = first
+    def __init__(self, traits: Traits, first: ArmChoice) -> None:
+        self.traits = traits
+        self.num_odd = 0  # steps whose sequences do not add up: not reported
+        self._drafting, self._drafts_void = first, False  # of the newest step
         self._pending: deque[PendingStep] = deque(maxlen=MAX_PENDING)
+        self._before: deque[StepShape] = deque(maxlen=NUM_BEFORE)
         self._prefilling: Set[str] = NOBODY
         self._seen: set[tuple[int, int, int]] = set()
+        self._arrived: PendingStep | None = None
         self._ended = 0.0
         self._busy = False
 
@@ -106,25 +126,29 @@ class StepTracker:
         if output.scheduled_new_reqs or cached.resumed_req_ids or self._prefilling:
             prompts, unfinished = self._in_prompts(output, requests)
         drafts = list(map(len, output.scheduled_spec_decode_tokens.values()))
+        verified = max(drafts, default=0)
+        if self.traits.ragged:
+            verified = max(verified, self._drafting.arm.speculation_length)
         contexts = cached.num_computed_tokens
         step = PendingStep(
             scheduled=output,
             started=started,
             choice=self._drafting,
-            drafting=self._drafting,
+            shape=StepShape(len(tokens) - len(prompts), verified, verified, bool(prompts)),
             prompts=prompts,
-            num_decoding=len(tokens) - len(prompts),
             num_next=len(tokens) - len(unfinished),
-            longest_draft=max(drafts, default=0),
             num_drafted_sequences=len(drafts) - drafts.count(0),
             num_drafts=sum(drafts),
             mean_context_length=sum(contexts) / len(contexts) if contexts else 0.0,
+            verifies_void=self._drafts_void,
+            drafts_void=self._is_too_long(output, requests),
         )
+        self._drafts_void = step.drafts_void
         self._pending.append(step)
         return step
 
     def _in_prompts(self, output: Scheduled, requests: Mapping[str, Request]) -> tuple[Set[str], Set[str]]:
-        """Rows of a step that compute prompt tokens, and those of them that have more to compute after it."""
+        """Sequences of a step that compute prompt tokens, and those of them that have more to compute after it."""
         tokens = output.num_scheduled_tokens
         prompts = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         prompts |= self._prefilling & tokens.keys()
@@ -132,40 +156,68 @@ class StepTracker:
         self._prefilling = unfinished | {name for name in self._prefilling - tokens.keys() if name in requests}
         return prompts, unfinished
 
+    def _is_too_long(self, output: Scheduled, requests: Mapping[str, Request]) -> bool:
+        """True if a sequence is over the limit when the step has computed its tokens."""
+        longest, tokens = self.traits.longest_context, output.num_scheduled_tokens
+        if longest is None:
+            return False
+        contexts = output.scheduled_cached_reqs.num_computed_tokens
+        if not output.scheduled_new_reqs and max(contexts, default=0) + max(tokens.values()) <= longest:
+            return False
+        return any(requests[name].num_computed_tokens + num > longest for name, num in tokens.items())
+
     def drafts(self, step: PendingStep, choice: ArmChoice) -> None:
-        """The step drafts at this choice."""
-        step.drafting = self._drafting = choice
+        """The step drafts at this choice. vLLM from 0.33 on does not where no sequence could use it (skip_drafts)."""
+        self._drafting, shape = choice, step.shape
+        is_without = step.drafts_void or getattr(step.scheduled, "skip_drafts", False)
+        shape.drafted = 0 if is_without else choice.arm.speculation_length
+        key = (shape.num_decoding, shape.verified, shape.drafted)
+        shape.is_first = key not in self._seen
+        self._seen.add(key)
 
-    def finished(self, output: Scheduled, sampled: Sampled, ended: float, busy: bool) -> StepRecord | None:
-        """The record of a step after vLLM has taken its tokens, and cut off what lies behind the end of a request.
+    def arrived(self, output: Scheduled, requests: Mapping[str, Request], ended: float) -> None:
+        """The result of a step is there; vLLM has not looked at it yet."""
+        self._arrived = step = self._take(output)
+        if step is None:
+            self._busy = False  # a step without tokens, which is none: the next one begins when it is scheduled
+            return
+        step.latency_s = ended - self._began(step)
+        step.over = ended_requests(output, requests)
+        self._ended = ended
+        if self._pending:
+            self._pending[0].shape.was_queued = True
 
-        busy: whether requests go on. None for a step in which no row decoded.
+    def finished(self, sampled: Sampled, busy: bool) -> StepRecord | None:
+        """The record of the step that arrived, when vLLM has cut off the tokens behind the end of each request.
+
+        busy: True if requests go on. None if no sequence shows how many tokens were accepted.
         """
-        step = self._take(output)
-        began = self._began(step)
-        self._ended, self._busy = ended, busy
-        if step is None or not step.num_decoding or not sampled.sampled_token_ids:
+        step, self._arrived = self._arrived, None
+        if step is None:
             return None
-        length = step.longest_draft
-        if self.ragged:
-            length = max(length, step.choice.arm.speculation_length)
-        histogram = accepted_histogram(sampled, step.prompts, length)
-        if histogram is None or sum(histogram) != step.num_decoding:
+        flags, self._busy = self._flags(step), busy
+        self._before.append(step.shape)
+        skipped = step.prompts | step.over | invalid_drafts(step.scheduled)
+        num_counted = len(step.scheduled.num_scheduled_tokens) - len(skipped)
+        if not num_counted or not sampled.sampled_token_ids:
+            return None
+        histogram = accepted_histogram(sampled, skipped, step.shape.verified)
+        if histogram is None or sum(histogram) != num_counted:
             self.num_odd += 1
             return None
         return StepRecord(
             seq=0,
-            batch_size=step.num_decoding,
-            arm=Arm(length),
-            latency_s=ended - began,
+            batch_size=step.shape.num_decoding,
+            arm=Arm(step.shape.verified),
+            latency_s=step.latency_s,
             accepted_histogram=histogram,
             mean_context_length=step.mean_context_length,
             decision_version=step.choice.decision_version,
-            flags=self._flags(step, length),
+            flags=flags,
             probe_id=step.choice.probe_id,
             num_drafted_sequences=step.num_drafted_sequences,
-            num_verified_tokens=step.num_decoding + step.num_drafts,
-            num_new_sequences=len(output.scheduled_new_reqs),
+            num_verified_tokens=step.shape.num_decoding + step.num_drafts,
+            num_new_sequences=len(step.scheduled.scheduled_new_reqs),
         )
 
     def _take(self, output: Scheduled) -> PendingStep | None:
@@ -175,43 +227,51 @@ class StepTracker:
                 for _ in range(position + 1):
                     self._pending.popleft()
                 return step
-        return None  # a step without tokens: nothing to do with those under way
+        return None  # a step without tokens: nothing to do with those in flight
 
-    def _began(self, step: PendingStep | None) -> float:
-        """When a step's time begins: where the one before ended, unless vLLM waited for requests in between."""
-        started = self._ended if step is None else step.started
-        if self.overlapped:
-            return max(started, self._ended)
-        return self._ended if self._busy else started
+    def _began(self, step: PendingStep) -> float:
+        """Begin of a step's time: where the one before ended, unless vLLM waited for requests in between."""
+        if self.traits.overlapped:
+            return max(step.started, self._ended)
+        return self._ended if self._busy else step.started
 
-    def _flags(self, step: PendingStep, length: int) -> frozenset[StepFlag]:
-        flags = []
-        if step.prompts:
-            flags.append(StepFlag.PREFILL)
-        if not self.ragged and step.num_drafts != length * step.num_decoding:
-            flags.append(StepFlag.MIXED_LENGTHS)
-        if step.drafting.arm.speculation_length != length:
-            flags.append(StepFlag.CHANGED_ARM)
-        shape = (step.num_decoding, length, step.drafting.arm.speculation_length)
-        if shape not in self._seen:
-            self._seen.add(shape)
-            flags.append(StepFlag.FIRST_USE)
+    def _flags(self, step: PendingStep) -> frozenset[StepFlag]:
+        shape, flags = step.shape, set()
+        if shape.with_prefill or (self.traits.late_drafts and self._before and self._before[-1].with_prefill):
+            flags.add(StepFlag.PREFILL)
+        if step.verifies_void or (not self.traits.ragged and step.num_drafts != shape.verified * shape.num_decoding):
+            flags.add(StepFlag.MIXED_LENGTHS)
+        if shape.drafted != shape.verified:
+            flags.add(StepFlag.CHANGED_ARM)
+        if shape.is_first:
+            flags.add(StepFlag.FIRST_USE)
+        if self.traits.overlapped:
+            flags |= overlap_flags(self._before, shape, self._pending[0].shape if self._pending else None)
         return frozenset(flags) if flags else ORDINARY
 
 
 def is_unfinished(request: Request, num_tokens: int) -> bool:
-    """Whether a row is still in its prompt after a step that computes num_tokens of it."""
+    """True if a sequence is still in its prompt after a step that computes num_tokens of it."""
     return request.num_computed_tokens + num_tokens < request.num_tokens + request.num_output_placeholders
 
 
-def accepted_histogram(sampled: Sampled, prompts: Set[str], length: int) -> tuple[int, ...] | None:
-    """Rows by accepted run, 0 to length, without those that were in their prompts; None where a run is longer.
+def ended_requests(output: Scheduled, requests: Mapping[str, Request]) -> Set[str]:
+    """Sequences whose request ended. vLLM does not cut off their tokens any more, so they tell nothing."""
+    find = requests.get
+    return {name for name in output.num_scheduled_tokens if (one := find(name)) is None or one.is_finished()}
 
-    Rows of requests that ended while the step was under way count like others: they were computed like others.
-    """
+
+def invalid_drafts(output: Scheduled) -> Set[str]:
+    """Sequences with draft tokens that a grammar forbids: they are rejected whatever the draft model is worth."""
+    invalid = output.num_invalid_spec_tokens
+    return {name for name, num in invalid.items() if num} if invalid else NOBODY
+
+
+def accepted_histogram(sampled: Sampled, skipped: Set[str], length: int) -> tuple[int, ...] | None:
+    """Sequences by accepted run, 0 to length, without those skipped; None where a run is longer."""
     rows = sampled.sampled_token_ids
-    if prompts:
-        rows = [rows[index] for name, index in sampled.req_id_to_index.items() if name not in prompts]
+    if skipped:
+        rows = [rows[index] for name, index in sampled.req_id_to_index.items() if name not in skipped]
     histogram = [0] * (length + 1)
     for row in rows:
         run = len(row) - 1 if row else 0  # the last token is the target's own

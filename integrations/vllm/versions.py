@@ -1,19 +1,46 @@
-"""The versions of vLLM that this was tested with: the one place where they are named."""
+"""The parts of vLLM that are used. Its scheduler is no public interface, so a version is judged by whether it has them."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Set
 
-# Its scheduler is no public interface: another version may call it otherwise, and nobody would notice but in the figures.
-TESTED = ("0.32.0",)
-ANY_VERSION = "SPECLEN_VLLM_ANY_VERSION"
+TRIED = ("0.30", "0.31", "0.32", "0.33")  # docs/vllm.md says how
+
+NEEDED = {
+    "Scheduler": (
+        "schedule",
+        "_update_after_schedule",
+        "update_from_output",
+        "shutdown",
+        "vllm_config",
+        "requests",
+        "running",
+        "waiting",
+        "max_num_running_reqs",
+        "num_spec_tokens",
+        "dynamic_sd_lookup",
+    ),
+    "SchedulerOutput": (
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "num_spec_tokens_to_schedule",
+        "num_invalid_spec_tokens",
+    ),
+    "CachedRequestData": ("resumed_req_ids", "num_computed_tokens"),
+    "ModelRunnerOutput": ("sampled_token_ids", "req_id_to_index"),
+    "Request": ("num_tokens", "is_finished"),
+}
 
 
-def check_version(version: str, any_version: bool) -> None:
-    """Raises ValueError for a version that was not tested, unless that is wanted. Builds ("+cpu") are not told apart."""
-    match = re.match(r"\d+\.\d+\.\d+", version)
-    if (match is None or match[0] not in TESTED) and not any_version:
-        raise ValueError(
-            f"vLLM {version} was not tested with speclen, only {', '.join(TESTED)}: install that, "
-            f"or try it all the same with {ANY_VERSION}=1"
-        )
+def check_parts(version: str, names: Mapping[str, Set[str]]) -> None:
+    """Raises ValueError if vLLM lacks something. names: attributes of the classes in NEEDED."""
+    missing = [f"{part}.{name}" for part, wanted in NEEDED.items() for name in wanted if name not in names[part]]
+    if missing:
+        raise ValueError(f"vLLM {version} has no {', '.join(missing)}: install one of {', '.join(TRIED)}")
+
+
+def was_tried(version: str) -> bool:
+    """True for a version of vLLM with which the plugin was tried, whatever its build ("0.32.0+cpu")."""
+    return any(version == tried or version.startswith(f"{tried}.") for tried in TRIED)

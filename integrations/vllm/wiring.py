@@ -9,11 +9,18 @@ from typing import Any, Protocol
 import structlog
 
 from speclen.integrations.vllm.background import Reporting
-from speclen.integrations.vllm.context import RAGGED, check_config, configured_table, context_key, limits_of
+from speclen.integrations.vllm.context import (
+    check_config,
+    configured_table,
+    context_key,
+    fast_lengths,
+    limits_of,
+    traits_of,
+)
+from speclen.integrations.vllm.lengths import CautiousLengths
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker
-from speclen.integrations.vllm.versions import check_version
 from speclen.records import Arm
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.card import WorkerCard
@@ -21,8 +28,9 @@ from speclen.worker.reporting.control_client import ControlClient
 
 log = structlog.get_logger()
 
-# The first step of another arm is no usable sample of time: it verifies one length and drafts another.
+# Choices of a probe. The first step of another length is no usable sample of time: it verifies one and drafts another.
 PROBE_STEPS = 4
+OVERLAPPED_PROBE_STEPS = 5  # the least that gives one usable sample: the steps around it need its length, too
 
 
 class Engine(Protocol):
@@ -39,19 +47,14 @@ def steering_for(
     """Steering that reports already. Raises ValueError with one sentence, naming variables, for what cannot work."""
     try:
         settings = settings_from(environment)
-        check_version(version, settings.any_version)
         check_config(engine.vllm_config)
         control = control_for(engine, settings, platform, version, worker_id)
         credentials, metadata = settings.security.credentials(), settings.security.metadata()
     except ValueError as error:
         raise ValueError(as_variables(str(error))) from error
     reporting = Reporting(control, settings.controller, credentials, metadata)
-    tracker = StepTracker(
-        ragged=engine.vllm_config.speculative_config.method in RAGGED,
-        overlapped=engine.vllm_config.scheduler_config.async_scheduling,
-        first=ArmChoice(Arm(engine.num_spec_tokens)),
-    )
-    steering = Steering(control, tracker, reporting)
+    tracker = StepTracker(traits_of(engine.vllm_config), ArmChoice(Arm(engine.num_spec_tokens)))
+    steering = Steering(control, tracker, cautious_lengths(engine, control), reporting)
     reporting.tell = steering.tell
     reporting.start()
     log.info(
@@ -77,6 +80,20 @@ def control_for(engine: Engine, settings: VllmSettings, platform: Any, version: 
         address="",  # vLLM's own, which its engine is not told
         policy=settings.policy,
         run_id=settings.run_id,
-        probe_steps=PROBE_STEPS,
+        probe_steps=OVERLAPPED_PROBE_STEPS if engine.vllm_config.scheduler_config.async_scheduling else PROBE_STEPS,
     )
     return ControlClient(card, table, follow=settings.policy == "adaptive")
+
+
+def cautious_lengths(engine: Engine, control: ControlClient) -> CautiousLengths:
+    """The lengths in use, given the controller's; a policy of the worker's own is followed to the letter."""
+    if not control.follow:
+        return CautiousLengths(control.table)
+    assert engine.dynamic_sd_lookup is not None, "check_config has seen it"
+    fast = fast_lengths(engine.vllm_config, engine.dynamic_sd_lookup)
+    if len(fast) == 1:
+        log.warning(
+            f"all batch sizes run at length {min(fast)}: vLLM captures graphs for the lengths that "
+            "num_speculative_tokens_per_batch_size names, so name all that may be chosen"
+        )
+    return CautiousLengths(control.table, fast)

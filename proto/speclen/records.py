@@ -115,6 +115,7 @@ class StepFlag(enum.Enum):
     CATCH_UP = "catch_up"  # of the draft model, after steps without it
     MIXED_LENGTHS = "mixed_lengths"  # a request asked for a length of its own
     CHANGED_ARM = "changed_arm"  # another arm than in the step before, where that takes longer or overlaps
+    OVERLAP = "overlap"  # with steps that differ from it: the time between two results is not that of one step
     UNKNOWN = "unknown"  # from a newer worker
 
 
@@ -141,7 +142,8 @@ class StepRecord(NamedTuple):
 
     seq: 1, 2, 3, ... within an incarnation of a worker. batch_size: sequences that decoded. arm: what was run; plain where
     no sequence could speculate. latency_s: wall time of the whole step. accepted_histogram[j]: sequences of which j
-    proposed tokens were accepted, summing to batch_size. mean_context_length: tokens held per sequence before the step.
+    proposed tokens were accepted, summing to batch_size, or less where sequences do not show it. mean_context_length:
+    tokens held per sequence before the step.
     decision_version: of the table that selected the arm, 0 for none. flags: see StepFlag. probe_id: 0 for none.
     class_histograms: (class, its histogram) for the classes in the batch, adding up to accepted_histogram; empty where all
     are greedy. num_drafted_sequences: sequences for which the draft model drafted; num_verified_tokens: tokens that the
@@ -167,8 +169,13 @@ class StepRecord(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all sequences generated."""
-        return self.batch_size + sum(map(mul, self.accepted_histogram, range(len(self.accepted_histogram))))
+        """Tokens that the sequences of the histogram generated."""
+        return sum(map(mul, self.accepted_histogram, range(1, len(self.accepted_histogram) + 1)))
+
+    @property
+    def tokens_per_sequence(self) -> float:
+        """Mean of the generated tokens over the sequences of the histogram."""
+        return self.num_tokens / sum(self.accepted_histogram)
 
 
 class Choice(NamedTuple):

@@ -1,9 +1,11 @@
-"""vLLM's real overlapping scheduler under ours, without a model: on CPUs vLLM never overlaps steps. Runs in its environment.
+"""vLLM's real overlapping scheduler under ours, with neither model nor device. Runs in vLLM's environment.
 
     python scripts/vllm/overlapped.py WEIGHTS
 
-Steps are scheduled one ahead, as the engine does with two batches under way; rows accept at random; lengths change at
-random; requests come, are aborted and end. What is reported is held against what the rows did. Prints one JSON line.
+On CPUs vLLM does not overlap steps, so results are made up here, and so is the time: a host that launches one step ahead
+and a device, in a model of the queue of the engine core. Requests come, end and are aborted; lengths and accepted tokens
+are drawn. Reports are held against what the sequences did, and usable times against those of their length. Prints one
+JSON line for each machine.
 """
 
 from __future__ import annotations
@@ -13,122 +15,208 @@ import os
 import random
 import sys
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 os.environ |= {"SPECLEN_CONTROLLER": "127.0.0.1:9"}  # nobody: the lengths are drawn here
 
-from vllm import LLM, SamplingParams
+import torch
+from vllm import SamplingParams, __version__
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from speclen.integrations.vllm import Scheduler
+from speclen.integrations.vllm import scheduler as hooks
 from speclen.records import Arm, StepFlag
 from speclen.worker.drafting.arm_chooser import ArmChoice
 
-MAX_LENGTH, MAX_BATCH, NUM_STEPS = 5, 8, 400
+MAX_LENGTH, MAX_BATCH, NUM_STEPS = 5, 8, 4000
+PROMPT_S = 0.030
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds that host and device need for a step, for a token of each draft, and for one to verify."""
+
+    host: float
+    host_draft: float
+    device: float
+    device_draft: float
+    device_verify: float
+
+    def steady_s(self, length: int) -> float:
+        """Seconds of a step among steps of the same length."""
+        host = self.host + self.host_draft * length
+        return max(host, self.device + (self.device_draft + self.device_verify) * length)
+
+
+MACHINES = {
+    "host-bound": Machine(0.007, 0.004, 0.003, 0.0008, 0.0002),
+    "mixed": Machine(0.004, 0.0034, 0.013, 0.0008, 0.0005),
+    "device-bound": Machine(0.001, 0.0003, 0.010, 0.0023, 0.0004),
+}
+
+
+@dataclass
+class Step:
+    output: Any
+    in_prompt: set[str]
+    unfinished: set[str]
+    ends_at: float
 
 
 def overlapping_scheduler(weights: Path) -> Any:
-    """Ours, made from the configuration of a real engine as if its device could overlap steps."""
-    table = [[1, MAX_BATCH, MAX_LENGTH]]
-    speculative = {"method": "draft_model", "model": str(weights / "draft"), "num_speculative_tokens": MAX_LENGTH}
-    engine = LLM(
-        str(weights / "target"),
-        speculative_config=speculative | {"num_speculative_tokens_per_batch_size": table},
+    """Ours, as an engine whose device overlaps steps makes it."""
+    speculative = {
+        "method": "draft_model",
+        "model": str(weights / "draft"),
+        "num_speculative_tokens": MAX_LENGTH,
+        "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, MAX_LENGTH]],
+    }
+    config = EngineArgs(
+        model=str(weights / "target"),
+        speculative_config=speculative,
         max_num_seqs=MAX_BATCH,
         max_num_batched_tokens=96,
         max_model_len=256,
         enforce_eager=True,
         enable_prefix_caching=False,
-    )
-    core = engine.llm_engine.engine_core.engine_core
-    core.vllm_config.scheduler_config.async_scheduling = True
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = True
+    config.cache_config.num_gpu_blocks = 400
+    kind = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
     return Scheduler(
-        vllm_config=core.vllm_config,
-        kv_cache_config=core.scheduler.kv_cache_config,
-        structured_output_manager=core.structured_output_manager,
-        block_size=core.scheduler.block_size,
-        hash_block_size=core.scheduler.hash_block_size,
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(400, [], [KVCacheGroupSpec(["layer"], kind)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=16,
+        hash_block_size=16,
         log_stats=False,
     )
 
 
-def drive(scheduler: Any, dice: random.Random) -> dict[str, int]:
-    """Steps one ahead of their results. Raises AssertionError where a report and the rows differ."""
-    control = scheduler._steering.control
-    control.choose = lambda rows, with_prefill=False: ArmChoice(
-        Arm(dice.randint(0, MAX_LENGTH) if dice.random() < 0.2 else 3)
-    )
-    reports: list[Any] = []
-    control.report = reports.append
-    under_way: deque[tuple[Any, set[str], set[str]]] = deque()
-    counts = {"steps": 0, "reports": 0, "teaching": 0}
-    for number in range(NUM_STEPS):
-        if dice.random() < 0.1 and len(scheduler.requests) < MAX_BATCH:
-            settings = SamplingParams(temperature=0, max_tokens=dice.randint(2, 60), ignore_eos=True)
-            settings.update_from_generation_config({}, None)
-            scheduler.add_request(Request(f"r{number}", list(range(1, dice.randint(5, 150))), settings, None))
-        if scheduler.requests and dice.random() < 0.03:
-            scheduler.finish_requests(dice.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
-        in_prompt = {
-            name for name, each in scheduler.requests.items() if each.num_computed_tokens < each.num_prompt_tokens
-        }
-        output = scheduler.schedule()
-        unfinished = {name for name in output.num_scheduled_tokens if scheduler.requests[name].is_prefill_chunk}
-        under_way.append((output, in_prompt, unfinished))
-        if len(under_way) == 2:
-            check_step(scheduler, *under_way.popleft(), dice, reports, counts)
-    return counts | {"left_out": scheduler._steering.tracker.num_odd}
+def lengths(dice: random.Random) -> Iterator[int]:
+    """Each held for 2 to 30 steps."""
+    while True:
+        length = dice.choice((0, 1, 3, 5))
+        for _ in range(dice.randint(2, 30)):
+            yield length
 
 
-def check_step(
-    scheduler: Any,
-    output: Any,
-    in_prompt: set[str],
-    unfinished: set[str],
-    dice: random.Random,
-    reports: list[Any],
-    counts: dict[str, int],
-) -> None:
-    """End a step with random acceptance, and hold its report against it."""
-    names = list(output.num_scheduled_tokens)
-    if not names:
-        scheduler.update_from_output(output, ModelRunnerOutput([], {}))
-        return
-    rows = []
-    for name in names:
-        drafts = output.scheduled_spec_decode_tokens.get(name, [])
-        rows.append([] if name in unfinished else [5] * (1 + dice.randint(0, len(drafts))))
-    before = len(reports)
-    scheduler.update_from_output(output, ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, rows))
-    decoding = [i for i, name in enumerate(names) if name not in in_prompt]
-    counts["steps"] += 1
-    reported = len(reports) > before
-    assert reported == bool(decoding), f"step {counts['steps']}: {reported=}, {decoding=}, {names=}, {in_prompt=}"
-    if decoding:
-        result = reports[-1]
-        accepted = sum(run * number for run, number in enumerate(result.accepted_histogram))
-        assert result.batch_size == len(decoding)
-        assert accepted == sum(max(len(rows[i]) - 1, 0) for i in decoding), "rows as vLLM left them"
-        assert (StepFlag.PREFILL in result.flags) == (len(decoding) < len(names))
-        counts["reports"] += 1
-        counts["teaching"] += not result.flags
+@dataclass
+class Drive:
+    """The engine core's loop: a step is scheduled, then the result of the one before it is taken."""
+
+    scheduler: Any
+    machine: Machine
+    dice: random.Random
+    now: float = 0.0
+    device_free: float = 0.0
+    in_flight: deque[Step] = field(default_factory=deque)
+    reports: list[Any] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "over": 0, "forbidden": 0})
+
+    def __post_init__(self) -> None:
+        hooks.time = SimpleNamespace(perf_counter=lambda: self.now)  # type: ignore[assignment]
+        steering, drawn = self.scheduler._steering, lengths(self.dice)
+        steering.control.choose = lambda rows, with_prefill=False: ArmChoice(Arm(next(drawn)))
+        steering.lengths.choice = lambda rows, wanted: wanted
+        steering.control.report = self.reports.append
+
+    def run(self) -> None:
+        for number in range(NUM_STEPS):
+            if self.dice.random() < 0.06 and len(self.scheduler.requests) < MAX_BATCH:
+                self.add(f"r{number}")
+            self.maybe_abort()
+            self.launch()
+            if len(self.in_flight) == 2:
+                self.take()
+
+    def add(self, name: str) -> None:
+        settings = SamplingParams(temperature=0, max_tokens=self.dice.randint(2, 100), ignore_eos=True)
+        settings.update_from_generation_config({}, None)
+        prompt = list(range(1, self.dice.randint(5, 150)))
+        self.scheduler.add_request(Request(name, prompt, settings, None))
+
+    def maybe_abort(self) -> None:
+        if self.scheduler.requests and self.dice.random() < 0.01:
+            name = self.dice.choice(list(self.scheduler.requests))
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def launch(self) -> None:
+        requests = self.scheduler.requests
+        in_prompt = {name for name, each in requests.items() if each.num_computed_tokens < each.num_prompt_tokens}
+        output = self.scheduler.schedule()
+        names = output.num_scheduled_tokens.keys()
+        if names:
+            verified = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+            drafted, machine = output.num_spec_tokens_to_schedule, self.machine
+            begin = max(self.now, self.device_free)
+            self.now += machine.host + machine.host_draft * drafted
+            took = machine.device + machine.device_verify * verified + machine.device_draft * drafted
+            self.device_free = max(begin + took + PROMPT_S * bool(in_prompt & names), self.now)
+        unfinished = {name for name in names if requests[name].is_prefill_chunk}
+        self.in_flight.append(Step(output, in_prompt, unfinished, self.device_free))
+
+    def take(self) -> None:
+        """Take the oldest result, of which sequences accept as many drafts as are drawn; hold the report against it."""
+        step = self.in_flight.popleft()
+        names, drafts = list(step.output.num_scheduled_tokens), step.output.scheduled_spec_decode_tokens
+        self.now = max(self.now, step.ends_at) if names else self.now
+        self.maybe_abort()
+        forbidden = {name for name in drafts if self.dice.random() < 0.01}
+        step.output.num_invalid_spec_tokens = dict.fromkeys(forbidden, 1)
+        rows = [
+            [] if name in step.unfinished else [5] * (1 + self.dice.randint(0, len(drafts.get(name, []))))
+            for name in names
+        ]
+        over = {name for name in names if name not in self.scheduler.requests}
+        before = len(self.reports)
+        result = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, rows)
+        self.scheduler.update_from_output(step.output, result)
+        decoding = [name for name in names if name not in step.in_prompt]
+        counted = [rows[names.index(name)] for name in decoding if name not in over | forbidden]
+        assert (len(self.reports) > before) == bool(counted)
+        self.counts["steps"] += bool(names)
+        self.counts["over"] += len(over & set(decoding))
+        self.counts["forbidden"] += len(forbidden)
+        if counted:
+            report = self.reports[-1]
+            runs = sorted(len(row) - 1 for row in counted)  # as vLLM has cut them
+            told = [run for run, number in enumerate(report.accepted_histogram) for _ in range(number)]
+            assert (report.batch_size, told) == (len(decoding), runs)
+            assert StepFlag.PREFILL in report.flags or not step.in_prompt & set(names)
 
 
 def main() -> None:
-    scheduler = overlapping_scheduler(Path(sys.argv[1]))
-    assert isinstance(scheduler, AsyncScheduler)
-    counts = drive(scheduler, random.Random(3))
-    assert scheduler._steering is not None, "a hook failed"
-    assert counts["left_out"] == 0
-    print(json.dumps(counts))
+    for name, machine in MACHINES.items():
+        scheduler = overlapping_scheduler(Path(sys.argv[1]))
+        assert isinstance(scheduler, AsyncScheduler)
+        drive = Drive(scheduler, machine, random.Random(3))
+        drive.run()
+        assert scheduler._steering is not None, "a hook failed"
+        assert scheduler._steering.tracker.num_odd == 0
+        usable = [each for each in drive.reports if not each.flags]
+        errors = sorted(abs(each.latency_s / machine.steady_s(each.arm.speculation_length) - 1.0) for each in usable)
+        found = {
+            "vllm": __version__,
+            "machine": name,
+            **drive.counts,
+            "reports": len(drive.reports),
+            "usable": len(usable),
+            "error_p98": round(errors[int(0.98 * len(errors))], 4),
+            "error_max": round(errors[-1], 4),
+        }
+        print(json.dumps(found), flush=True)
+        assert found["error_p98"] < 0.03, "times are not those of their lengths"
+        scheduler.shutdown()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,14 @@ def test_the_prediction_error_is_observed_over_predicted():
     assert (error.elsewhere_s, error.regret_s) == (0.0, 0.0)
 
 
+def test_tokens_are_expected_of_the_sequences_that_show_theirs():
+    error = PredictionError()
+    # Two of four sequences, 2 accepted tokens: 2 tokens per sequence.
+    error.add(TABLE, [step(4, 2, 0.022, 0, 2, 0)])
+    [sums] = error.compared.values()
+    assert sums.predicted_s == pytest.approx(0.020)
+
+
 def test_regret_is_what_the_arm_in_use_would_have_saved():
     error = PredictionError()
     probes = [

@@ -9,6 +9,7 @@ from store_rows import context, decision, estimate, moment, report, rows, store_
 
 from speclen.records import Limits
 from speclen.store.database import Store
+from speclen.store.prediction_windows import sums_by_arm
 from speclen.store.records import AcceptanceRow, Commit, ProfileCellRow, ProfileRow, StateRow
 from speclen.store.statements import BLOCKS
 
@@ -164,3 +165,10 @@ def test_two_workers_cannot_share_a_name(store):
     store_now(store, Commit(workers=[worker(9, worker_key=2, worker_id="worker-1")]))
     assert rows(store.path, "SELECT worker_key, applied_seq FROM workers") == [(1, 3)]
     assert store.health().num_rows_refused == 1
+
+
+def test_tokens_per_sequence_are_those_of_sequences_in_the_histogram():
+    """Of four sequences two show what they accepted: one token each beside the target's own."""
+    reports = [report(1, accepted_histogram="[0,2,0]", num_accepted_tokens=2), report(2)]
+    [sums] = sums_by_arm(reports)
+    assert (sums["num_steps"], sums["sum_tokens"]) == (2, 2.0 + 2.0)

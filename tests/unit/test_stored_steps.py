@@ -36,7 +36,7 @@ def test_a_row_is_the_step_again(step):
     row = ReportRow(*row_of(step, 5, 3, 2, 7, 11.0))
     assert record_of(row) == step
     assert (row.group_id, row.context_id, row.worker_key, row.epoch, row.received_at) == (5, 3, 2, 7, 11.0)
-    assert row.num_accepted_tokens == step.num_tokens - step.batch_size
+    assert row.num_accepted_tokens == sum(run * count for run, count in enumerate(step.accepted_histogram))
 
 
 def test_rows_are_grouped_by_call():

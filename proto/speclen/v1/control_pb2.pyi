@@ -64,6 +64,8 @@ class _StepFlagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """Sequences used different lengths in one step (a request asked for its own)."""
     STEP_FLAG_CHANGED_ARM: _StepFlag.ValueType  # 6
     """Another arm than in the step before, on an engine where that step overlaps with it or takes longer."""
+    STEP_FLAG_OVERLAP: _StepFlag.ValueType  # 7
+    """Steps overlap, and those beside this one differ from it: the time between two results is not that of one step."""
 
 class StepFlag(_StepFlag, metaclass=_StepFlagEnumTypeWrapper):
     """Reasons for which a step is no usable sample."""
@@ -81,6 +83,8 @@ STEP_FLAG_MIXED_LENGTHS: StepFlag.ValueType  # 5
 """Sequences used different lengths in one step (a request asked for its own)."""
 STEP_FLAG_CHANGED_ARM: StepFlag.ValueType  # 6
 """Another arm than in the step before, on an engine where that step overlaps with it or takes longer."""
+STEP_FLAG_OVERLAP: StepFlag.ValueType  # 7
+"""Steps overlap, and those beside this one differ from it: the time between two results is not that of one step."""
 Global___StepFlag: typing_extensions.TypeAlias = StepFlag
 
 @typing.final
@@ -366,8 +370,9 @@ class StepReport(google.protobuf.message.Message):
     """Sequences admitted as the step began, which wait for it with their first tokens."""
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Entry j: sequences of which exactly j proposed tokens were accepted. Sums to batch_size. Tokens that the end of a
-        request cuts off do not count as accepted. Length: speculation_length + 1, with n-grams at most max(that, 9).
+        """Entry j: sequences of which exactly j proposed tokens were accepted. Sums to batch_size, or less where sequences do not
+        show it (their request had ended when the result came, or a grammar forbade draft tokens); at least to 1. Tokens that
+        the end of a request cuts off do not count as accepted. Length: speculation_length + 1, with n-grams at most max(that, 9).
         """
 
     @property

@@ -1,0 +1,42 @@
+"""Lengths in use: the configured ones until a controller's rest on evidence, and only those that run at full speed."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from speclen.integrations.vllm.timing import NEAR
+from speclen.records import Arm, StepRecord
+from speclen.worker.drafting.arm_chooser import ArmChoice
+from speclen.worker.reporting.table import ArmTable
+
+MIN_SAMPLES = 20  # usable samples of a batch size or a neighbour, before the controller's length is used there
+
+
+class CautiousLengths:
+    """Replaces a controller's choices at batch sizes without evidence, and lengths that run slower than others.
+
+    configured: the lengths that vLLM would use. fast: lengths that may be chosen; all if empty.
+    """
+
+    def __init__(self, configured: ArmTable, fast: Set[int] = frozenset()) -> None:
+        self.configured = configured
+        self.fast = fast
+        self._samples = [0] * len(configured.arms)  # by batch size, those of neighbours included
+
+    def note(self, step: StepRecord) -> None:
+        """Count a reported step."""
+        if step.flags:
+            return
+        reach = max(1, step.batch_size // NEAR)
+        for size in range(max(1, step.batch_size - reach), min(step.batch_size + reach, len(self._samples) - 1) + 1):
+            self._samples[size] += 1
+
+    def choice(self, batch_size: int, wanted: ArmChoice) -> ArmChoice:
+        """What to use where the controller wants this. Probes are how evidence begins, so they are followed."""
+        if not wanted.probe_id and self._samples[batch_size] < MIN_SAMPLES:
+            return ArmChoice(self.configured.arms[batch_size])
+        length = wanted.arm.speculation_length
+        if not self.fast or length in self.fast:
+            return wanted
+        nearest = min(self.fast, key=lambda each: (abs(each - length), each))
+        return wanted._replace(arm=Arm(nearest))

@@ -1,0 +1,68 @@
+"""What of vLLM's configurations the plugin takes: methods that draft as many tokens as a step asks for."""
+
+from __future__ import annotations
+
+import fake_vllm
+import pytest
+
+from speclen.integrations.vllm.context import check_config, fast_lengths, traits_of
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram"])
+def test_methods_with_lengths_are_taken(method, is_v2):
+    check_config(fake_vllm.config(speculative_config__method=method, use_v2_model_runner=is_v2))
+
+
+# Each asserts that it is asked for its one length, or has none: a choice would end vLLM.
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize(
+    "method", ["medusa", "suffix", "mlp_speculator", "custom_class", "extract_hidden_states", "new"]
+)
+def test_methods_of_one_length_are_refused(method, is_v2):
+    with pytest.raises(ValueError, match=rf"the method '{method}' .*V{1 + is_v2}.*use one of draft_model, "):
+        check_config(fake_vllm.config(speculative_config__method=method, use_v2_model_runner=is_v2))
+
+
+@pytest.mark.parametrize("method", ["ngram_gpu", "dspark"])
+def test_some_methods_have_lengths_under_v2_alone(method):
+    check_config(fake_vllm.config(speculative_config__method=method, use_v2_model_runner=True))
+    with pytest.raises(ValueError, match=f"'{method}'"):
+        check_config(fake_vllm.config(speculative_config__method=method))
+
+
+def test_nothing_beside_the_plugin_may_choose_lengths():
+    with pytest.raises(ValueError, match="enable_adaptive_verification"):
+        check_config(fake_vllm.config(speculative_config__enable_adaptive_verification=True))
+
+
+def test_micro_batches_of_a_pipeline_are_not_told_apart():
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size is 2.*tensor_parallel_size"):
+        check_config(fake_vllm.config(parallel_config__pipeline_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, 4096 - 5),
+        ({"speculative_config__draft_model_config": None, "model_config__max_model_len": 1000}, 1000 - 5),
+        ({"speculative_config__method": "dflash"}, 4096 - 5 - 1),  # it drafts one token more
+        ({"use_v2_model_runner": True}, None),
+    ],
+)
+def test_v1_drafts_nothing_near_the_draft_models_limit(changes, longest):
+    assert traits_of(fake_vllm.config(**changes)).longest_context == longest
+
+
+def test_v2_takes_results_before_it_drafts():
+    assert traits_of(fake_vllm.config(use_v2_model_runner=True)).late_drafts
+    assert not traits_of(fake_vllm.config()).late_drafts
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "mode", "fast"),
+    [(True, "FULL_AND_PIECEWISE", {5, 2}), (True, "PIECEWISE", set()), (False, "FULL", set())],
+)
+def test_v2_captures_full_graphs_for_the_configured_lengths_alone(is_v2, mode, fast):
+    config = fake_vllm.config(use_v2_model_runner=is_v2, compilation_config__cudagraph_mode=mode)
+    assert fast_lengths(config, fake_vllm.lookup_of(config)) == fast
