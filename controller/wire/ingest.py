@@ -57,7 +57,7 @@ def read_step(report: pb.StepReport, limits: Limits) -> StepRecord:
         report.num_new_sequences,
     )
     try:
-        _check(step, limits)
+        _check(step, limits, report.num_unobserved_sequences)
         if report.class_histograms:
             step = step._replace(class_histograms=_class_histograms(report, step))
         if report.evaluations:
@@ -67,7 +67,7 @@ def read_step(report: pb.StepReport, limits: Limits) -> StepRecord:
     return step
 
 
-def _check(step: StepRecord, limits: Limits) -> None:
+def _check(step: StepRecord, limits: Limits, num_unobserved: int) -> None:
     rows, (length, ngram), histogram = step.batch_size, step.arm, step.accepted_histogram
     for name, value, least, most in (
         ("seq", step.seq, 1, MAX_INTEGER),
@@ -90,9 +90,11 @@ def _check(step: StepRecord, limits: Limits) -> None:
         number = len(histogram) if len(histogram) < MOST_RUNS else "too many"
         sentence = f"accepted_histogram has {number} entries; it must have {most} for the arm `{step.arm}`"
         raise InvalidMessageError("accepted_histogram", sentence)
-    if not 1 <= sum(histogram) <= rows:
+    observed = rows - num_unobserved
+    if sum(histogram) != observed or observed < 1:
         sentence = (
-            f"accepted_histogram sums to {sum(histogram)}; it must sum to at most batch_size, {rows}, and at least 1"
+            f"accepted_histogram sums to {sum(histogram)}; with num_unobserved_sequences, {num_unobserved}, it must sum to "
+            f"batch_size, {rows}, and at least 1 sequence must be in it"
         )
         raise InvalidMessageError("accepted_histogram", sentence)
 

@@ -173,6 +173,11 @@ class StepRecord(NamedTuple):
         return sum(map(mul, self.accepted_histogram, range(1, len(self.accepted_histogram) + 1)))
 
     @property
+    def num_unobserved_sequences(self) -> int:
+        """Sequences that do not show what they accepted, and are not in the histogram."""
+        return self.batch_size - sum(self.accepted_histogram)
+
+    @property
     def tokens_per_sequence(self) -> float:
         """Mean of the generated tokens over the sequences of the histogram."""
         return self.num_tokens / sum(self.accepted_histogram)

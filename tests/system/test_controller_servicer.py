@@ -143,7 +143,7 @@ def test_a_bad_report_is_refused_alone_and_counted():
             await call.write(
                 pb.StreamReportsRequest(
                     worker=identity(),
-                    reports=[report(2), report(3, latency_s=-1.0), report(4, batch_size=3), report(5)],
+                    reports=[report(2), report(3, latency_s=-1.0), report(4, batch_size=5), report(5)],
                 )
             )
             answer = await call.read()

@@ -47,7 +47,7 @@ def test_few_reports_are_enough_while_a_context_has_taught_little_and_many_alway
 
 def test_a_bad_report_is_refused_alone_and_counted(parts):
     worker = parts.worker()
-    refusals = parts.intake.take(worker, [report(1), report(2, latency_s=math.nan), report(3, batch_size=3), report(4)])
+    refusals = parts.intake.take(worker, [report(1), report(2, latency_s=math.nan), report(3, batch_size=5), report(4)])
     parts.learner.learn(worker)
     assert [str(error)[:9] for error in refusals] == ["report 2:", "report 3:"]
     assert parts.totals.refused == {"latency_s": 1, "accepted_histogram": 1}

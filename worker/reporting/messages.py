@@ -33,6 +33,7 @@ def to_report(record: StepRecord) -> pb.StepReport:
         draft_prefill_s=record.draft_prefill_s,
         num_new_sequences=record.num_new_sequences,
         evaluations=[_to_evaluation(evaluation) for evaluation in record.evaluations],
+        num_unobserved_sequences=record.num_unobserved_sequences,
     )
 
 

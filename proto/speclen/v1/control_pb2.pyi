@@ -344,6 +344,7 @@ class StepReport(google.protobuf.message.Message):
     DRAFT_PREFILL_S_FIELD_NUMBER: builtins.int
     NUM_NEW_SEQUENCES_FIELD_NUMBER: builtins.int
     EVALUATIONS_FIELD_NUMBER: builtins.int
+    NUM_UNOBSERVED_SEQUENCES_FIELD_NUMBER: builtins.int
     seq: builtins.int
     """1, 2, 3, ... within an epoch."""
     batch_size: builtins.int
@@ -368,11 +369,15 @@ class StepReport(google.protobuf.message.Message):
     """Seconds of draft-model prefill since the previous report."""
     num_new_sequences: builtins.int
     """Sequences admitted as the step began, which wait for it with their first tokens."""
+    num_unobserved_sequences: builtins.int
+    """Sequences that do not show what they accepted: their request had ended when the result came, or a grammar forbade
+    draft tokens. Less than batch_size.
+    """
     @property
     def accepted_histogram(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Entry j: sequences of which exactly j proposed tokens were accepted. Sums to batch_size, or less where sequences do not
-        show it (their request had ended when the result came, or a grammar forbade draft tokens); at least to 1. Tokens that
-        the end of a request cuts off do not count as accepted. Length: speculation_length + 1, with n-grams at most max(that, 9).
+        """Entry j: sequences of which exactly j proposed tokens were accepted. With num_unobserved_sequences it sums to batch_size.
+        Tokens that the end of a request cuts off do not count as accepted. Length: speculation_length + 1, with n-grams at
+        most max(that, 9).
         """
 
     @property
@@ -406,9 +411,10 @@ class StepReport(google.protobuf.message.Message):
         draft_prefill_s: builtins.float = ...,
         num_new_sequences: builtins.int = ...,
         evaluations: collections.abc.Iterable[Global___OutputEvaluation] | None = ...,
+        num_unobserved_sequences: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "num_drafted_sequences", b"num_drafted_sequences", "num_verified_tokens", b"num_verified_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prefill_s", b"draft_prefill_s", "evaluations", b"evaluations", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "ngram", b"ngram", "num_drafted_sequences", b"num_drafted_sequences", "num_new_sequences", b"num_new_sequences", "num_verified_tokens", b"num_verified_tokens", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences", "_num_verified_tokens", b"_num_verified_tokens", "accepted_histogram", b"accepted_histogram", "batch_size", b"batch_size", "class_histograms", b"class_histograms", "decision_version", b"decision_version", "draft_prefill_s", b"draft_prefill_s", "evaluations", b"evaluations", "flags", b"flags", "latency_s", b"latency_s", "mean_context_length", b"mean_context_length", "ngram", b"ngram", "num_drafted_sequences", b"num_drafted_sequences", "num_new_sequences", b"num_new_sequences", "num_unobserved_sequences", b"num_unobserved_sequences", "num_verified_tokens", b"num_verified_tokens", "probe_id", b"probe_id", "seq", b"seq", "speculation_length", b"speculation_length"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_num_drafted_sequences", b"_num_drafted_sequences"]) -> typing.Literal["num_drafted_sequences"] | None: ...
     @typing.overload
