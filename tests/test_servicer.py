@@ -43,10 +43,11 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
+from speclen.worker.service.assembly import model_facts
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
-from speclen.worker.service.servicer import GenerationServicer, ModelFacts, caller_of
+from speclen.worker.service.servicer import GenerationServicer, caller_of
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -80,9 +81,9 @@ async def served(
     control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
     entrance = Entrance(pair, engine.max_context_length, rows, max_waiting)
     metrics = WorkerMetrics(engine, control, num_at_entrance=lambda: entrance.num_waiting)
-    facts = ModelFacts(card.context, "t", "d", 1, 1)
+    facts = model_facts(pair, engine, card.context)
     async_engine = AsyncEngine(engine, entrance, RequestMetrics(metrics), 0.001, unread_timeout_s)
-    servicer = GenerationServicer(async_engine, pair, control, facts)
+    servicer = GenerationServicer(async_engine, control, facts)
     prepare_aio()
     server = aio.server()
     rpc.add_GenerationServiceServicer_to_server(servicer, server)
@@ -281,7 +282,7 @@ def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
 
 def test_what_is_refused_while_draining_is_not_held_on_to() -> None:
     class Body:
-        """What a call has in its hands."""
+        """A call with a reference to an object."""
 
     async def test() -> None:
         async with served() as at:
@@ -358,7 +359,7 @@ def test_abort_ends_what_is_still_made_of_its_text() -> None:
     async def test() -> None:
         async with served() as at:
             go_on, encoder = threading.Event(), at.async_engine.entrance.encoder
-            encoder._aside._thread.submit(go_on.wait)  # another's text is in hand
+            encoder.aside._thread.submit(go_on.wait)  # another's text is in hand
             long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
             with mock.patch("speclen.worker.service.text_encoder.SHORT_BYTES", 10):
                 task = asyncio.create_task(at.all(long))

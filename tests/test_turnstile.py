@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from speclen.worker.requests.request import QueueFullError
-from speclen.worker.service.turnstile import Turnstile, done_by
+from speclen.worker.service.aside import Aside
+from speclen.worker.service.turnstile import Turnstile
 
 
 class Requests:
@@ -155,23 +156,22 @@ def test_the_place_of_who_gives_up_is_taken_until_the_thread_lets_go() -> None:
     """Else whoever comes and goes leaves work behind: once texts of 4 MiB each, without bound."""
 
     async def test() -> None:
-        turnstile, blocked, done = Turnstile(1, 100), threading.Event(), []
+        aside, blocked, done = Aside("aside", 100), threading.Event(), []
 
-        async def work(number: int) -> None:
-            async with turnstile.turn("a"):
-                await done_by(thread, lambda: (blocked.wait(10), done.append(number)))
+        def work(number: int) -> None:
+            blocked.wait(10)
+            done.append(number)
 
-        with ThreadPoolExecutor(1) as thread:
-            for number in range(20):
-                task = asyncio.create_task(work(number))
-                await asyncio.sleep(0.001)
-                task.cancel()
+        for number in range(20):
+            task = asyncio.create_task(aside.do("a", work, number))
             await asyncio.sleep(0.001)
-            assert thread._work_queue.qsize() == 0
-            assert turnstile._num_free == 0
-            blocked.set()
-            async with turnstile.turn("a"):
-                assert done == [0]
+            task.cancel()
+        await asyncio.sleep(0.001)
+        assert aside.num_waiting == 0
+        blocked.set()
+        async with aside.turn("a"):
+            assert done == [0], "the place was taken until the first had ended, and no other began"
+        aside.close()
 
     run(test)
 

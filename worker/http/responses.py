@@ -120,7 +120,7 @@ def refusal(error: Exception, body: Body, engine: AsyncEngine, caller: str) -> A
 
 
 def origin_of(scope: Scope, body: Sampling) -> Origin:
-    """Where a request comes from, for traces."""
+    """The origin of a request, for traces."""
     headers = scope["headers"]
     operation = "chat" if isinstance(body, ChatRequest) else "text_completion"
     return Origin(lambda: {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}, operation)

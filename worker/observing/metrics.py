@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from speclen.transport.credentials import ServerSecurity
@@ -71,11 +71,11 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         load, control = self._engine.load(), self._control
         yield gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
-        yield gauge("num_requests_waiting", "Requests waiting for a row", load.num_waiting + self._num_at_entrance())
+        yield gauge("num_requests_waiting", "Requests waiting for a slot", load.num_waiting + self._num_at_entrance())
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
         yield gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)
         yield counter("prefix_cache_queries", "Prompt tokens that were looked up", load.num_looked_up_tokens)
-        yield counter("prefix_cache_hits", "Prompt tokens that were remembered and not fed", load.num_reused_tokens)
+        yield counter("prefix_cache_hits", "Prompt tokens that were cached and not prefilled", load.num_reused_tokens)
         yield counter("generation_tokens", "Tokens generated", load.num_generated_tokens)
         yield counter("spec_decode_num_drafts", "Proposals verified, of one sequence in one step", load.num_drafts)
         yield counter("spec_decode_num_draft_tokens", "Tokens proposed", load.num_draft_tokens)
@@ -127,3 +127,27 @@ def arms(control: ControlClient) -> Iterator[Metric]:
         length.add_metric(sizes, choice.arm.speculation_length)
         ngram.add_metric(sizes, float(choice.arm.ngram))
     yield from (length, ngram)
+
+
+class Labelled:
+    """Collects another registry, with labels added to every sample."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = dict(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            samples = [sample._replace(labels=self._labels | sample.labels) for sample in metric.samples]
+            labelled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            labelled.samples = samples
+            yield labelled
+
+
+def page_of(registry: CollectorRegistry, model_name: str) -> CollectorRegistry:
+    """The registry that Prometheus reads: the given one, labelled, and the process's."""
+    page = CollectorRegistry()
+    page.register(Labelled(registry, {"model_name": model_name}))
+    ProcessCollector(registry=page)
+    PlatformCollector(registry=page)
+    return page

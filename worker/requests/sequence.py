@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ OnOutput = Callable[[SequenceOutput], None]
 
 @dataclass(slots=True)
 class SharedPrompt:
-    """What the n sequences of a request share: logits [1, 1, vocab] after the prompt, once one of them has fed it."""
+    """State that the n sequences of a request share. logits: [1, 1, vocab] after the prompt, once it is prefilled."""
 
     logits: torch.Tensor | None = None
 
@@ -76,8 +77,8 @@ class SequenceState:
         self.num_accepted_tokens = 0
         self.finished = False
         self.failed = False  # by an error that is not the caller's: what its row holds may be damaged
-        self.admitted_at: float | None = None  # by time.monotonic, when it got its row
-        self.sampling = RowSampling()  # its own is made when it gets its row
+        self.admitted_at: float | None = None  # by time.monotonic, when it got its slot
+        self.sampling = RowSampling()  # its own is made when it gets its slot
         # A grammar allows the end token last, or where nothing else may follow: whatever is ignored, that is the end.
         ignored = sampling.ignore_eos and request.grammar is None
         self._eos = frozenset() if ignored else frozenset(eos_token_ids)
@@ -105,7 +106,7 @@ class SequenceState:
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still put out."""
+        """Tokens it may still generate."""
         return self.limit - len(self.tokens)
 
     @property
@@ -118,7 +119,7 @@ class SequenceState:
         return 0 if self.has_slow_grammar else min(self.num_left - 1, max_context_length - len(self.tokens))
 
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
-        """Make what choosing tokens needs; called once, when the sequence gets its row."""
+        """Make what choosing tokens needs; called once, when the sequence gets its slot."""
         self.admitted_at = time.monotonic()
         self.sampling = make_row_sampling(self.request, self.index, sorted(self._ends), vocab_size, device)
 
@@ -151,7 +152,9 @@ class SequenceState:
             text += self._rest()
         self.finished = reason is not None
         shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
-        return self._output(tuple(ids), text, shown, reason, matched, error, is_callers=error is not None)
+        return self._output(
+            tuple(ids), text, reason, logprobs=shown, matched_stop=matched, error=error, is_callers=error is not None
+        )
 
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
@@ -162,28 +165,13 @@ class SequenceState:
         except Exception:
             log.exception("the last text of request %s cannot be shown", self.request.request_id)
             text = ""
-        return self._output((), text, (), FinishReason.ABORT, None, error)
+        return self._output((), text, FinishReason.ABORT, error=error)
 
-    def _output(
-        self,
-        ids: tuple[int, ...],
-        text: str,
-        logprobs: tuple[TokenLogprobs, ...],
-        reason: FinishReason | None,
-        matched: int | str | None,
-        error: str | None = None,
-        is_callers: bool = False,
-    ) -> SequenceOutput:
+    def _output(self, ids: tuple[int, ...], text: str, reason: FinishReason | None, **more: Any) -> SequenceOutput:
+        """New tokens with the totals so far. more: further fields of SequenceOutput."""
         return SequenceOutput(
-            request_id=self.request.request_id,
-            index=self.index,
-            token_ids=ids,
-            text=text,
-            logprobs=logprobs,
+            *(self.request.request_id, self.index, ids, text),
             finish_reason=reason,
-            matched_stop=matched,
-            error=error,
-            is_callers=is_callers,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self.num_output_tokens,
             num_steps=self.num_steps,
@@ -191,6 +179,7 @@ class SequenceState:
             num_accepted_tokens=self.num_accepted_tokens,
             admitted_at=self.admitted_at,
             made_at=time.monotonic(),
+            **more,
         )
 
     def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
@@ -258,7 +247,7 @@ def make_sequences(
 def make_row_sampling(
     request: GenerationRequest, index: int, end_ids: list[int], vocab_size: int, device: torch.device
 ) -> RowSampling:
-    """The settings of one row. end_ids: tokens that min_tokens keeps away, as far as a grammar can do without them."""
+    """The settings of one sequence. end_ids: tokens that min_tokens keeps away, as far as a grammar can do without them."""
     sampling, grammar = request.sampling, None
     if request.grammar is not None:
         grammar = request.grammar.start(end_ids, sampling.min_tokens, sampling.ignore_eos)

@@ -74,7 +74,7 @@ class AsyncEngine:
 
     @property
     def serving(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         return self._refusal is None and self.engine.failure is None
 
     def drain(self) -> None:
@@ -265,7 +265,7 @@ def in_parts(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOut
 
 
 def error_of(output: SequenceOutput) -> Exception:
-    """What the caller is told of a sequence that failed."""
+    """The error for the caller of a sequence that failed."""
     if output.is_callers:
         return GrammarFailedError(str(output.error))
     return RequestFailedError(f"{output.error}: the request has ended, try it again")
