@@ -14,7 +14,6 @@ from speclen.controller.config import ControllerConfig
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.totals import WAITS_S
-from speclen.records import ContextKey
 from speclen.transport.pages import MetricsPage, serve_page
 
 PREFIX = "speclen_controller"
@@ -88,8 +87,8 @@ class ControllerCollector:
         yield counter("probes", "Exploratory arms handed out", totals.num_probes)
         drift = {(factor,): totals.drift[factor] for factor in ("latency", "acceptance", "reset", "worker")}
         yield labelled(CounterMetricFamily, "drift_events", "Times something was forgotten", ["factor"], drift)
-        isolated = {(context_label(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
-        words = "Workers unlike the others of their context"
+        isolated = {(str(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
+        words = "Outlier workers, isolated from the others of their context"
         yield labelled(GaugeMetricFamily, "workers_isolated", words, ["context"], isolated)
 
     def _disk(self) -> Iterator[Metric]:
@@ -111,7 +110,7 @@ class ControllerCollector:
         length, ngram, ms_per_token = Labelled(), Labelled(), Labelled()
         for key in self.learner.registry.contexts:
             for choice in self.learner.estimator.table(key).choices:
-                labels = context_label(key), bucket_label(choice.batch_min, choice.batch_max)
+                labels = str(key), bucket_label(choice.batch_min, choice.batch_max)
                 length[labels], ngram[labels] = choice.arm
                 if choice.ms_per_token is not None:
                     ms_per_token[labels] = choice.ms_per_token
@@ -124,7 +123,7 @@ class ControllerCollector:
         error, steps, observed, predicted = Labelled(), Labelled(), Labelled(), Labelled()
         for key, prediction in self.learner.prediction.items():
             for sizes, sums in prediction.compared.items():
-                labels = context_label(key), bucket_label(*sizes)
+                labels = str(key), bucket_label(*sizes)
                 error[labels], steps[labels] = sums.error, sums.num_steps
                 observed[labels], predicted[labels] = sums.observed_s, sums.predicted_s
         words = "Observed over predicted time of recent steps, minus 1"
@@ -135,7 +134,7 @@ class ControllerCollector:
         yield labelled(CounterMetricFamily, "predicted_step_seconds", words, BUCKET, predicted)
 
     def _regret(self) -> Iterator[Metric]:
-        found = {(context_label(key),): each for key, each in self.learner.prediction.items()}
+        found = {(str(key),): each for key, each in self.learner.prediction.items()}
         elsewhere = {labels: each.elsewhere_s for labels, each in found.items()}
         regret = {labels: each.regret_s for labels, each in found.items()}
         words = "Time of steps at other arms than the one in use"
@@ -163,12 +162,6 @@ def labelled(
     for label_values, value in values.items():
         family.add_metric(label_values, value)
     return family
-
-
-def context_label(key: ContextKey) -> str:
-    """The context as the database's views write it."""
-    engine = f" [{key.engine_fingerprint}]" if key.engine_fingerprint else ""
-    return f"{key.target} + {key.draft} on {key.device}, {key.dtype}{engine}"
 
 
 def bucket_label(batch_min: int, batch_max: int) -> str:
