@@ -25,9 +25,9 @@ from speclen.worker.observing.tracing import Tracing
 from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
+from speclen.worker.service.admission import Admission
 from speclen.worker.service.assembly import model_facts
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.server import create_server
 from speclen.worker.service.servicer import GenerationServicer
 
@@ -71,11 +71,13 @@ class HttpWorker:
     async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
         pair = self.engine.pair
         rows, context = self.engine.max_batch_size, self.engine.max_context_length
-        entrance = Entrance(pair, context, rows, self.max_waiting)
-        metrics = WorkerMetrics(self.engine, self.control, {"metrics": 0}, num_at_entrance=lambda: entrance.num_waiting)
+        admission = Admission(pair, context, rows, self.max_waiting)
+        metrics = WorkerMetrics(
+            self.engine, self.control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting
+        )
         unread_s = self.unread_timeout_s
         requests = RequestMetrics(metrics)
-        engine = self.async_engine = AsyncEngine(self.engine, entrance, requests, 0.005, unread_s, self.tracing)
+        engine = self.async_engine = AsyncEngine(self.engine, admission, requests, 0.005, unread_s, self.tracing)
         page = page_of(metrics.registry, self.model)
         healthy = lambda: self.healthy and engine.serving  # noqa: E731
         front = Front(engine, self.model, "1.2.3", page, healthy, self.chat_template, 1_700_000_000)
@@ -90,7 +92,7 @@ class HttpWorker:
             started.set()
             await stopping.wait()
         await grpc_server.stop(None)
-        entrance.close()
+        admission.close()
 
 
 @contextlib.contextmanager

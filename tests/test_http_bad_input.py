@@ -237,7 +237,7 @@ def test_long_texts_and_token_lists_do_not_hold_up_others(worker):
 
 
 def test_strings_of_many_tokens_are_looked_up_aside(worker, monkeypatch):
-    tokenizer, threads = worker.async_engine.entrance.encoder.tokenizer, []
+    tokenizer, threads = worker.async_engine.admission.encoder.tokenizer, []
 
     def look_up(tokens):
         threads.append(threading.current_thread().name)

@@ -430,7 +430,7 @@ def wait_until(holds: Any) -> None:
 def asked(config: WorkerConfig, path: str) -> httpx.Response:
     """The answer of a worker's HTTP front, without a model."""
     engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
-    engine.entrance = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
+    engine.admission = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
     engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))
     engine.metrics = SimpleNamespace(refuse=lambda reason: None)
 

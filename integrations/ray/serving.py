@@ -35,7 +35,7 @@ from speclen.worker.service.server import (
     ENGINE,
     SWITCH_INTERVAL_S,
     drain,
-    make_entrance,
+    make_async_engine,
     start_engine,
     watch_threads,
 )
@@ -61,7 +61,7 @@ class ServedWorker:
     ) -> None:
         security = config.server_security()
         self.config, self.control, self.supervisor = config, control, supervisor
-        self.engine, _ = make_entrance(config, pair, engine, control, supervisor, security)
+        self.engine, _ = make_async_engine(config, pair, engine, control, supervisor, security)
         self._keyring = security.keyring()
         self.servicer = GenerationServicer(
             self.engine, control, model_facts(pair, engine, control.card.context), self._keyring
@@ -120,7 +120,7 @@ class ServedWorker:
         await self.supervisor.stop()
         self.engine.stop()
         await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
-        await asyncio.to_thread(self.engine.entrance.close)
+        await asyncio.to_thread(self.engine.admission.close)
         await self.engine.close()
 
 

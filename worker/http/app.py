@@ -90,7 +90,7 @@ def add_head(app: FastAPI) -> None:
 
 
 def add_generation(app: FastAPI, front: Front) -> None:
-    tokenizer = front.engine.entrance.encoder.tokenizer
+    tokenizer = front.engine.admission.encoder.tokenizer
 
     def respond(request: Request, body: Any, make_job: Callable[..., Awaitable[Job]], *options: Any) -> Response:
         check_model(body, front)
@@ -115,7 +115,7 @@ def add_generation(app: FastAPI, front: Front) -> None:
 
 
 def add_tokenizing(app: FastAPI, front: Front) -> None:
-    engine, encoder = front.engine, front.engine.entrance.encoder
+    engine, encoder = front.engine, front.engine.admission.encoder
 
     async def text_of(body: TokenizeRequest, caller: str) -> str:
         if (body.prompt is None) == (body.messages is None):

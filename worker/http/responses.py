@@ -115,7 +115,7 @@ def refusal(error: Exception, body: Body, engine: AsyncEngine, caller: str) -> A
     engine.metrics.refuse(error)
     told = from_exception(error, type(body).model_fields)
     if told.status == QUEUE_FULL:
-        told.retry_after_s = engine.entrance.expected_wait_s(caller)
+        told.retry_after_s = engine.admission.expected_wait_s(caller)
     return told
 
 

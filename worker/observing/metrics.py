@@ -29,12 +29,12 @@ class WorkerMetrics:
         engine: Engine,
         control: ControlClient,
         num_failures: dict[str, int] | None = None,
-        num_at_entrance: Callable[[], int] = lambda: 0,
+        num_at_admission: Callable[[], int] = lambda: 0,
     ) -> None:
         """num_failures: how often each part of the process ended and was started again."""
         self.registry = CollectorRegistry()
         num_failures = {} if num_failures is None else num_failures
-        self.registry.register(EngineCollector(engine, control, num_failures, num_at_entrance))
+        self.registry.register(EngineCollector(engine, control, num_failures, num_at_admission))
         self._thread: threading.Thread | None = None  # serves the page
         self.slow_readers = Counter(
             "speclen_slow_readers", "Requests ended since their client read nothing", registry=self.registry
@@ -64,18 +64,18 @@ class EngineCollector:
     """Reads the engine's and the control client's own numbers when Prometheus asks."""
 
     def __init__(
-        self, engine: Engine, control: ControlClient, num_failures: dict[str, int], num_at_entrance: Callable[[], int]
+        self, engine: Engine, control: ControlClient, num_failures: dict[str, int], num_at_admission: Callable[[], int]
     ) -> None:
         self._engine = engine
         self._control = control
         self._num_failures = num_failures
-        self._num_at_entrance = num_at_entrance
+        self._num_at_admission = num_at_admission
 
     def collect(self) -> Iterator[Metric]:
         load, control = self._engine.load(), self._control
         yield FAMILIES.gauge("num_requests_running", "Requests being decoded or prefilled", load.num_running)
         yield FAMILIES.gauge(
-            "num_requests_waiting", "Requests waiting for a slot", load.num_waiting + self._num_at_entrance()
+            "num_requests_waiting", "Requests waiting for a slot", load.num_waiting + self._num_at_admission()
         )
         usage = load.num_kv_tokens_used / load.num_kv_tokens_total if load.num_kv_tokens_total else 0.0
         yield FAMILIES.gauge("kv_cache_usage_perc", "Share of KV tokens in use", usage)

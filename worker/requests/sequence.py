@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -152,9 +151,7 @@ class SequenceState:
             text += self._rest()
         self.finished = reason is not None
         shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
-        return self._output(
-            tuple(ids), text, reason, logprobs=shown, matched_stop=matched, error=error, is_callers=error is not None
-        )
+        return self._output(tuple(ids), text, shown, reason, matched, error, is_callers=error is not None)
 
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
@@ -165,13 +162,28 @@ class SequenceState:
         except Exception:
             log.exception("the last text of request %s cannot be shown", self.request.request_id)
             text = ""
-        return self._output((), text, FinishReason.ABORT, error=error)
+        return self._output((), text, (), FinishReason.ABORT, None, error)
 
-    def _output(self, ids: tuple[int, ...], text: str, reason: FinishReason | None, **more: Any) -> SequenceOutput:
-        """New tokens with the totals so far. more: further fields of SequenceOutput."""
+    def _output(
+        self,
+        ids: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprobs, ...],
+        reason: FinishReason | None,
+        matched: int | str | None,
+        error: str | None = None,
+        is_callers: bool = False,
+    ) -> SequenceOutput:
         return SequenceOutput(
-            *(self.request.request_id, self.index, ids, text),
+            request_id=self.request.request_id,
+            index=self.index,
+            token_ids=ids,
+            text=text,
+            logprobs=logprobs,
             finish_reason=reason,
+            matched_stop=matched,
+            error=error,
+            is_callers=is_callers,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self.num_output_tokens,
             num_steps=self.num_steps,
@@ -179,7 +191,6 @@ class SequenceState:
             num_accepted_tokens=self.num_accepted_tokens,
             admitted_at=self.admitted_at,
             made_at=time.monotonic(),
-            **more,
         )
 
     def _cut_at_end_token(self, ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from speclen.worker.service.turnstile import Turnstile
+from speclen.worker.service.fair_queue import FairQueue
 
 Result = TypeVar("Result")
 
 
-class Aside(Turnstile):
+class Aside(FairQueue):
     """A queue for one thread, which does one thing at a time. max_waiting: things that wait for that at most."""
 
     def __init__(self, name: str, max_waiting: int) -> None:

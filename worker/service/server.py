@@ -37,9 +37,9 @@ from speclen.worker.profiling.seeding import seed_controller
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
+from speclen.worker.service.admission import Admission
 from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
-from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.servicer import GenerationServicer
 
 log = structlog.get_logger()
@@ -111,7 +111,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     config = dataclasses.replace(config, controller=mine)
     if config.controller and control.follow and config.quick_profile_s and pair.draft is not None:
         await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, card, progress))
-    async_engine, page = make_entrance(config, pair, engine, control, supervisor, security)
+    async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
     servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     # The front ends last: until then its callers are told why.
@@ -139,7 +139,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     await async_engine.close()
 
 
-def make_entrance(
+def make_async_engine(
     config: WorkerConfig,
     pair: ModelPair,
     engine: Engine,
@@ -148,8 +148,10 @@ def make_entrance(
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
     """The engine as every edge uses it, and the metrics page, which is served if that is configured."""
-    entrance = Entrance(pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s)
-    metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
+    admission = Admission(
+        pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s
+    )
+    metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: admission.num_waiting)
     requests = RequestMetrics(metrics)
     model = config.served_model_name or config.target
     page = page_of(metrics.registry, model)
@@ -157,7 +159,7 @@ def make_entrance(
         metrics.serve(config.metrics_listen, security, page)
         supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
     tracing = open_tracing(model, control.card.worker_id) if config.traces else None
-    return AsyncEngine(engine, entrance, requests, STREAM_INTERVAL_S, config.unread_timeout_s, tracing), page
+    return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s, tracing), page
 
 
 @contextlib.asynccontextmanager
@@ -181,7 +183,7 @@ async def ending(
         async_engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
-        await asyncio.to_thread(async_engine.entrance.close)  # it waits for a grammar that is being tried
+        await asyncio.to_thread(async_engine.admission.close)  # it waits for a grammar that is being tried
 
 
 def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:

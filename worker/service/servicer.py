@@ -92,7 +92,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         arrived_at, caller = time.monotonic(), caller_of(context, self._keyring)
         prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
-        grammar = None if wanted is None else await self._async_engine.entrance.grammars.prepare(wanted, caller)
+        grammar = None if wanted is None else await self._async_engine.admission.grammars.prepare(wanted, caller)
         generation = to_request(message, request_id, prompt_ids, grammar)
         check_answer_size(generation, self._engine.max_context_length)
 
@@ -122,7 +122,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if kind is None:
             raise ValueError("input is missing: set text or tokenized.input_ids")
         if kind == "text":
-            return await self._async_engine.entrance.encoder.encode(message.text, caller)
+            return await self._async_engine.admission.encoder.encode(message.text, caller)
         num_ids, limit = len(message.tokenized.input_ids), self._engine.max_context_length
         if num_ids >= limit:  # said here, before a million of them are copied
             raise ValueError(prompt_too_long(num_ids, limit))
@@ -155,7 +155,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             table=to_table(table.version, table.choices),
             limits=card.limits_message(),
             num_requests_running=load.num_running,
-            num_requests_waiting=load.num_waiting + self._async_engine.entrance.num_waiting,
+            num_requests_waiting=load.num_waiting + self._async_engine.admission.num_waiting,
             num_reports_buffered=len(self._control.buffer),
             num_reports_dropped=self._control.buffer.num_dropped,
             **{name: getattr(load, name) for name in TOTALS},

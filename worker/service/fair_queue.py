@@ -23,7 +23,7 @@ class Turn:
     begun: bool
 
 
-class Turnstile:
+class FairQueue:
     """For one event loop. width: places inside. max_waiting: requests that wait for their first place at most.
 
     A request of several sequences asks for a place for one after the other, so that others come in between.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.service.aside import Aside
+from speclen.worker.service.fair_queue import FairQueue
 from speclen.worker.service.grammars import Grammars
 from speclen.worker.service.text_encoder import TextEncoder
-from speclen.worker.service.turnstile import Turnstile
 
 
-class Entrance:
+class Admission:
     """For one event loop. num_rows: of the engine. max_waiting: requests that may wait for a slot, here or in the engine.
 
-    max_wait_s: see `Turnstile`.
+    max_wait_s: see `FairQueue`.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Entrance:
         self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids, num_rows)
         # Some wait in the engine, so that a slot that becomes free is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
-        self.turnstile = Turnstile(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)
+        self.fair_queue = FairQueue(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)
 
     @property
     def num_waiting(self) -> int:
@@ -36,8 +36,8 @@ class Entrance:
         return sum(stage.expected_wait_s(caller) for stage in self._stages)
 
     @property
-    def _stages(self) -> tuple[Turnstile, ...]:
-        return self.templates, self.encoder.aside, self.grammars.aside, self.turnstile
+    def _stages(self) -> tuple[FairQueue, ...]:
+        return self.templates, self.encoder.aside, self.grammars.aside, self.fair_queue
 
     def close(self) -> None:
         self.templates.close()
