@@ -75,7 +75,7 @@ def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWo
         assert post(worker, ENDLESS).status_code == 429
         release(worker)
         assert [answer.result().status_code for answer in answers] == [200] * 4
-    assert worker.async_engine.num_open == 0
+    until(lambda: worker.async_engine.num_open == 0)
 
 
 def test_holders_of_keys_take_turns(tmp_path: Path) -> None:
