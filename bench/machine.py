@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and which program it was, so that its figures can be read later."""
+"""The machine and the program of a benchmark, so that its figures can be read later."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def checkout_of(file: Path) -> tuple[str | None, bool | None]:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """What git answers there; None where it refuses or is not installed."""
+    """Output of git there; None where it refuses or is not installed."""
     try:
         answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError:

@@ -22,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from speclen.console.environment import check_environment
 from speclen.console.errors import UserError, wrapped
-from speclen.console.help import readable
+from speclen.console.flags import readable
 from speclen.console.output import printing
 
 # verb: (module, attribute, one line for the overview). The attribute is a function or a typer.Typer of verbs.
@@ -50,7 +50,6 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "import": ("speclen.cli.import_state", "import_state", "Take over what another fleet learned."),
     "doctor": ("speclen.cli.doctor", "doctor", "Check a database and say what to do."),
     "dashboard": ("speclen.cli.dashboard", "dashboard", "Look at what was learned in a web browser, with charts."),
-    "inspect": ("speclen.cli.dashboard", "inspect", "The same as dashboard."),
     "bench": ("speclen.cli.bench", "app", "Measure speclen: serving, single steps, policies, the controller."),
 }
 # The verbs that call our servers, and what each takes from the settings of all clients.
@@ -193,7 +192,7 @@ def checked_keys(values: dict[str, Any], command: Any, where: str) -> dict[str, 
 
 
 def not_of_its_type(value: Any, parameter: Any) -> str:
-    """What a value of a TOML file would have to be, "" where it is that. click would cut 3.9 to 3, and take true for 1.
+    """The kind that a value of a TOML file must have, "" if it has. click would cut 3.9 to 3, and take true for 1.
 
     A string is taken for whatever it says, as in a variable.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from speclen.console.help import readable
+from speclen.console.flags import readable
 from speclen.worker.backends.spinning import set_spins
 
 # verb: (module, function, one line for the overview)

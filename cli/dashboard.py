@@ -1,4 +1,4 @@
-"""`speclen dashboard`, also called `inspect`: Datasette on the live database, with charts and canned queries."""
+"""`speclen dashboard`: Datasette on the live database, with charts and canned queries."""
 
 from __future__ import annotations
 
@@ -20,24 +20,14 @@ METADATA = Path(__file__).with_name("dashboard.yaml")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-LISTEN = typer.Option("127.0.0.1:7090", help="Address of the web pages, HOST:PORT.")
-INSECURE = typer.Option(
-    False, "--insecure", help="Allow an address other than loopback: anybody who reaches it can read everything."
-)
-OPEN = typer.Option(False, "--open", help="Open the dashboard in a browser.")
-
-
-def inspect(db: Path = DB_OPTION, listen: str = LISTEN, insecure: bool = INSECURE, open_browser: bool = OPEN) -> None:
-    """The same as `speclen dashboard`, by its older name.
-
-    Needs the extra packages of `pip install 'speclen[inspect]'`.
-
-    Example: speclen inspect --db .speclen/speclen.db --open
-    """
-    dashboard(db, listen, insecure, open_browser)
-
-
-def dashboard(db: Path = DB_OPTION, listen: str = LISTEN, insecure: bool = INSECURE, open_browser: bool = OPEN) -> None:
+def dashboard(
+    db: Path = DB_OPTION,
+    listen: str = typer.Option("127.0.0.1:7090", help="Address of the web pages, HOST:PORT."),
+    insecure: bool = typer.Option(
+        False, "--insecure", help="Allow an address other than loopback: anybody who reaches it can read everything."
+    ),
+    open_browser: bool = typer.Option(False, "--open", help="Open the dashboard in a browser."),
+) -> None:
     """Look at what was learned in a web browser, while the controller writes: lengths over time, predictions, workers.
 
     Needs the extra packages of `pip install 'speclen[inspect]'`.

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
-from speclen.console.history import estimates_of, find_context, key_of, last_change, name_of
+from speclen.console.history import estimates_of, find_context, last_change
 from speclen.console.learned.table import short
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
@@ -40,7 +40,7 @@ def explain(
         survival = [each.survival for each in acceptance(connection, row.target, row.draft)]
         change = last_change(connection, row.context_id, batch)
     try:
-        explanation = explain_choice(name_of(key_of(row)), estimates, batch, survival, change)
+        explanation = explain_choice(str(row.key), estimates, batch, survival, change)
     except ValueError as error:
         raise UserError(str(error)) from error
     if as_json:

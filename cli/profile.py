@@ -82,24 +82,37 @@ def run(
         check_place(out)
     sizes, wanted = ranges("--batch-sizes", batch_sizes, 1, 4096), ranges("--lengths", lengths, 0, 64)
     destination = find_destination(db, controller, client_from(settings)) if store else None
-    set_spins()  # before torch is imported, by the next lines
-    from speclen.bench.profile.run import file_stem, measure
-    from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
-
+    set_spins()  # before torch is imported, by the next line
     pair = load(threads, **models_of(settings))
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
     plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
-    try:
-        texts = texts_from_file(prompts) if prompts else held_out_texts()
-        document = measure(
-            *(pair, plan, texts, data_dir / "profiles", fresh, QUICK_SOURCE if quick else SOURCE),
-            lambda made: keep(made, out or data_dir / "profiles" / f"{file_stem(made.context)}.json"),
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", fresh, out)
     if destination is not None:
         hand_over(document, destination)
     present(document, as_json)
+
+
+def measured(
+    pair: ModelPair,
+    plan: ProfileSettings,
+    prompts: Path | None,
+    source: str,
+    folder: Path,
+    fresh: bool,
+    out: Path | None,
+) -> ProfileDocument:
+    """A new profile, kept in `out` or in the folder. Raises UserError."""
+    from speclen.bench.profile.run import file_stem, measure
+    from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
+
+    try:
+        texts = texts_from_file(prompts) if prompts else held_out_texts()
+        return measure(
+            *(pair, plan, texts, folder, fresh, source),
+            lambda made: keep(made, out or folder / f"{file_stem(made.context)}.json"),
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def keep(document: ProfileDocument, path: Path) -> None:
@@ -115,7 +128,7 @@ def hand_over(document: ProfileDocument, destination: Destination) -> None:
 
 
 def plan_of(sizes: tuple[int, ...], lengths: tuple[int, ...], quick: bool, budget_s: float) -> ProfileSettings:
-    """What is measured, and for how long."""
+    """Settings and time of the measurement."""
     from speclen.worker.profiling.settings import ProfileSettings, quick_settings
 
     if quick:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from speclen.console.database import DB_OPTION, reading
 from speclen.console.errors import UserError
-from speclen.console.history import MAX_REPORTS, events, key_of, name_of
+from speclen.console.history import MAX_REPORTS, events
 from speclen.controller.analysis.replay import ADAPTIVE, Event, GroupObserved, PolicyCost, Replay, cost_of
 from speclen.controller.analysis.replay import replay as replay_events
 from speclen.controller.estimator import Estimator
@@ -86,7 +86,7 @@ def check_policies(*names: str) -> None:
 
 def compare(result: Replay, stored: Sequence[DecisionRow], known: Sequence[ContextRow]) -> Agreement:
     """Stored against replayed decisions, in order; those for isolated workers are not stored."""
-    ids = {key_of(row): row.context_id for row in known}
+    ids = {row.key: row.context_id for row in known}
     again = [
         (
             *(each.after_group_id, ids[each.decision.context], each.decision.batch_min, each.decision.version),
@@ -161,4 +161,4 @@ def show_costs(console: Console, result: Replay, costs: list[PolicyCost]) -> Non
     for cost in costs:
         table.add_row(cost.policy, f"{cost.ratio * cost.actual_s:.1f}", f"{100 * cost.ratio:.1f}%")
     console.print(table)
-    console.print(f"Contexts: {', '.join(map(name_of, result.estimator.contexts))}.")
+    console.print(f"Contexts: {', '.join(map(str, result.estimator.contexts))}.")

@@ -57,7 +57,7 @@ def top(
 
 
 def print_json(channels: dict[str, grpc.Channel], client: Client) -> None:
-    """What the workers say, null for one that does not answer, of which stderr says why. UserError if none answers."""
+    """Print each worker's answer, null for one without; stderr says why. Raises UserError if none answers."""
     answers: dict[str, pb.GetServerInfoResponse | None] = {}
     reasons = []
     for address, channel in channels.items():
@@ -84,7 +84,7 @@ def watch(channels: dict[str, grpc.Channel], client: Client, interval_s: float) 
 
 
 def ask(address: str, channel: grpc.Channel, client: Client) -> Sample:
-    """What the worker says of itself, with the time it was asked; why, in words, when it does not answer."""
+    """A worker's answer with the time of the question; why, in words, when it does not answer."""
     answer: pb.GetServerInfoResponse | str
     try:
         answer = server_info(channel)
@@ -94,7 +94,7 @@ def ask(address: str, channel: grpc.Channel, client: Client) -> Sample:
 
 
 def server_info(channel: grpc.Channel) -> pb.GetServerInfoResponse:
-    """What the worker says of itself. Raises grpc.RpcError."""
+    """The worker's GetServerInfo. Raises grpc.RpcError."""
     return rpc.GenerationServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=2.0)
 
 

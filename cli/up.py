@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ import typer
 from speclen.console.client import SECURITY, Client, ClientConfig, client_from
 from speclen.console.errors import UserError, say
 from speclen.console.flags import arguments, flags_from
+from speclen.console.places import Places
 from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
-from speclen.console.whose import check_available, identity
+from speclen.console.whose import identity
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
@@ -67,41 +67,53 @@ def up(
     options = checked({name: value for name, value in settings.items() if name in OF_WORKERS})
     fleet = {name: value for name, value in settings.items() if name in OF_FLEETS}
     if ray:
-        from speclen.cli.up_on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
-
         refuse_with_ray(context)
         fleet |= {"workers": workers, "data_dir": data_dir}
         options["token_file"] = settings["token_file"]
-        up_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
+        run_on_ray(ray, in_full(fleet), in_full(options), listen, http_listen)
         return
     refuse_without_ray(fleet)
     hand_on_configuration(context)
     places = Places.choose(controller, listen, workers, client, any_port=once, http_listen=http_listen)
-    end_as_by_ctrl_c()
     run = Run(data_dir, places, secrets.token_hex(8), client)
-    children = [run.controller(), *run.workers(arguments({**options, "quick_profile_s": quick_profile_s}))]
-    try:
-        start_all(children, data_dir)
-        database = database_of(places.controller, client)
-        if demo:
-            if database is None:
-                raise UserError(
-                    "--demo shows the database, and the controller has none: leave its setting in-memory away"
-                )
-            from speclen.console.demo import run_demo
+    run_here(run, arguments({**options, "quick_profile_s": quick_profile_s}), demo, once)
 
-            run_demo(places.workers, database, client)
+
+def run_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], listen: str, http_listen: str) -> None:
+    from speclen.cli.up_on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
+
+    up_on_ray(address, fleet, worker, listen, http_listen)
+
+
+def run_here(run: Run, options: list[str], demo: bool, once: bool) -> None:
+    """Run the children until Ctrl-C, or until the end of the demonstration. options: arguments of every worker."""
+    end_as_by_ctrl_c()
+    children = [run.controller(), *run.workers(options)]
+    try:
+        start_all(children, run.data_dir)
+        database = database_of(run.places.controller, run.client)
+        if demo:
+            show_demo(run, database)
         if once:
             print_what_is_left(database)
         else:
-            print_addresses(places, data_dir, database)
+            print_addresses(run.places, run.data_dir, database)
             supervise(children)
     except KeyboardInterrupt:
         say("\nstopping")
     except OSError as error:
-        raise UserError(f"--data-dir {data_dir} cannot be used: {error.strerror or error}") from error
+        raise UserError(f"--data-dir {run.data_dir} cannot be used: {error.strerror or error}") from error
     finally:
         stop_all(children, timeout_s=40.0)
+
+
+def show_demo(run: Run, database: Path | None) -> None:
+    """Raises UserError for a controller without a database."""
+    if database is None:
+        raise UserError("--demo shows the database, and the controller has none: leave its setting in-memory away")
+    from speclen.console.demo import run_demo
+
+    run_demo(run.places.workers, database, run.client)
 
 
 def refuse_with_ray(context: typer.Context) -> None:
@@ -180,54 +192,8 @@ def hand_on_configuration(context: typer.Context) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where everything listens."""
-
-    controller: str
-    workers: list[str]
-    fronts: list[str]  # of the workers over HTTP; none, or as many
-
-    @classmethod
-    def choose(
-        cls, controller: str, listen: str, num_workers: int, client: Client, any_port: bool, http_listen: str = ""
-    ) -> Places:
-        """Addresses that are free now. any_port: where one is taken, another will do; else UserError says by whom."""
-
-        def free(flag: str, address: str) -> str:
-            if not address.endswith(":0"):
-                try:
-                    check_available(flag, address, client)
-                    return address
-                except UserError as error:
-                    if not any_port:
-                        raise
-                    say(f"{error}; using a free port this once")
-            return free_port(address)
-
-        def row(flag: str, first: str) -> list[str]:
-            return [next_address(flag, first, index) for index in range(num_workers)]
-
-        # All are addresses before any is asked for.
-        workers, fronts = row("--listen", listen), row("--http-listen", http_listen) if http_listen else []
-        return cls(
-            free("--controller", controller),
-            [free("--listen", address) for address in workers],
-            [free("--http-listen", address) for address in fronts],
-        )
-
-
-def free_port(address: str) -> str:
-    """The address with a port that is free now."""
-    host = address.rpartition(":")[0]
-    with socket.create_server(
-        (host.strip("[]"), 0), family=socket.AF_INET6 if "[" in host else socket.AF_INET
-    ) as probe:
-        return f"{host}:{probe.getsockname()[1]}"
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
-    """What belongs together: all children know its name, and take nobody else's server for theirs."""
+    """One controller and its workers. They know the run's name, and refuse servers of another run."""
 
     data_dir: Path
     places: Places
@@ -254,13 +220,6 @@ class Run:
         log_file = self.data_dir / f"{name.replace(' ', '-')}.log"
         arguments = [*arguments, "--run-id", self.run_id]
         return Child(name, arguments, address, log_file, run_id=self.run_id, client=self.client)
-
-
-def next_address(flag: str, address: str, offset: int) -> str:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"{flag} {address!r} is not HOST:PORT, for example 127.0.0.1:7080")
-    return f"{host}:{int(port) + offset if int(port) else 0}"
 
 
 def supervise(children: list[Child]) -> None:

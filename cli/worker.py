@@ -11,12 +11,9 @@ from speclen.console.errors import UserError, say
 from speclen.console.flags import flags_from
 from speclen.console.whose import check_controller
 from speclen.records import Limits
-from speclen.transport.address import check_exposure
-from speclen.transport.credentials import check_pages
 from speclen.transport.supervision import PartFailedError
 from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
-from speclen.worker.http.settings import check_http
 from speclen.worker.models.naming import check_names
 from speclen.worker.observing.tracing import check_tracing
 from speclen.worker.profiling.file import table_from_file
@@ -52,17 +49,13 @@ def worker(**settings: Any) -> None:
 
 
 def check_surroundings(config: WorkerConfig) -> None:
-    """What can be told before torch is imported, which takes seconds. Raises ValueError, OSError, UserError."""
+    """Check everything that needs no torch, whose import takes seconds. Raises ValueError, OSError, UserError."""
     check_names(config.target, config.draft)
     if config.profile is not None:
         table_from_file(config.profile, Limits(config.max_batch_size, config.max_length))
     security = config.server_security()
     security.credentials(), security.interceptors()
-    check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
-    if config.metrics_listen:
-        check_pages(config.metrics_listen, security, config.insecure)
-    check_http(config)
-    config.check_addresses()
+    config.check_listening()
     if config.traces:
         check_tracing()
     for address in controllers(config.controller):

@@ -1,1 +1,1 @@
-"""What every command needs: errors in one sentence, flags, the database, child processes."""
+"""Parts that every command needs: errors in one sentence, flags, the database, child processes."""

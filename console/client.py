@@ -132,7 +132,7 @@ def client_from(settings: dict[str, Any]) -> Client:
 
 
 def is_listening(address: str, timeout_s: float = 0.5) -> bool:
-    """Whether anything takes connections there; of several addresses, at any."""
+    """True if anything takes connections there; of several addresses, at any."""
     for each in address.split(","):
         with contextlib.suppress(OSError, ValueError):
             socket.create_connection(split_address("--worker", each.strip()), timeout_s).close()

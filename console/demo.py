@@ -1,4 +1,4 @@
-"""What `scripts/start` shows: real requests at changing concurrency, and what was learned from them."""
+"""The demonstration of `scripts/start`: real requests at changing concurrency, and the arms that were learned."""
 
 from __future__ import annotations
 

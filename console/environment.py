@@ -45,14 +45,14 @@ OTHERS = {
 
 
 def nearest(name: str, prefix: str, known: set[str]) -> str:
-    """What the variable was meant to be, or where to look. known: what may follow the prefix."""
+    """The setting that was meant, or a place to look. known: names that may follow the prefix."""
     if close := difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=CLOSE):
         return f"; did you mean {prefix}{close[0]}?"
     return f": it may be one of {prefix}{{{', '.join(sorted(known)[:8])}, …}}"
 
 
 def nearest_verb(name: str, prefixes: Iterable[str]) -> str:
-    """What the variable was meant to be, when its beginning is a misspelt verb of ours."""
+    """The setting that was meant, when the variable begins with a misspelt verb of ours."""
     for prefix in prefixes:
         begin = "_".join(name.split("_")[: prefix.count("_")]) + "_"
         if difflib.SequenceMatcher(None, begin, prefix).ratio() >= CLOSE + 0.05 and len(name) > len(begin):

@@ -1,4 +1,4 @@
-"""What the command line says when the user can mend it."""
+"""Errors that the user can mend, and sentences on stderr."""
 
 from __future__ import annotations
 

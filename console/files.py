@@ -11,7 +11,7 @@ from speclen.store.connection import DATABASE_BEGINS
 
 
 def check_place(file: Path, of_database: bool = False) -> None:
-    """Whether a file can be made there, told before the work whose result it takes. Raises UserError naming it.
+    """Check that a file can be made there, before the work whose result it takes. Raises UserError naming it.
 
     of_database: it is to be one, and may replace one.
     """

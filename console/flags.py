@@ -1,4 +1,4 @@
-"""Flags made from configuration classes."""
+"""Flags made from configuration classes, and help that reads well at 80 columns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, TypeVar, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from speclen.console.errors import UserError
 from speclen.transport.settings import flag, settings_of
@@ -66,3 +67,21 @@ def ranges(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
     if not spans or min(span.start for span in spans) < least or max(span.stop for span in spans) > most + 1:
         raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
     return tuple(sorted(set(chain.from_iterable(spans))))
+
+
+def readable(command: Any, name: str) -> Any:
+    """A command whose help keeps its brackets, and says once what is true of every flag instead of cutting 40 names.
+
+    name: as typed behind `speclen`. Commands that a group makes when they are looked up are left to it.
+    """
+    for each in command.commands.values() if type(command) is TyperGroup else ():
+        readable(each, f"{name} {each.name}")
+    for text in [command, *command.params]:
+        if getattr(text, "help", None):
+            text.help = text.help.replace("[", "\\[")  # else `speclen[inspect]` is taken for a style
+    for parameter in command.params:
+        parameter.show_envvar = False
+    if not isinstance(command, TyperGroup):
+        variable = f"SPECLEN_{name.replace(' ', '_').upper()}"
+        command.epilog = f"Each flag is also read from {variable}_<FLAG> and from the file of `speclen --config`."
+    return command

@@ -26,17 +26,6 @@ from speclen.store.records import ContextRow
 MAX_REPORTS = 200_000  # the newest that are read at once: as events they take about 2 kB of memory each
 
 
-def key_of(row: ContextRow) -> ContextKey:
-    """The key of a context."""
-    return ContextKey(row.target, row.draft, row.device, row.dtype, row.engine_fingerprint)
-
-
-def name_of(key: ContextKey) -> str:
-    """A context in one line, as the views name it."""
-    fingerprint = f" [{key.engine_fingerprint}]" if key.engine_fingerprint else ""
-    return f"{key.target} + {key.draft} on {key.device}, {key.dtype}{fingerprint}"
-
-
 def find_context(known: tuple[ContextRow, ...], text: str) -> ContextRow:
     """The context whose id is, or whose name contains, the text. UserError if there is none, or more than one.
 
@@ -47,8 +36,8 @@ def find_context(known: tuple[ContextRow, ...], text: str) -> ContextRow:
     if text.isdecimal():
         found = [row for row in known if text == str(row.context_id)]
     else:
-        found = [row for row in known if text in name_of(key_of(row))]
-    names = "; ".join(f"{row.context_id}: {name_of(key_of(row))}" for row in known)
+        found = [row for row in known if text in str(row.key)]
+    names = "; ".join(f"{row.context_id}: {row.key}" for row in known)
     if not found:
         raise UserError(f"no context is called {text!r}; known are {names}")
     if len(found) > 1:
@@ -97,7 +86,7 @@ def events(connection: Connection, max_reports: int = MAX_REPORTS) -> Iterator[E
 
 
 def _events(connection: Connection, max_reports: int) -> Iterator[Event]:
-    keys = {row.context_id: key_of(row) for row in contexts(connection)}
+    keys = {row.context_id: row.key for row in contexts(connection)}
     names = {worker.worker_key: worker.worker_id for worker in workers(connection)}
     beside = deque(_beside(connection, keys))
     reports = deque(stored_reports(connection), maxlen=max_reports)

@@ -111,7 +111,7 @@ class Child:
         )
 
     def new_remarks(self) -> list[str]:
-        """What the process has told its user since the last call: whole lines of its log that are no log records."""
+        """Words for the user since the last call: whole lines of the process's log that are no log records."""
         if not self.log_file.exists():
             return []
         with self.log_file.open("rb") as log:
@@ -127,7 +127,7 @@ class Child:
         return self.arguments[0]
 
     def is_serving(self) -> bool:
-        """Whether it answers. Raises UserError when somebody else does, or refuses our token."""
+        """True if it answers. Raises UserError when somebody else does, or it refuses our token."""
         says_so = self.says_that_it_serves()
         with self.client.channel(self.address) as channel:
             try:
@@ -148,7 +148,7 @@ class Child:
             raise UserError(self.client.explain(error, self.kind, self.address))
 
     def says_that_it_serves(self) -> bool:
-        """Whether this life of the process has said so in its log."""
+        """True if this process has said so in its log."""
         if self.process is None or not self.log_file.exists():
             return False
         with self.log_file.open("rb") as log:

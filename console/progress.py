@@ -1,4 +1,4 @@
-"""Whether a process that is not ready yet gets on: it computes, reads, writes or downloads."""
+"""Progress of a process that is not ready yet: it computes, reads, writes or downloads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a process has used so far: seconds of processor time, bytes read and written, sockets included."""
+    """Resources used so far: seconds of processor time, bytes read and written, sockets included."""
 
     cpu_s: float
     num_bytes: int
@@ -50,7 +50,7 @@ class Progress:
         self.doing = remark
 
     def stalled(self, now: float, patience_s: float) -> bool:
-        """Whether nothing has moved for patience_s. A living process that cannot be looked into is believed to work."""
+        """True if nothing has moved for patience_s. A living process that cannot be looked into is taken to work."""
         work = work_of(self.pid) if self.pid is not None else Work(0.0, 0)
         if work is None or self._seen is None or self._moved_on(work):
             self._seen, self._moved_at = work, now
@@ -61,7 +61,7 @@ class Progress:
         return work.cpu_s - self._seen.cpu_s >= WORK_CPU_S or work.num_bytes - self._seen.num_bytes >= WORK_BYTES
 
     def news(self, now: float) -> str:
-        """What is waited for, every NEWS_S; else nothing."""
+        """The work in hand, every NEWS_S; else ""."""
         if now - self._told_at < NEWS_S:
             return ""
         self._told_at = now

@@ -1,4 +1,4 @@
-"""Whose a server is: asked before it is taken for the one that was started, or that owns a database."""
+"""Identity of a server: asked before it is taken for the one that was started, or that owns a database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S = 1.0
 
 
 def identity(channel: grpc.Channel, kind: str, timeout_s: float = PATIENCE_S) -> control_pb2.ServerIdentity:
-    """What the worker or controller (`kind`) says of itself; raises grpc.RpcError."""
+    """The identity that the worker or controller (`kind`) states. Raises grpc.RpcError."""
     if kind == "controller":
         asked = control_pb2.GetControllerInfoRequest()
         return control_pb2_grpc.ControlServiceStub(channel).GetControllerInfo(asked, timeout=timeout_s).server
@@ -28,7 +28,7 @@ def identity(channel: grpc.Channel, kind: str, timeout_s: float = PATIENCE_S) ->
 
 
 def occupant(address: str, client: Client) -> str:
-    """Who listens at an address, in words."""
+    """The program that listens at an address, in words."""
     for kind in ("controller", "worker"):
         try:
             with client.channel(address) as channel:
@@ -56,7 +56,7 @@ def check_available(flag: str, address: str, client: Client) -> None:
 
 
 def owns(found: control_pb2.ServerIdentity, database: Path) -> bool:
-    """Whether the controller keeps this very file, whatever it is called."""
+    """True if the controller keeps this very file, whatever it is called."""
     if found.host != socket.gethostname() or not found.database:
         return False
     try:
@@ -77,7 +77,7 @@ def check_controller(security: ClientSecurity, address: str, run_id: str) -> Non
 
 
 def answering(client: Client, address: str, run_id: str) -> control_pb2.ServerIdentity | None:
-    """Whose the controller is; None when none is there yet, or one of an older version, which does not say.
+    """The controller's identity; None when none is there yet, or one of an older version, which has none.
 
     Raises UserError for something that listens and will not do; asked twice, since a controller may just be starting.
     """

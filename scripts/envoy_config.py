@@ -56,7 +56,7 @@ def socket_address(flag: str, address: str) -> dict[str, Any]:
 
 
 def subject(host: str) -> dict[str, Any]:
-    """Who a certificate must be for, so that it is this host's."""
+    """The name that a certificate must have, so that it is this host's."""
     try:
         return {"san_type": "IP_ADDRESS", "matcher": {"exact": str(ip_address(host))}}
     except ValueError:

@@ -49,7 +49,7 @@ class CountingChooser:
 
 
 def accepted_counts(pair: ModelPair, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> CountingChooser:
-    """What the engine accepts at length 8 while it continues the prompts, 16 at a time."""
+    """Tokens that the engine accepts at length 8 while it continues the prompts, 16 at a time."""
     chooser = CountingChooser(LENGTH)
     engine = Engine(pair, EngineConfig(max_batch_size=16, max_speculation_length=LENGTH), chooser)
     finished: list[SequenceOutput] = []
@@ -87,7 +87,7 @@ def main(
 def card_values(
     facts: dict[str, dict[str, float]], greedy: CountingChooser, sampled: CountingChooser, *sizes: int
 ) -> dict[str, object]:
-    """What the card's template names."""
+    """Values that the card's template names."""
     rows = zip(greedy.survival(), sampled.survival(), strict=True)
     table = "\n".join(f"| {i + 1} | {g:.3f} | {s:.3f} |" for i, (g, s) in enumerate(rows))
     values: dict[str, object] = {

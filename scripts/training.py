@@ -1,4 +1,4 @@
-"""What the stages of `scripts/train_pair.py` are made of: token streams, a model's shape, optimizers, batches, losses."""
+"""Parts of `scripts/train_pair.py`: token streams, a model's shape, optimizers, batches, losses."""
 
 from __future__ import annotations
 

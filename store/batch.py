@@ -21,7 +21,7 @@ MAX_WAITING_EVENTS = 10_000
 
 
 class Batch:
-    """What one transaction writes for one scope, in the making. Not thread-safe.
+    """Rows of one transaction for one scope, in the making. Not thread-safe.
 
     max_reports: raw rows held at most; num_reports_dropped: oldest ones given up so far.
     """

@@ -123,7 +123,7 @@ def checking(path: Path, advice: str = BEGIN_ANEW) -> Iterator[Connection]:
 
 
 def is_new(connection: Connection) -> bool:
-    """Whether the file has no tables yet."""
+    """True if the file has no tables yet."""
     return bool(connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0)
 
 

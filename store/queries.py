@@ -1,4 +1,4 @@
-"""What readers ask of a database: rows as values. Every function takes a connection of `connect_reader`."""
+"""Queries of readers: rows as values. Every function takes a connection of `connect_reader`."""
 
 from __future__ import annotations
 

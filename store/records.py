@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from speclen.records import ContextKey, Limits
+
 
 class ContextRow(NamedTuple):
     """A context with the largest limits that any of its workers had. Inserted or updated by context_id."""
@@ -26,6 +28,14 @@ class ContextRow(NamedTuple):
     decision_version: int
     created_at: float
     updated_at: float
+
+    @property
+    def key(self) -> ContextKey:
+        return ContextKey(self.target, self.draft, self.device, self.dtype, self.engine_fingerprint)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_batch_size, self.max_speculation_length, self.ngram)
 
 
 class WorkerRow(NamedTuple):

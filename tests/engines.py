@@ -108,7 +108,7 @@ class Arms:
 
 @dataclass
 class Collected:
-    """What callers were told, by request and index."""
+    """Outputs by request and index."""
 
     outputs: dict[tuple[str, int], list[SequenceOutput]] = field(default_factory=lambda: defaultdict(list))
 

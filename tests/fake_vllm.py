@@ -126,7 +126,7 @@ class Scheduler:
         request.num_tokens += len(new)
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput) -> None:
-        """What the engine does between two steps that do not overlap."""
+        """Stands for the engine's work between two steps that do not overlap."""
         for name in scheduler_output.num_scheduled_tokens:
             if (request := self.requests.get(name)) and not request.is_prefill_chunk:
                 request.spec_token_ids = [7] * scheduler_output.num_spec_tokens_to_schedule

@@ -19,17 +19,17 @@ from speclen.worker.http.app import Front, create_app
 from speclen.worker.http.guard import BODY_TIMEOUT_S
 from speclen.worker.http.server import HttpServer, listen, make_server, serving
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.observing.labelled import page_of
-from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.metrics import WorkerMetrics, page_of
 from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.observing.tracing import Tracing
 from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
+from speclen.worker.service.admission import Admission
+from speclen.worker.service.assembly import model_facts
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.server import create_server
-from speclen.worker.service.servicer import GenerationServicer, ModelFacts
+from speclen.worker.service.servicer import GenerationServicer
 
 MODEL = "tiny"
 KEY = "0123456789abcdef"
@@ -71,16 +71,18 @@ class HttpWorker:
     async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
         pair = self.engine.pair
         rows, context = self.engine.max_batch_size, self.engine.max_context_length
-        entrance = Entrance(pair, context, rows, self.max_waiting)
-        metrics = WorkerMetrics(self.engine, self.control, {"metrics": 0}, num_at_entrance=lambda: entrance.num_waiting)
+        admission = Admission(pair, context, rows, self.max_waiting)
+        metrics = WorkerMetrics(
+            self.engine, self.control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting
+        )
         unread_s = self.unread_timeout_s
         requests = RequestMetrics(metrics)
-        engine = self.async_engine = AsyncEngine(self.engine, entrance, requests, 0.005, unread_s, self.tracing)
+        engine = self.async_engine = AsyncEngine(self.engine, admission, requests, 0.005, unread_s, self.tracing)
         page = page_of(metrics.registry, self.model)
         healthy = lambda: self.healthy and engine.serving  # noqa: E731
         front = Front(engine, self.model, "1.2.3", page, healthy, self.chat_template, 1_700_000_000)
-        facts = ModelFacts(control_pb2.ContextKey(), MODEL, "draft", 1, 1)
-        servicer = GenerationServicer(engine, pair, self.control, facts)
+        facts = model_facts(pair, self.engine, control_pb2.ContextKey())
+        servicer = GenerationServicer(engine, self.control, facts)
         grpc_server, grpc_port, _ = await create_server("127.0.0.1:0", servicer, ServerSecurity())
         await grpc_server.start()
         bound = listen("127.0.0.1:0")
@@ -90,7 +92,7 @@ class HttpWorker:
             started.set()
             await stopping.wait()
         await grpc_server.stop(None)
-        entrance.close()
+        admission.close()
 
 
 @contextlib.contextmanager

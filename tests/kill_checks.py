@@ -10,7 +10,7 @@ from pathlib import Path
 from kill_harness import EPOCH, Lane, step_report
 from store_rows import rows
 
-from speclen.console.history import estimates_of, events, key_of
+from speclen.console.history import estimates_of, events
 from speclen.controller.analysis.replay import replay
 from speclen.store.connection import Connection, connect_reader
 from speclen.store.queries import contexts, stored_reports
@@ -55,7 +55,7 @@ def check_replay(connection: Connection) -> None:
     """A fresh estimator that makes the same calls as the controller did ends up with the same table."""
     again = replay(events(connection)).estimator
     for row in contexts(connection):
-        found, expected = estimates_of(connection, row.context_id), again.rows(key_of(row))
+        found, expected = estimates_of(connection, row.context_id), again.rows(row.key)
         assert [each._replace(ms_per_token=0.0) for each in found] == [
             each._replace(ms_per_token=0.0)
             for each in sorted(expected, key=lambda each: (each.batch_min, each.arm[::-1]))

@@ -106,7 +106,7 @@ def open_with_connection(path: Path, config: StoreConfig | None = None) -> tuple
 
 
 def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
-    """What a reader of its own sees, while the store is open."""
+    """Rows as a second connection reads them while the store is open."""
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
     try:
         return [tuple(row) for row in connection.execute(query)]

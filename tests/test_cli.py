@@ -23,7 +23,7 @@ from speclen.v1 import control_pb2, generation_pb2, generation_pb2_grpc
 
 
 def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a command says, in this process: another one takes a second of imports."""
+    """Run a command in this process: another one takes a second of imports."""
     said, complained = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "120", **environment}),
@@ -39,7 +39,7 @@ def speclen(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def run_generate(*arguments: str, config: str | None = None, tmp_path=None, **environment: str) -> str:
-    """What `speclen generate` says where nothing listens at the address it ends up with."""
+    """Run `speclen generate` where nothing listens at the address it ends up with."""
     options = []
     if config is not None:
         (tmp_path / "speclen.toml").write_text(config)
@@ -185,7 +185,7 @@ def test_what_a_message_cannot_hold_is_refused_by_name(arguments):
 
 
 def test_help_fits_80_columns_and_keeps_its_brackets():
-    result = speclen("inspect", "--help", COLUMNS="80")
+    result = speclen("dashboard", "--help", COLUMNS="80")
     assert "pip install 'speclen[inspect]'" in result.stdout
     for verb in VERBS:
         said = speclen(verb, "--help", COLUMNS="80").stdout

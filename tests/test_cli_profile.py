@@ -32,8 +32,8 @@ from speclen.store.transaction import RefusedError
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.profiling.file import foreign_parts, table_from_file
-from speclen.worker.profiling.request import knows_context, profile_request
 from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.profiling.seeding import knows_context, profile_request
 from speclen.worker.profiling.settings import ProfileSettings
 from speclen.worker.reporting.table import ArmTable
 

@@ -1,4 +1,4 @@
-"""What people do with the official client, and a crowd, against the bundled pair: the cases of `scripts/clients_check`."""
+"""The cases of `scripts/clients_check` against the bundled pair: the official client, and a crowd."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_a_service_reads_what_systemd_hands_to_it(unit):
 
 
 def services() -> str:
-    """What docs/install.md says of units."""
+    """The units of docs/install.md."""
     return (DEPLOY.parent / "docs" / "install.md").read_text().partition("\n## Services\n")[2].partition("\n## ")[0]
 
 

@@ -127,7 +127,7 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
 
 
 def test_a_word_after_a_skipped_special_token_keeps_its_space() -> None:
-    """Whether both came in one step or not: alone after the special token, it would have been taken for the first."""
+    """True in one step or in two: alone after the special token, the word would have been taken for the first."""
     decode = make_decode(with_special(sentencepiece_style()), True)
     for cuts in ([1, 1, 1, 1], [2, 2], [1, 3], [3, 1], [4]):
         detokenizer, ids = Detokenizer(decode), [1, 2, SPECIAL, 1]

@@ -1,4 +1,4 @@
-"""What the documents say holds: commands and flags exist, files are where links point, settings are accepted."""
+"""Documents are true: commands and flags exist, files are where links point, settings are accepted."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What callers are promised: reproducible seeds, exact distributions, prompt refusals, cancelling, draining."""
+"""Promises to callers: reproducible seeds, exact distributions, prompt refusals, cancelling, draining."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails ends only what it must: one prompt, one row, one step; and when the engine itself ends, everybody is told."""
+"""A failure ends only what it must: one prompt, one sequence, one step. The engine's own end is told to everybody."""
 
 from __future__ import annotations
 

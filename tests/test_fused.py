@@ -142,7 +142,7 @@ def test_recorded_passes_of_them_give_the_same_logits(family: str, monkeypatch: 
 
 
 def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, CapturedModel]:
-    """What passes of all kinds put out, one after the other."""
+    """Logits of passes of all kinds, one after the other."""
     monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: kernels)
     model: Any = copy.deepcopy(engines.models(family)[0])
     shapes = inspect_layers(model, family)

@@ -206,7 +206,7 @@ def test_a_draft_that_the_grammar_forbids_is_never_accepted_and_stops_no_other_r
 
 
 def test_masks_are_made_once_for_a_position() -> None:
-    """What drafting has looked at is not looked at again by verification, nor what was accepted by the next step."""
+    """Verification reuses the masks of drafting, and the next step those of accepted tokens."""
     matcher = TableMatcher(TABLE)
     state = Grammar(matcher, VOCAB, [END]).start()
     assert isinstance(state._matcher, TableMatcher)

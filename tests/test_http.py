@@ -254,14 +254,14 @@ def test_templates_are_filled_in_one_after_the_other_and_callers_take_turns(monk
     monkeypatch.setattr("speclen.worker.http.chat.render", render)
     body = {"messages": [{"role": "user", "content": "Hi"}]}
     with http_worker(max_batch_size=1, max_waiting=1) as worker, ThreadPoolExecutor(8) as pool:
-        go_on, templates = threading.Event(), worker.async_engine.entrance.templates
+        go_on, templates = threading.Event(), worker.async_engine.admission.templates
         blocking = asyncio.run_coroutine_threadsafe(templates.do("another", go_on.wait), worker.loop)
         asked = []
         for number in range(3):  # of which the one that comes third is refused
             path = "/tokenize" if number == 0 else "/v1/chat/completions"
             asked.append(pool.submit(httpx.post, f"{worker.url}{path}", json=body | {"max_tokens": 2}, timeout=30))
             deadline = time.monotonic() + 30
-            while number < 2 and worker.async_engine.entrance.num_waiting < number + 1:
+            while number < 2 and worker.async_engine.admission.num_waiting < number + 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
         assert asked[2].result().status_code == 429

@@ -28,7 +28,6 @@ from speclen.worker.http import connection, guard
 from speclen.worker.http.responses import json_response, to_json
 from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from speclen.worker.http.server import allow_many_files, listen, make_server, serving
-from speclen.worker.http.settings import check_http
 from speclen.worker.service.text_encoder import SHORT_BYTES
 
 
@@ -238,7 +237,7 @@ def test_long_texts_and_token_lists_do_not_hold_up_others(worker):
 
 
 def test_strings_of_many_tokens_are_looked_up_aside(worker, monkeypatch):
-    tokenizer, threads = worker.async_engine.entrance.encoder.tokenizer, []
+    tokenizer, threads = worker.async_engine.admission.encoder.tokenizer, []
 
     def look_up(tokens):
         threads.append(threading.current_thread().name)
@@ -673,7 +672,7 @@ def test_tls_and_key_together(tmp_path):
 )
 def test_wrong_settings_are_told_before_the_models_are_loaded(settings, words):
     with pytest.raises(ValueError, match=words):
-        check_http(WorkerConfig(**settings))
+        WorkerConfig(**settings).check_http()
 
 
 def test_a_taken_port_is_told():
@@ -681,7 +680,7 @@ def test_a_taken_port_is_told():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(OSError, match="--http-listen"):
-            check_http(WorkerConfig(http_listen=f"127.0.0.1:{taken.getsockname()[1]}"))
+            WorkerConfig(http_listen=f"127.0.0.1:{taken.getsockname()[1]}").check_addresses()
 
 
 def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):

@@ -1,4 +1,4 @@
-"""What is allocated meanwhile gets huge pages; nothing else is touched."""
+"""Memory allocated meanwhile gets huge pages; nothing else is touched."""
 
 from __future__ import annotations
 

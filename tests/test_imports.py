@@ -187,7 +187,6 @@ def test_keys_and_values_and_sampling_know_nothing_of_requests():
         "speclen.controller.service.server",
         "speclen.store",
         "speclen.worker.config",
-        "speclen.worker.http.settings",
         "speclen.cli.app",
         "speclen.cli.controller",
         "speclen.cli.generate",

@@ -70,7 +70,7 @@ def test_prompts_whose_copies_would_be_large_attend_alone(monkeypatch: pytest.Mo
 
 
 def test_the_operators_of_a_pass_do_not_grow_with_its_prompts() -> None:
-    """What a GPU waits for is their start: some ten microseconds each."""
+    """A GPU waits for the start of each operator: some ten microseconds."""
     model = joining_model()
 
     def operators_of(num_prompts: int) -> int:

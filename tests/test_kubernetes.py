@@ -58,7 +58,7 @@ def containers():
 
 @pytest.mark.parametrize(("workload", "container"), list(containers()))
 def test_a_container_may_do_nothing_that_it_need_not(workload, container):
-    """What Kubernetes calls the restricted profile, and a root file system that cannot be written."""
+    """Kubernetes' restricted profile, and a root file system that cannot be written."""
     pod = workload["spec"]["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"]

@@ -217,7 +217,7 @@ def test_the_tokenizer_of_the_pair_is_the_targets(folder: Path) -> None:
 
 
 def test_a_model_has_the_same_name_wherever_it_lies(tmp_path: Path) -> None:
-    """What is learned about a pair is shared by workers whose copies lie in other folders, and only by those."""
+    """Workers whose copies of a model lie in other folders share what is learned, and only those."""
     names = []
     for place in ("one", "another"):
         shutil.copytree(BUNDLED_FOLDER / "draft", tmp_path / place / "draft")

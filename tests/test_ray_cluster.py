@@ -1,4 +1,4 @@
-"""What a fleet makes, finds and ends on a Ray cluster, with Ray played: whose each thing is, and where it listens.
+"""Resources of a fleet on a Ray cluster, made, found and ended, with Ray played.
 
 With Ray itself: scripts/fleet_check.
 """
@@ -24,7 +24,7 @@ ANY = "127.0.0.1:0"
 
 
 class RayError(Exception):
-    """What Ray raises of its own."""
+    """An exception of Ray's own."""
 
 
 class RayTaskError(RayError):
@@ -36,7 +36,7 @@ class RayTaskError(RayError):
 
 
 class Answer:
-    """What a call of an actor's method gives: to be awaited, or taken by `ray.get`."""
+    """The result of calling an actor's method: to be awaited, or taken by `ray.get`."""
 
     def __init__(self, made: Callable[[], Any]) -> None:
         self.made = made

@@ -1,4 +1,4 @@
-"""What of a fleet on Ray needs no Ray: settings, room, calls through the proxy, and both programs inside its processes.
+"""Parts of a fleet on Ray that need no Ray: settings, room, calls through the proxy, both programs in its processes.
 
 With Ray itself: scripts/fleet_check.
 """
@@ -428,9 +428,9 @@ def wait_until(holds: Any) -> None:
 
 
 def asked(config: WorkerConfig, path: str) -> httpx.Response:
-    """What the HTTP front of a worker without a model answers."""
+    """The answer of a worker's HTTP front, without a model."""
     engine = SimpleNamespace(serving=True, max_sequence_tokens=1)
-    engine.entrance = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
+    engine.admission = SimpleNamespace(encoder=SimpleNamespace(tokenizer=None))
     engine.engine = SimpleNamespace(pair=SimpleNamespace(target_name="t"))
     engine.metrics = SimpleNamespace(refuse=lambda reason: None)
 

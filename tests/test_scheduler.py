@@ -42,7 +42,7 @@ def scheduler(max_batch_size: int = 4, max_kv_tokens: int = 10_000) -> Scheduler
 
 
 def admitted(queue: Scheduler) -> list[str]:
-    """Who gets a row now."""
+    """Sequences that get a slot now."""
     before = len(queue.rows)
     assert queue.admit() == []
     return names(queue.rows[before:])

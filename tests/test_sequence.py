@@ -1,4 +1,4 @@
-"""Where a sequence ends, what of it is shown, and what its caller is told, token by token and in steps of several."""
+"""The end of a sequence, its visible text and its outputs, token by token and in steps of several."""
 
 from __future__ import annotations
 

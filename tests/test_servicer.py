@@ -43,10 +43,11 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
+from speclen.worker.service.admission import Admission
+from speclen.worker.service.assembly import model_facts
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
-from speclen.worker.service.servicer import GenerationServicer, ModelFacts, caller_of
+from speclen.worker.service.servicer import GenerationServicer, caller_of
 
 ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -78,11 +79,11 @@ async def served(
     engine = engines.make_engine(pair, max_batch_size=rows)
     card = WorkerCard("w", 1, control_pb2.ContextKey(), Limits(rows, 3), "127.0.0.1:1", "adaptive")
     control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
-    entrance = Entrance(pair, engine.max_context_length, rows, max_waiting)
-    metrics = WorkerMetrics(engine, control, num_at_entrance=lambda: entrance.num_waiting)
-    facts = ModelFacts(card.context, "t", "d", 1, 1)
-    async_engine = AsyncEngine(engine, entrance, RequestMetrics(metrics), 0.001, unread_timeout_s)
-    servicer = GenerationServicer(async_engine, pair, control, facts)
+    admission = Admission(pair, engine.max_context_length, rows, max_waiting)
+    metrics = WorkerMetrics(engine, control, num_at_admission=lambda: admission.num_waiting)
+    facts = model_facts(pair, engine, card.context)
+    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), 0.001, unread_timeout_s)
+    servicer = GenerationServicer(async_engine, control, facts)
     prepare_aio()
     server = aio.server()
     rpc.add_GenerationServiceServicer_to_server(servicer, server)
@@ -281,7 +282,7 @@ def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
 
 def test_what_is_refused_while_draining_is_not_held_on_to() -> None:
     class Body:
-        """What a call has in its hands."""
+        """A call with a reference to an object."""
 
     async def test() -> None:
         async with served() as at:
@@ -311,7 +312,7 @@ def test_abort_ends_what_runs_and_what_waits() -> None:
             for number, name in enumerate(names):
                 tasks.append(asyncio.create_task(at.all(tokenized(1, 2, request_id=name, sampling_params=ENDLESS))))
                 await until(lambda number=number: at.async_engine.num_open == number + 1)  # type: ignore[misc]
-            await until(lambda: at.async_engine.entrance.num_waiting == 2)
+            await until(lambda: at.async_engine.admission.num_waiting == 2)
             wanted = pb.AbortRequest(request_ids=["waits", "runs", "nobody", "waits"])
             assert (await at.stub.Abort(wanted)).num_aborted == 2
             answers = [(await task)[-1].complete for task in tasks]
@@ -345,7 +346,7 @@ def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
                     return sum([len(output.token_ids) async for group in outputs for output in group])
 
             first = asyncio.create_task(run_one())
-            await until(lambda: engine.entrance.num_waiting == 1)
+            await until(lambda: engine.admission.num_waiting == 1)
             with pytest.raises(ValueError, match="'cmpl-0' is already running: choose another"):
                 await run_one()
             assert await first == 4
@@ -357,8 +358,8 @@ def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
 def test_abort_ends_what_is_still_made_of_its_text() -> None:
     async def test() -> None:
         async with served() as at:
-            go_on, encoder = threading.Event(), at.async_engine.entrance.encoder
-            encoder._aside._thread.submit(go_on.wait)  # another's text is in hand
+            go_on, encoder = threading.Event(), at.async_engine.admission.encoder
+            encoder.aside._thread.submit(go_on.wait)  # another's text is in hand
             long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
             with mock.patch("speclen.worker.service.text_encoder.SHORT_BYTES", 10):
                 task = asyncio.create_task(at.all(long))

@@ -70,7 +70,7 @@ def test_long_texts_wait_for_each_other_and_not_too_many(monkeypatch: pytest.Mon
         long = "x" * 5000
         tasks = [asyncio.create_task(encoder.encode(long, "a")) for _ in range(3)]
         await asyncio.sleep(0.05)
-        assert encoder.num_waiting == 2
+        assert encoder.aside.num_waiting == 2
         with pytest.raises(QueueFullError):
             await encoder.encode(long, "a")
         tokenizer.go.set()

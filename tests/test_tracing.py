@@ -142,7 +142,7 @@ def test_a_client_that_goes_away_is_an_abort_and_no_error(worker, exporter):
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """What a collector is, to an exporter."""
+    """Stands for a collector."""
 
     def __init__(self) -> None:
         self.requests: list[trace_service_pb2.ExportTraceServiceRequest] = []

@@ -268,7 +268,7 @@ def recorded_runs():
 
 @pytest.mark.parametrize("run", ["draft_model", "ngram"])
 def test_recorded_steps_of_the_real_scheduler_read_as_they_were(run):
-    """What was read of each step while vLLM ran is read again from the record; and all of it adds up."""
+    """A record of vLLM's steps is read as the steps were while it ran, and all of it adds up."""
     steps = recorded_runs()[run]
     tracker = StepTracker(Traits(ragged=run == "ngram"), ArmChoice(Arm(5)))
     num_read = 0

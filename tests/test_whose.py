@@ -143,7 +143,7 @@ def test_a_profile_for_one_database_does_not_go_into_another(tmp_path):
 
 def test_two_at_once_use_other_ports(tmp_path):
     """`scripts/start --once` measured another checkout's system: it needs no fixed ports, so it takes free ones."""
-    from speclen.cli.up import Places
+    from speclen.console.places import Places
 
     with controller(tmp_path / "a") as running:
         places = Places.choose(running.address, "127.0.0.1:0", 2, Client(), any_port=True)
@@ -153,7 +153,8 @@ def test_two_at_once_use_other_ports(tmp_path):
 
 
 def test_every_worker_has_an_http_front_one_port_further(tmp_path):
-    from speclen.cli.up import Places, Run
+    from speclen.cli.up import Run
+    from speclen.console.places import Places
 
     host, port = "127.0.0.1", two_free_ports()
     places = Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
@@ -167,7 +168,8 @@ def test_every_worker_has_an_http_front_one_port_further(tmp_path):
 @pytest.mark.parametrize("options", [("--db", "elsewhere.db"), ("--in-memory",)])
 def test_up_names_the_database_that_its_controller_has(tmp_path, monkeypatch, capsys, options):
     """It read and named the one in its data directory, though the controller was told another by a setting of its own."""
-    from speclen.cli.up import Places, database_of, print_addresses, print_what_is_left
+    from speclen.cli.up import database_of, print_addresses, print_what_is_left
+    from speclen.console.places import Places
 
     monkeypatch.chdir(tmp_path)
     with controller(tmp_path / "a", *options) as running:

@@ -140,7 +140,7 @@ def test_building_60_million_parameters_takes_seconds() -> None:
 )
 def test_bad_shapes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="shape"):
-        parse_shape(text)
+        parse_shape("tiny", text)
 
 
 def test_shapes_that_are_no_multiple_name_the_nearest_one() -> None:

@@ -72,11 +72,6 @@ def test_the_first_table_may_have_n_grams(settings, arms, follows, ngram):
     assert (set(table.arms[1:]), follow) == (arms, follows)
 
 
-def test_a_fixed_length_over_the_limit_is_refused():
-    with pytest.raises(ValueError, match="fixed:5 is over --max-length 4"):
-        initial_table(WorkerConfig(policy="fixed:5"), Limits(32, 4))
-
-
 def test_a_profile_is_read_and_used(tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text(
@@ -102,6 +97,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
     [
         ({"policy": "fixed:9"}, "fixed:9 is over --max-length 8"),
         ({"policy": "profile"}, "--policy profile needs --profile FILE"),
+        ({"policy": "fixed:3", "draft": ""}, "--policy fixed:3 needs a draft model: give a --draft"),
         ({"arms": "draft 9"}, "--arms 'draft 9' drafts 9 tokens, over --max-length 8: raise that, or draft less"),
         ({"arms": "copy>=2 up to 8"}, "--arms: the arm 'copy>=2 up to 8' is unknown"),
         (
@@ -116,7 +112,7 @@ def test_a_file_that_is_no_profile_is_named(tmp_path, content):
         ({"max_kv_tokens": 10}, "--max-kv-tokens is 10; it must be 0, for as many as fit, or at least 256"),
         ({"backend": "x"}, "--backend 'x' is not known; use auto, torch, openvino"),
         ({"dtype": "x"}, "--dtype 'x' is not known; use auto, float32, bfloat16, float16"),
-        ({"weights": "x"}, "--weights 'x' is not known; use full or int8"),
+        ({"weights": "x"}, "--weights 'x' is not known; use full, int8"),
         ({"device": "x"}, "--device 'x' is not known; use auto, cpu, cuda or cuda:N"),
         ({"device": "mps"}, "--device 'mps' is not known; use auto, cpu, cuda or cuda:N"),
         ({"weights": "int8", "backend": "torch"}, "--weights int8 saves nothing on torch: use --backend openvino"),

@@ -129,7 +129,7 @@ def save_pair(family: str, folder: Path, noise: float = 0.1, **overrides: object
 
 @torch.no_grad()
 def greedy(model: Callable, prompt: list[int], num_tokens: int) -> list[int]:
-    """What the model alone writes, one full forward per token: the truth that the engine is compared with."""
+    """The model's own output, one full forward per token: the truth that the engine is compared with."""
     ids = list(prompt)
     for _ in range(num_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))

@@ -1,1 +1,1 @@
-"""What controller and worker have in common: addresses, TLS, tokens, logs, supervision. Imports nothing of ours."""
+"""Parts that controller and worker share: addresses, TLS, tokens, logs, supervision. Imports nothing of ours."""

@@ -1,4 +1,4 @@
-"""Where servers listen, and who may reach them there."""
+"""Addresses of servers, and the check that they are not open to others by mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call: certificates, or a bearer token on every method, health and reflection included."""
+"""Authentication of callers: certificates, or a bearer token on every method, health and reflection included."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ServerSecurity:
         )
 
     def of_pages(self) -> dict[str, Any]:
-        """What prometheus_client needs to serve its page under the same certificates; nothing without TLS."""
+        """Arguments for prometheus_client to serve its page under the same certificates; empty without TLS."""
         pages: dict[str, Any] = {}
         if self.tls_cert is not None and self.tls_key is not None:
             pages = {"certfile": str(self.tls_cert), "keyfile": str(self.tls_key)}
@@ -172,7 +172,7 @@ class ClientSecurity:
         return grpc.ssl_channel_credentials(read_authority(ca, self.ca), *own)
 
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """What every call carries. Raises ValueError when the token cannot be read."""
+        """Metadata of every call. Raises ValueError when the token cannot be read."""
         if self.token_file is None:
             return ()
         return (("authorization", f"Bearer {read_token(f'{self.prefix}token-file', self.token_file)}"),)

@@ -14,7 +14,7 @@ class Keyring:
         self._expected = [digest(f"Bearer {token}") for token in tokens]
 
     def caller(self, header: str | bytes) -> str | None:
-        """Who sent this `authorization`: None for a wrong one, and nothing where all callers share one token."""
+        """The sender of this `authorization`: None for a wrong one, "" where all callers share one token."""
         given, found = digest(as_expected(header)), None
         for expected in self._expected:
             if hmac.compare_digest(given, expected):

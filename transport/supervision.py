@@ -179,7 +179,7 @@ def end_process(place: str) -> None:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody wants the running task to end; False where only something that it waits for was cancelled."""
+    """True if somebody wants the running task to end; False where only something that it waits for was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,10 +1,10 @@
-"""Which version of this program runs."""
+"""Version of the running program."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_version() -> str:
-    """That of the package; "unknown" where the source is run without having been installed."""
+    """Version of the package; "unknown" where the source is run without having been installed."""
     try:
         return version("speclen")
     except PackageNotFoundError:

@@ -8,8 +8,8 @@ from itertools import combinations
 from pathlib import Path
 
 from speclen.records import Arm, Choice
-from speclen.transport.address import check_free, split_address
-from speclen.transport.credentials import ClientSecurity, ServerSecurity
+from speclen.transport.address import check_exposure, check_free, split_address
+from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
 from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.drafting.arms import parse_arms
 from speclen.worker.models.naming import AUTO, draft_of
@@ -23,6 +23,7 @@ DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port from all others
 POLICY = re.compile(r"adaptive|profile|none|n-gram|fixed:(\d{1,2})")
 NGRAM = Arm(0, ngram=True)
+KEY_FLAG = "--api-key-file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class WorkerConfig:
     backend: str = setting(
         "auto", "auto: OpenVINO on x86 CPUs where it is installed and runs the models exactly; torch; openvino."
     )
-    max_batch_size: int = setting(32, "Rows decoding in one step.", least=1, most=4096)
+    max_batch_size: int = setting(32, "Sequences decoding in one step.", least=1, most=4096)
     max_length: int = setting(8, "Largest speculation length.", least=0, most=64)
     ngram: bool = setting(True, "Let the adaptive policy select n-grams (prompt lookup) beside draft tokens.")
     max_waiting: int = setting(256, "Requests that may wait; one more is refused at once.", least=0)
     max_queue_s: float = setting(
-        0.0, "A request that would wait longer than these seconds for a row is refused at once; 0: none is.", least=0
+        0.0, "A request that would wait longer than these seconds for a slot is refused at once; 0: none is.", least=0
     )
-    max_kv_tokens: int = setting(0, "Tokens of KV cache over all rows; 0: as many as fit.", least=0)
+    max_kv_tokens: int = setting(0, "Tokens of KV cache over all sequences; 0: as many as fit.", least=0)
     max_cached_tokens: int = setting(
         8192, "Tokens of prompts and outputs remembered for requests that begin alike, on OpenVINO; 0: none.", least=0
     )
@@ -115,6 +116,8 @@ class WorkerConfig:
         kind, length = parse_policy(self.policy)
         if length is not None and length > self.max_length:
             raise ValueError(f"--policy {self.policy} is over --max-length {self.max_length}: raise that, or use less")
+        if length and not self.has_draft:
+            raise ValueError(f"--policy {self.policy} needs a draft model: give a --draft, or use --policy n-gram")
         if kind == "profile" and self.profile is None:
             raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
         self.check_arms()
@@ -129,12 +132,9 @@ class WorkerConfig:
 
     def check_models(self) -> None:
         """Raises ValueError for a way of running models that is none."""
-        if self.backend not in BACKENDS:
-            raise ValueError(f"--backend {self.backend!r} is not known; use {', '.join(BACKENDS)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype!r} is not known; use {', '.join(DTYPES)}")
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"--weights {self.weights!r} is not known; use {' or '.join(WEIGHTS)}")
+        for name, known in (("backend", BACKENDS), ("dtype", DTYPES), ("weights", WEIGHTS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{flag(name)} {value!r} is not known; use {', '.join(known)}")
         if not DEVICE.fullmatch(self.device):
             raise ValueError(f"--device {self.device!r} is not known; use auto, cpu, cuda or cuda:N")
         if self.weights == "int8" and self.backend == "torch":
@@ -190,6 +190,29 @@ class WorkerConfig:
         """As the Generate service, with a key of its own if there is one. Raises as `server_security`."""
         return ServerSecurity(self.tls_cert, self.tls_key, self.tls_client_ca, self.api_key_file or self.token_file)
 
+    def check_listening(self) -> None:
+        """Raises ValueError for an address that must not be open to others, OSError for one that is taken."""
+        security = self.server_security()
+        check_exposure("--listen", self.listen, security.encrypted, security.authenticated, self.insecure)
+        if self.metrics_listen:
+            check_pages(self.metrics_listen, security, self.insecure)
+        self.check_http()
+        self.check_addresses()
+
+    def check_http(self) -> None:
+        """Raises ValueError for settings of the HTTP front that cannot work."""
+        if self.http_listen:
+            security = self.http_security()
+            check_exposure("--http-listen", self.http_listen, security.encrypted, security.authenticated, self.insecure)
+            security.credentials()
+            security.keyring(KEY_FLAG)
+            self.read_template()
+
+    def read_template(self) -> str | None:
+        """The chat template that takes the place of the tokenizer's own. Raises ValueError where it cannot be read."""
+        path = self.chat_template
+        return None if path is None else read_file("--chat-template", path).decode("utf-8", errors="replace")
+
     def controller_security(self) -> ClientSecurity:
         """How the controller is reached."""
         return ClientSecurity(
@@ -198,7 +221,7 @@ class WorkerConfig:
 
 
 def same_port(one: tuple[str, int], other: tuple[str, int]) -> bool:
-    """Whether two addresses cannot both be listened on; a port 0 is whatever is free."""
+    """True if two addresses cannot both be listened on; a port 0 is any free one."""
     hosts = {"127.0.0.1" if host == "localhost" else host for host, _ in (one, other)}
     return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(EVERYWHERE))
 

@@ -48,7 +48,7 @@ OPTIONS = {"crowd": ["--max-batch-size", "16"], "schemathesis": ["--max-kv-token
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one program found. passed None: it could not be run."""
+    """The result of one program. passed None: it could not be run."""
 
     program: str
     what: str
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the worker is, and where programs write. envs: folder of their environments."""
+    """Addresses of the worker, and folders of the programs. envs: folder of their environments."""
 
     url: str
     folder: Path

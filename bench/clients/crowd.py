@@ -18,7 +18,7 @@ SETTLE_S = 30.0  # until nothing of them is left
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Where the worker is: HOST:PORT and the API key."""
+    """Address (HOST:PORT) and API key of the worker."""
 
     address: str
     key: str

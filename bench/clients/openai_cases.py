@@ -1,4 +1,4 @@
-"""What people do with the official client, each as one case: it raises, or it passes."""
+"""Uses of the official client, one case each: it raises, or it passes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MAX_EXAMINED = 120  # parted outputs that the target is asked about in one run; 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two policies' outputs of one request part: both begin with `prefix` and go on with one of `tokens`."""
+    """The first difference of two outputs of one request: both begin with `prefix`, then have one of `tokens`."""
 
     policies: tuple[str, str]
     prompt: Prompt
@@ -68,7 +68,7 @@ class OutputCheck:
                 self.partings.append(parting((first, name), arrival, prompt, a.output_ids, b.output_ids))
 
     def verdict(self, judge: Judge, dtype: str, seed: int = 0) -> dict[str, Any]:
-        """What is written into results. Raises ValueError when an output is wrong."""
+        """The summary that is written into results. Raises ValueError when an output is wrong."""
         chosen = self.partings
         if len(chosen) > MAX_EXAMINED:
             chosen = random.Random(seed).sample(chosen, MAX_EXAMINED)

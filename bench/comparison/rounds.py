@@ -115,7 +115,7 @@ class Comparison:
         return found
 
     def is_resolved(self) -> bool:
-        """Whether every interval about the first policy is narrow enough."""
+        """True if every interval of the first policy is narrow enough."""
         if self.turns > 1:
             return all(part.is_resolved() for part in self.parts)
         first, *others = self.active
@@ -124,7 +124,7 @@ class Comparison:
         return enough and all(i is not None and i.half_width <= self.resolution for i in intervals)
 
     def notes(self) -> list[str]:
-        """What takes away from the figures."""
+        """Limits of the figures, in words."""
         found = [f"{name} was dropped {why}" for name, why in self.dropped.items()]
         first, parts = self.policies[0], self.parts
         if (fewest := min(len(part.rounds) for part in parts)) < LEAST_BLOCKS:
@@ -153,7 +153,7 @@ class Comparison:
 
 
 def is_fixed(name: str) -> bool:
-    """Whether that policy is one length at every batch size."""
+    """True for a policy of one length at every batch size."""
     return name == "none" or name.startswith("fixed:")
 
 

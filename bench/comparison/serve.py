@@ -52,7 +52,7 @@ FIRST_LEARNING_BLOCK = 1_000_000  # numbers that no round comes to
 @flags_from(WorkerConfig, "draft", "device", "dtype", "backend", "max_length", "threads")
 def serve(
     target: str = typer.Option("bundled:target-60m", help="Target model, as for a worker."),
-    max_batch_size: int = typer.Option(16, min=1, help="Rows decoding in one step."),
+    max_batch_size: int = typer.Option(16, min=1, help="Sequences decoding in one step."),
     quick: bool = typer.Option(False, help="Seconds instead of minutes, to see that all works; figures are marked."),
     add: bool = typer.Option(False, help="Go on with the rounds of --out, if it is there and was measured alike."),
     out: Path | None = typer.Option(None, help="Write the comparison as JSON."),
@@ -189,7 +189,7 @@ class Session:
         return Round(number, tuple(order), blocks)
 
     def learn(self, name: str) -> None:
-        """What adapts has served the track for a while when it is compared, as profiles have been measured."""
+        """Let policies that learn serve the track for a while before they are compared."""
         blocks = math.ceil(self.plan.learn_s / self.block(0).duration_s)
         say(f"`{name}` learns from {blocks} blocks, which are not counted")
         for number in range(FIRST_LEARNING_BLOCK, FIRST_LEARNING_BLOCK + blocks):
@@ -205,7 +205,7 @@ class Session:
         return self.worker.runner.run(serve_block(self.worker.address, block, prompts, self.plan.burners))
 
     def facts(self, quick: bool) -> dict[str, Any]:
-        """What the figures depend on."""
+        """Facts that the figures depend on."""
         plan, context = self.plan, self.worker.context()
         block = self.block(0)
         return {

@@ -32,6 +32,6 @@ def bytes_per_pass(model: Any) -> int:
 
 
 def num_bytes(parameter: torch.Tensor) -> int:
-    """That a product with it reads."""
+    """Bytes that a product with it reads."""
     rounded = int8_of(parameter)
     return parameter.nbytes if rounded is None else rounded.values.nbytes + rounded.scales.nbytes

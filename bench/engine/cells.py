@@ -1,4 +1,4 @@
-"""What `speclen bench step` makes of the steps it timed: a line per engine, batch size and length, and ratios."""
+"""Results of `speclen bench step`: a line per engine, batch size and length, and ratios."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def mean(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:
 
 
 def ratios(rates: dict[Work, list[float]]) -> Iterator[tuple[str, Spread]]:
-    """What the aims are stated in: against generate and assisted generation, against length 0, and between backends."""
+    """Ratios that the aims name: over generate and assisted generation, over length 0, and between backends."""
     for batch_size in sorted({work.batch_size for work in rates}):
         best: dict[str, list[float]] = {}
         for backend in dict.fromkeys(work.kind for work in rates if work.is_engine):
@@ -98,7 +98,7 @@ def ratios_of(
 
 
 def memory(target: Any, bandwidths: list[float], cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a pass of the target over one row takes beside what reading its weights takes. bandwidths: bytes/s."""
+    """Time of a target pass over one sequence beside the time of reading its weights. bandwidths: bytes/s."""
     num_bytes, per_s = bytes_per_pass(target), spread(bandwidths).median
     least_ms = 1e3 * num_bytes / per_s
     plain = [row for row in cells if (row["batch_size"], row["speculation_length"]) == (1, 0) and "verify_ms" in row]

@@ -36,7 +36,7 @@ ASSISTED_LENGTHS = (None, 3, 6)  # None: transformers' own schedule
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured: backends and grids, and tokens per prompt and output."""
+    """Backends and grids to measure, and tokens per prompt and output."""
 
     backends: tuple[str, ...]
     batch_sizes: tuple[int, ...]

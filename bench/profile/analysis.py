@@ -1,4 +1,4 @@
-"""What a profile says: time per token, the best lengths, and what two models make of the same measurements."""
+"""Analysis of a profile: time per token, the best lengths, and two models of the same measurements."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _analyse_batch(profile: Profile, batch_size: int, paper: PaperModel | None, 
 
 
 def estimator_lengths(document: ProfileDocument) -> dict[int, int]:
-    """What a fresh estimator, seeded with nothing but this profile, chooses at every profiled batch size."""
+    """The choice of a fresh estimator, seeded with this profile alone, at every profiled batch size."""
     profile, key = document.profile, document.context
     sizes = {cell.batch_size for cell in profile.cells}
     longest = max(cell.speculation_length for cell in profile.cells)

@@ -84,10 +84,10 @@ def from_result(context: ContextKey, result: ProfileResult, source: str, details
 
 def from_store(stored: StoredProfile) -> ProfileDocument:
     """A profile of a database; how it was measured is not kept there."""
-    row, context = stored.profile, stored.context
+    row = stored.profile
     cells = tuple(ProfileCell(**cell._asdict()) for cell in row.cells)
     return ProfileDocument(
-        context=ContextKey(context.target, context.draft, context.device, context.dtype, context.engine_fingerprint),
+        context=stored.context.key,
         profile=Profile(cells, row.survival, row.num_survival_rows, row.as_prior, row.source),
         measured_at=datetime.fromtimestamp(row.imported_at, UTC).isoformat(timespec="seconds"),
     )

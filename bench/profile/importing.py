@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a profile goes: to the controller at an address, or, with none, to one that lives for this call on `db`."""
+    """Destination of a profile: the controller at an address, or, without one, a controller for this call on `db`."""
 
     db: Path
     address: str
@@ -57,23 +57,21 @@ def find_destination(db: Path, controller: str, client: Client) -> Destination:
             return Destination(db, "", client)
         controller, named = ControllerConfig().listen, True
     found = owner(controller, client)
-    if named and found is not None and not owns(found, db):
+    if named and not owns(found, db):
         raise UserError(
             f"the controller at {controller} keeps {found.database or 'no database'}, not {db}: give --controller the "
             "address of the one that does"
             + ("" if is_locked(db) else ", or leave --controller away, since none runs on it")
         )
-    return Destination(db if found is None else Path(found.database), controller, client)
+    return Destination(Path(found.database), controller, client)
 
 
-def owner(controller: str, client: Client) -> pb.ServerIdentity | None:
-    """Whose the controller is; None for one of an older version, which does not say. Raises UserError without any."""
+def owner(controller: str, client: Client) -> pb.ServerIdentity:
+    """The identity of the controller at an address. Raises UserError where none answers."""
     try:
         with client.channel(controller, "--controller") as channel:
             return identity(channel, "controller", timeout_s=5.0)
     except grpc.RpcError as error:
-        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return None
         raise UserError(client.explain(error, "controller", controller)) from error
 
 

@@ -34,12 +34,12 @@ SAVE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Where an unfinished profile is kept. The name holds everything that must be equal to go on with it."""
+    """File of an unfinished profile. The name holds everything that must be equal to continue it."""
 
     path: Path
 
     def load(self) -> ProfileSamples:
-        """What was measured before; nothing when there is none or it cannot be read."""
+        """Samples measured before; none when there is no file or it cannot be read."""
         try:
             content = json.loads(self.path.read_text("utf-8"))
             if content["format"] != PARTIAL_FORMAT:

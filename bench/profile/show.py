@@ -109,7 +109,7 @@ def choice(length: int | None, excess: float | None) -> str:
 
 
 def show_difference(first: ProfileDocument, second: ProfileDocument) -> None:
-    """What changed from the first to the second: contexts, step times, best lengths, survival."""
+    """Show changes from the first to the second: contexts, step times, best lengths, survival."""
     out = console()
     for name in ("target", "draft", "device", "dtype", "engine_fingerprint"):
         before, after = getattr(first.context, name), getattr(second.context, name)

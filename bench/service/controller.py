@@ -182,7 +182,7 @@ def controller(
 
 
 def machine_facts() -> dict[str, Any]:
-    """What the figures depend on; without torch, whose import would disturb the measurement."""
+    """Facts that the figures depend on; without torch, whose import would disturb the measurement."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the store costs: rows a second, time of a commit, bytes a report, growth under retention, time of a restart.
+"""Cost of the store: rows a second, time of a commit, bytes a report, growth under retention, time of a restart.
 
     python -m speclen.bench.service.store --reports 2000000 --keep 1000000 --after 98000000
 

@@ -86,7 +86,7 @@ class SimulatedWorker:
         return request.SerializeToString()
 
     def introduction(self) -> bytes:
-        """Who sends: goes before a stream's first message, since fields of serialised messages add up."""
+        """The sender's name: goes before a stream's first message, since fields of serialised messages add up."""
         return pb.StreamReportsRequest(worker=self.identity).SerializeToString()
 
     async def register(self, channel: aio.Channel) -> None:

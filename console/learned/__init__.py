@@ -1,1 +1,1 @@
-"""What a controller has learned: as a document that moves between fleets, and as tables for people."""
+"""Learned state: as a document that moves between fleets, and as tables for people."""

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from speclen.console.errors import UserError
-from speclen.console.history import key_of, name_of
-from speclen.records import Limits
 from speclen.store import queries
 from speclen.store.connection import Connection
 from speclen.store.database import Store
@@ -39,9 +37,7 @@ def exported(connection: Connection, wanted: str) -> Document:
     """One moment of a database as a document. wanted: part of a context's name. Raises UserError if nothing matches."""
     connection.execute("BEGIN")  # one snapshot for all queries
     stored = queries.load_state(connection)
-    pairs = sorted(
-        {key_of(row).pair for row in stored.contexts if wanted in name_of(key_of(row))} & stored.states.keys()
-    )
+    pairs = sorted({row.key.pair for row in stored.contexts if wanted in str(row.key)} & stored.states.keys())
     if not pairs:
         raise UserError(f"no context contains {wanted!r}" if wanted else "nothing was learned yet: there is no context")
     document = {"format": FORMAT, "version": VERSION, "exported_at": time.time()}
@@ -53,7 +49,7 @@ def _pair(connection: Connection, stored: StoredState, pair: tuple[str, str]) ->
         row._asdict()
         | {"arm_estimates": [each._asdict() for each in queries.arm_estimates(connection, row.context_id)]}
         for row in stored.contexts
-        if key_of(row).pair == pair
+        if row.key.pair == pair
     ]
     return {
         "target": pair[0],
@@ -87,7 +83,7 @@ def check_usable(document: Document) -> None:
     for pair in document["pairs"]:
         estimator = Estimator()
         for row in map(context_row, pair["contexts"]):
-            estimator.add_context(key_of(row), Limits(row.max_batch_size, row.max_speculation_length, row.ngram))
+            estimator.add_context(row.key, row.limits)
         estimator.restore((pair["target"], pair["draft"]), base64.b64decode(pair["state"]))
 
 
@@ -98,7 +94,7 @@ def context_row(values: Document) -> ContextRow:
 def commit_of(document: Document, stored: StoredState, replace_known: bool) -> Commit:
     """The commit that adds the document to a database. Raises UserError for a known pair that is not to be replaced."""
     now = time.time()
-    known = {key_of(row): row.context_id for row in stored.contexts}
+    known = {row.key: row.context_id for row in stored.contexts}
     ids = itertools.count(max(known.values(), default=0) + 1)
     contexts, estimates, limits, states, acceptance, replaced = [], [], [], [], [], []
     for values in document["pairs"]:
@@ -110,14 +106,9 @@ def commit_of(document: Document, stored: StoredState, replace_known: bool) -> C
         acceptance += [AcceptanceRow(**row) for row in values["acceptance"]]
         for content in values["contexts"]:
             row = context_row(content)
-            row = row._replace(context_id=known.get(key_of(row)) or next(ids), updated_at=now)
+            row = row._replace(context_id=known.get(row.key) or next(ids), updated_at=now)
             contexts.append(row)
-            limits.append(
-                ContextLimitsRow(
-                    *(row.context_id, row.max_batch_size, row.max_speculation_length, row.ngram),
-                    *(stored.last_group_id, now),
-                )
-            )
+            limits.append(ContextLimitsRow(row.context_id, *row.limits, stored.last_group_id, now))
             estimates += [ArmEstimateRow(**{**each, "context_id": row.context_id}) for each in content["arm_estimates"]]
     return Commit(
         contexts=contexts,

@@ -78,11 +78,8 @@ def open_store(config: ControllerConfig) -> Store | None:
 
 def create_service(config: ControllerConfig, store: Store | None, stored: StoredState) -> tuple[Intake, Learner]:
     """Estimator, registry and journal, as they were when the stored state was written. Raises ValueError."""
-    estimator, registry, totals = (
-        Estimator(config.policy),
-        Registry(time.time, config.max_workers, config.max_contexts),
-        Totals(),
-    )
+    estimator, totals = Estimator(config.policy), Totals()
+    registry = Registry(time.time, config.max_workers, config.max_contexts)
     forgotten, set_aside = restore(estimator, registry, stored, store.path if store is not None else None)
     journal = Journal(store, estimator, time.time, config.commit_interval_s, stored.last_profile_id)
     journal.note_events(set_aside)
@@ -123,7 +120,7 @@ async def create(config: ControllerConfig, store: Store | None, stored: StoredSt
 
 
 def identity_of(config: ControllerConfig) -> control_pb2.ServerIdentity:
-    """What this process says of itself."""
+    """The identity of this process."""
     return control_pb2.ServerIdentity(
         run_id=config.run_id,
         database="" if config.in_memory else str(config.database.resolve()),

@@ -14,7 +14,7 @@ from speclen.controller.service.registry import Context, Registry, Worker
 from speclen.controller.service.sampling import Sampling
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.totals import Totals
-from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Limits, Profile, StepRecord, Table
+from speclen.records import ArmEstimate, ContextKey, Decision, DriftEvent, Limits, Profile, Table
 
 log = structlog.get_logger()
 
@@ -85,7 +85,8 @@ class Learner:
         context = worker.context
         worker.last_batch_size, worker.last_step_s = steps[-1].batch_size, steps[-1].latency_s
         try:
-            self._compare(worker, steps)
+            prediction = self.prediction.setdefault(context.key, PredictionError())
+            prediction.add(self.table(worker)[0], steps)
             outcome = self.estimator.observe(context.key, steps, worker.worker_id)
         except Exception:  # a mistake of ours must not become a crash that every resent report repeats
             log.exception("the estimator failed, a group is not learned from", worker=worker.worker_id)
@@ -113,10 +114,6 @@ class Learner:
             log.exception("a context cannot start anew", context=str(context.key))
             return
         self._note(outcome.decisions, outcome.drift_events)
-
-    def _compare(self, worker: Worker, steps: Sequence[StepRecord]) -> None:
-        """Compare steps with what the worker's table had promised."""
-        self.prediction.setdefault(worker.context.key, PredictionError()).add(self.table(worker)[0], steps)
 
     def _note(self, decisions: Sequence[Decision], drift_events: Sequence[DriftEvent]) -> None:
         """Count, keep and apply what changed, which may concern other contexts of the pair."""

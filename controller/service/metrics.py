@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.saving.journal import Journal
 from speclen.controller.service.servicer import ControlServicer
 from speclen.controller.service.totals import WAITS_S
-from speclen.records import ContextKey
+from speclen.transport.families import Families
 from speclen.transport.pages import MetricsPage, serve_page
 
 PREFIX = "speclen_controller"
+FAMILIES = Families(PREFIX)
 READ_TIMEOUT_S = 5.0
 BUCKET = ("context", "batch_bucket")
 
@@ -61,114 +61,91 @@ class ControllerCollector:
 
     def _reports(self) -> Iterator[Metric]:
         totals = self.learner.totals
-        yield counter("reports", "Reports learned from", totals.num_reports)
+        yield FAMILIES.counter("reports", "Reports learned from", totals.num_reports)
         words = "Workers report 64 consecutive steps out of each 64 times this number"
-        yield gauge("sample_every", words, self.learner.sampling.sample_every)
+        yield FAMILIES.gauge("sample_every", words, self.learner.sampling.sample_every)
         words = "How long a worker's reports waited to be learned from"
         waits = HistogramMetricFamily(f"{PREFIX}_learning_wait_seconds", words)
         bounds = [*map(str, WAITS_S), "+Inf"]
         waits.add_metric([], list(zip(bounds, accumulate(totals.waits), strict=True)), totals.waited_s)
         yield waits
-        yield counter("groups", "Groups of reports learned from", totals.num_groups)
-        yield counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
-        yield counter(
+        yield FAMILIES.counter("groups", "Groups of reports learned from", totals.num_groups)
+        yield FAMILIES.counter("reports_repeated", "Reports recognised as repetitions and ignored", totals.num_repeated)
+        yield FAMILIES.counter(
             "reports_missing", "Reports skipped by gaps in seq, less those that came late", totals.num_missing
         )
         refused = {(reason,): number for reason, number in totals.refused.items()}
-        yield labelled(CounterMetricFamily, "reports_refused", "Reports that were not plausible", ["reason"], refused)
+        yield FAMILIES.counters("reports_refused", "Reports that were not plausible", ["reason"], refused)
         words = "Calls that ended badly"
-        yield labelled(CounterMetricFamily, "call_errors", words, ["method", "code"], self.num_errors)
+        yield FAMILIES.counters("call_errors", words, ["method", "code"], self.num_errors)
 
     def _fleet(self) -> Iterator[Metric]:
         learner, totals, registry = self.learner, self.learner.totals, self.learner.registry
-        yield gauge("workers", "Workers known", len(registry.workers))
-        yield gauge("contexts", "Contexts known", len(registry.contexts))
-        yield gauge("streams", "StreamReports calls open", len(self.streams.open))
-        yield counter("decisions", "Changes of the arm in use", totals.num_decisions)
-        yield counter("probes", "Exploratory arms handed out", totals.num_probes)
+        yield FAMILIES.gauge("workers", "Workers known", len(registry.workers))
+        yield FAMILIES.gauge("contexts", "Contexts known", len(registry.contexts))
+        yield FAMILIES.gauge("streams", "StreamReports calls open", len(self.streams.open))
+        yield FAMILIES.counter("decisions", "Changes of the arm in use", totals.num_decisions)
+        yield FAMILIES.counter("probes", "Exploratory arms handed out", totals.num_probes)
         drift = {(factor,): totals.drift[factor] for factor in ("latency", "acceptance", "reset", "worker")}
-        yield labelled(CounterMetricFamily, "drift_events", "Times something was forgotten", ["factor"], drift)
-        isolated = {(context_label(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
-        words = "Workers unlike the others of their context"
-        yield labelled(GaugeMetricFamily, "workers_isolated", words, ["context"], isolated)
+        yield FAMILIES.counters("drift_events", "Times something was forgotten", ["factor"], drift)
+        isolated = {(str(key),): learner.estimator.num_isolated(key) for key in registry.contexts}
+        words = "Outlier workers, isolated from the others of their context"
+        yield FAMILIES.gauges("workers_isolated", words, ["context"], isolated)
 
     def _disk(self) -> Iterator[Metric]:
         journal = self.journal
-        yield gauge("queue_depth", "Reports learned from that are not on disk yet", journal.num_waiting_reports)
-        yield gauge("durable_lag_seconds", "Age of the oldest thing that is not on disk yet", journal.lag_s())
-        yield counter("commits", "Commits on disk", journal.num_commits)
-        yield counter("commits_failed", "Commits given up", journal.num_failed_commits)
+        yield FAMILIES.gauge(
+            "queue_depth", "Reports learned from that are not on disk yet", journal.num_waiting_reports
+        )
+        yield FAMILIES.gauge("durable_lag_seconds", "Age of the oldest thing that is not on disk yet", journal.lag_s())
+        yield FAMILIES.counter("commits", "Commits on disk", journal.num_commits)
+        yield FAMILIES.counter("commits_failed", "Commits given up", journal.num_failed_commits)
         if journal.store is None:
             return
         health = journal.store.health()
-        yield gauge("store_ok", "1 while commits succeed", int(health.ok))
-        yield gauge("database_bytes", "Size of the database and its WAL", health.database_bytes)
-        yield gauge("last_commit_seconds", "How long the last commit took", health.last_commit_s)
-        yield counter("rows_refused", "Rows that broke a rule of the database", health.num_rows_refused)
-        yield counter("reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped)
+        yield FAMILIES.gauge("store_ok", "1 while commits succeed", int(health.ok))
+        yield FAMILIES.gauge("database_bytes", "Size of the database and its WAL", health.database_bytes)
+        yield FAMILIES.gauge("last_commit_seconds", "How long the last commit took", health.last_commit_s)
+        yield FAMILIES.counter("rows_refused", "Rows that broke a rule of the database", health.num_rows_refused)
+        yield FAMILIES.counter(
+            "reports_dropped", "Raw reports given up since the disk refused", health.num_reports_dropped
+        )
 
     def _choices(self) -> Iterator[Metric]:
         length, ngram, ms_per_token = Labelled(), Labelled(), Labelled()
         for key in self.learner.registry.contexts:
             for choice in self.learner.estimator.table(key).choices:
-                labels = context_label(key), bucket_label(choice.batch_min, choice.batch_max)
+                labels = str(key), bucket_label(choice.batch_min, choice.batch_max)
                 length[labels], ngram[labels] = choice.arm
                 if choice.ms_per_token is not None:
                     ms_per_token[labels] = choice.ms_per_token
         words = "Expected time per token and sequence of the arm in use"
-        yield labelled(GaugeMetricFamily, "speculation_length", "Speculation length of the arm in use", BUCKET, length)
-        yield labelled(GaugeMetricFamily, "ngram", "1 where the arm in use proposes n-grams", BUCKET, ngram)
-        yield labelled(GaugeMetricFamily, "predicted_ms_per_token", words, BUCKET, ms_per_token)
+        yield FAMILIES.gauges("speculation_length", "Speculation length of the arm in use", BUCKET, length)
+        yield FAMILIES.gauges("ngram", "1 where the arm in use proposes n-grams", BUCKET, ngram)
+        yield FAMILIES.gauges("predicted_ms_per_token", words, BUCKET, ms_per_token)
 
     def _prediction(self) -> Iterator[Metric]:
         error, steps, observed, predicted = Labelled(), Labelled(), Labelled(), Labelled()
         for key, prediction in self.learner.prediction.items():
             for sizes, sums in prediction.compared.items():
-                labels = context_label(key), bucket_label(*sizes)
+                labels = str(key), bucket_label(*sizes)
                 error[labels], steps[labels] = sums.error, sums.num_steps
                 observed[labels], predicted[labels] = sums.observed_s, sums.predicted_s
         words = "Observed over predicted time of recent steps, minus 1"
-        yield labelled(GaugeMetricFamily, "prediction_error_ratio", words, BUCKET, error)
-        yield labelled(CounterMetricFamily, "compared_steps", "Steps whose time was compared", BUCKET, steps)
-        yield labelled(CounterMetricFamily, "observed_step_seconds", "Time of these steps", BUCKET, observed)
+        yield FAMILIES.gauges("prediction_error_ratio", words, BUCKET, error)
+        yield FAMILIES.counters("compared_steps", "Steps whose time was compared", BUCKET, steps)
+        yield FAMILIES.counters("observed_step_seconds", "Time of these steps", BUCKET, observed)
         words = "Predicted time for their tokens"
-        yield labelled(CounterMetricFamily, "predicted_step_seconds", words, BUCKET, predicted)
+        yield FAMILIES.counters("predicted_step_seconds", words, BUCKET, predicted)
 
     def _regret(self) -> Iterator[Metric]:
-        found = {(context_label(key),): each for key, each in self.learner.prediction.items()}
+        found = {(str(key),): each for key, each in self.learner.prediction.items()}
         elsewhere = {labels: each.elsewhere_s for labels, each in found.items()}
         regret = {labels: each.regret_s for labels, each in found.items()}
         words = "Time of steps at other arms than the one in use"
-        yield labelled(CounterMetricFamily, "other_arm_seconds", words, ["context"], elsewhere)
+        yield FAMILIES.counters("other_arm_seconds", words, ["context"], elsewhere)
         words = "How much of that the arm in use would have saved"
-        yield labelled(GaugeMetricFamily, "regret_seconds", words, ["context"], regret)
-
-
-def counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"{PREFIX}_{name}", text, value=value)
-
-
-def gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"{PREFIX}_{name}", text, value=value)
-
-
-def labelled(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    text: str,
-    labels: Sequence[str],
-    values: Mapping[Any, float],
-) -> Metric:
-    family = kind(f"{PREFIX}_{name}", text, labels=labels)
-    for label_values, value in values.items():
-        family.add_metric(label_values, value)
-    return family
-
-
-def context_label(key: ContextKey) -> str:
-    """The context as the database's views write it."""
-    engine = f" [{key.engine_fingerprint}]" if key.engine_fingerprint else ""
-    return f"{key.target} + {key.draft} on {key.device}, {key.dtype}{engine}"
+        yield FAMILIES.gauges("regret_seconds", words, ["context"], regret)
 
 
 def bucket_label(batch_min: int, batch_max: int) -> str:

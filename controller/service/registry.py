@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from speclen.controller.service.sequence import SeqWindow
+from speclen.controller.wire.validation import InvalidMessageError
 from speclen.records import ContextKey, Limits, Probe, StepRecord
 
 # A worker that was heard so lately is alive: another one of its name, elsewhere, is no restart of it.
 RIVAL_HEARD_S = 5.0
 
 
-class UnknownWorkerError(Exception):
-    """Nobody registered under this name and epoch; registering helps."""
+class UnregisteredError(Exception):
+    """Nobody registered under this name and epoch, or with this context; registering helps."""
 
 
 class OldEpochError(Exception):
@@ -28,10 +29,6 @@ class OldEpochError(Exception):
         super().__init__(
             f"epoch {epoch} of worker {worker.worker_id!r} is over: epoch {self.newest} has registered since"
         )
-
-
-class ContextChangedError(Exception):
-    """One incarnation of a worker reports from two contexts."""
 
 
 class FullError(Exception):
@@ -142,7 +139,7 @@ class Registry:
     def register(self, registration: Registration) -> Worker:
         """Note an incarnation of a worker: a new one starts at seq 0, a known one goes on where it was.
 
-        Raises OldEpochError, FullError, and ContextChangedError for a known incarnation with another context.
+        Raises OldEpochError, FullError, and InvalidMessageError for a known incarnation with another context.
         """
         worker, epoch, now = self.workers.get(registration.worker_id), registration.epoch, self.clock()
         if worker is None:
@@ -153,8 +150,9 @@ class Registry:
             )
         worker.check_epoch(epoch)
         if worker.epoch == epoch and worker.context.key != registration.key:
-            raise ContextChangedError(
-                f"worker {worker.worker_id!r} registered epoch {epoch} with another context; it holds for a whole epoch"
+            raise InvalidMessageError(
+                "context",
+                f"worker {worker.worker_id!r} registered epoch {epoch} with another context; it holds for a whole epoch",
             )
         context = self.context(registration.key, registration.limits)
         if worker.epoch != epoch:
@@ -166,13 +164,13 @@ class Registry:
         return worker
 
     def find(self, worker_id: str, epoch: int) -> Worker:
-        """The worker of this name and epoch. Raises UnknownWorkerError, OldEpochError."""
+        """The worker of this name and epoch. Raises UnregisteredError, OldEpochError."""
         worker = self.workers.get(worker_id)
         if worker is None:
-            raise UnknownWorkerError(f"worker {worker_id!r} is unknown: call RegisterWorker first")
+            raise UnregisteredError(f"worker {worker_id!r} is unknown: call RegisterWorker first")
         worker.check_epoch(epoch)
         if epoch > worker.epoch:
-            raise UnknownWorkerError(
+            raise UnregisteredError(
                 f"worker {worker_id!r} is known with epoch {worker.epoch}, not {epoch}: call RegisterWorker first"
             )
         return worker

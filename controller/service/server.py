@@ -59,7 +59,7 @@ async def running(config: ControllerConfig) -> AsyncIterator[Running]:
 
 
 def start_work(controller: Running, store: Store | None) -> None:
-    """What goes on beside the calls."""
+    """Start the work beside the calls."""
     learner, streams, supervisor = controller.servicer.learner, controller.servicer.streams, controller.supervisor
     supervisor.start("learning", learner.run())
     supervisor.start("the journal", controller.journal.run(learner.learn_all))

@@ -15,14 +15,7 @@ from grpc import aio
 
 from speclen.controller.service.intake import Intake
 from speclen.controller.service.learner import Learner
-from speclen.controller.service.registry import (
-    ContextChangedError,
-    FullError,
-    OldEpochError,
-    Registration,
-    UnknownWorkerError,
-    Worker,
-)
+from speclen.controller.service.registry import FullError, OldEpochError, Registration, UnregisteredError, Worker
 from speclen.controller.service.stream import StreamEndError
 from speclen.controller.service.streams import Streams, StreamSettings
 from speclen.controller.wire.messages import learned_table_message
@@ -50,19 +43,13 @@ class DrainingError(Exception):
     """The controller is stopping."""
 
 
-class UnknownContextError(Exception):
-    """Nobody has registered with this context, nor imported a profile for it."""
-
-
 STATUS: dict[type[Exception], grpc.StatusCode] = {
-    UnknownContextError: grpc.StatusCode.FAILED_PRECONDITION,
     OldEpochError: grpc.StatusCode.FAILED_PRECONDITION,
-    UnknownWorkerError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnregisteredError: grpc.StatusCode.FAILED_PRECONDITION,
     OtherRunError: grpc.StatusCode.FAILED_PRECONDITION,
     FullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DrainingError: grpc.StatusCode.UNAVAILABLE,
     InvalidMessageError: grpc.StatusCode.INVALID_ARGUMENT,
-    ContextChangedError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
 
@@ -173,9 +160,7 @@ class ControlServicer(rpc.ControlServiceServicer):
 
     def _known(self, key: ContextKey) -> ContextKey:
         if key not in self.learner.registry.contexts:
-            raise UnknownContextError(
-                f"context {key.target} + {key.draft} on {key.device} is unknown: no worker has registered with it"
-            )
+            raise UnregisteredError(f"context {key} is unknown: no worker has registered with it")
         return key
 
     def _next_arm(self, worker: Worker, batch_size: int) -> pb.ReportStepResponse:
@@ -205,7 +190,7 @@ class ControlServicer(rpc.ControlServiceServicer):
 
 
 def registration(request: pb.RegisterWorkerRequest) -> Registration:
-    """What the worker says of itself, checked. Raises InvalidMessageError."""
+    """The worker's description of itself, checked. Raises InvalidMessageError."""
     check_identity(request.worker)
     return Registration(
         worker_id=request.worker.worker_id,

@@ -8,10 +8,6 @@ from speclen.records import ArmEstimate, ContextKey, Limits, Probe, Table
 from speclen.v1 import control_pb2 as pb
 
 
-def context_message(key: ContextKey) -> pb.ContextKey:
-    return pb.ContextKey(**key._asdict())
-
-
 def table_message(table: Table, limits: Limits) -> pb.LengthTable:
     """The table with arms that a worker with these limits can run."""
     return pb.LengthTable(
@@ -40,9 +36,8 @@ def probe_message(probe: Probe, valid_for_s: float) -> pb.Probe:
 
 
 def learned_table_message(key: ContextKey, version: int, rows: Iterable[ArmEstimate]) -> pb.LearnedTable:
-    return pb.LearnedTable(
-        context=context_message(key), decision_version=version, rows=[learned_row_message(row) for row in rows]
-    )
+    context = pb.ContextKey(**key._asdict())
+    return pb.LearnedTable(context=context, decision_version=version, rows=map(learned_row_message, rows))
 
 
 def learned_row_message(row: ArmEstimate) -> pb.LearnedRow:

@@ -38,7 +38,7 @@ class ControllerActor:
         self._hosted.start()
 
     def address(self, timeout_s: float = START_S) -> str:
-        """Where it serves. Raises RefusedError with one sentence where it never will, ValueError where not in time."""
+        """Address of the service. Raises RefusedError if it never will serve, ValueError if not in time."""
         if self._hosted is None:
             raise RefusedError(self._refused)
         return self._hosted.address(timeout_s)
@@ -71,7 +71,7 @@ def controller_of(config: FleetConfig) -> Any:
 
 
 def host_of_controller(config: FleetConfig) -> str:
-    """Where it listens unless told: loopback, or "" for the address of its node.
+    """Host to listen on by default: loopback, or "" for the address of its node.
 
     It keeps what it is told now, whoever joins later: so it is on loopback only where nothing protects it.
     """
@@ -85,7 +85,7 @@ def host_of_cluster() -> str:
 
 
 async def find_controller(config: FleetConfig) -> str:
-    """Where the controller is now. Raises Ray's errors while it is started again, RefusedError where it could not start."""
+    """The controller's present address. Raises Ray's errors while it starts again, RefusedError if it cannot start."""
     handle = await asyncio.to_thread(controller_of, config)
     try:
         async with asyncio.timeout(2 * ASK_S):  # not wait_for: Python 3.11's forgets that it was cancelled

@@ -18,7 +18,7 @@ class CallEndedError(Exception):
 
 
 class ServeCall:
-    """What `GenerationServicer` uses of a gRPC context. outer: Serve's own context, which the proxy carries back."""
+    """The part of a gRPC context that `GenerationServicer` uses. outer: Serve's own, which the proxy carries back."""
 
     def __init__(self, outer: Any) -> None:
         self._outer = outer
@@ -37,11 +37,11 @@ class ServeCall:
         raise CallEndedError(f"{code.name}: {details}")
 
     def done(self) -> bool:
-        """Whether the caller has its status, or is gone."""
+        """True once the caller has its status, or is gone."""
         return self._done
 
     async def messages(self, work: Coroutine[Any, Any, None]) -> AsyncIterator[Any]:
-        """What `work` writes, until it ends. Raises what it raises; ends it when the caller goes away."""
+        """Messages that `work` writes, until it ends. Raises what it raises; ends it when the caller goes away."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._messages.put_nowait(END))
         try:

@@ -173,7 +173,7 @@ def deploy(config: FleetConfig, say: Say) -> None:
 
 
 def reason_of(status: Any) -> str:
-    """What Serve says of the workers, its last line: what is before is a traceback."""
+    """Serve's message about the workers, its last line: the lines before are a traceback."""
     words = [each.message for each in status.deployments.values() if each.message] or [status.message]
     lines = [line for line in words[0].strip().splitlines() if line.strip()]
     return lines[-1] if lines else "starting workers"

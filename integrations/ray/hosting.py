@@ -64,9 +64,7 @@ class HostedController:
         self._thread.start()
 
     def address(self, timeout_s: float) -> str:
-        """Where it serves, as soon as it does. Raises RefusedError with one sentence where it never will, ValueError where
-        not in time.
-        """
+        """Address of the service, once it serves. Raises RefusedError if it never will, ValueError if not in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._address or self.error, timeout_s)
             if self._address:

@@ -1,4 +1,4 @@
-"""Whether there is a cluster, and room in it, before anything is started. Knows of Ray only the shape of its nodes."""
+"""Check that there is a cluster, and room in it, before anything starts. Knows of Ray only the shape of its nodes."""
 
 from __future__ import annotations
 

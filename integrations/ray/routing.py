@@ -1,4 +1,4 @@
-"""Which worker a request goes to: the one with the fewest."""
+"""Routing of requests to the worker with the fewest."""
 
 from __future__ import annotations
 

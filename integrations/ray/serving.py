@@ -20,15 +20,12 @@ from starlette.types import ASGIApp
 from speclen.integrations.ray.calls import ServeCall, check_token
 from speclen.transport.keyring import Keyring
 from speclen.transport.supervision import PartFailedError, Supervisor
-from speclen.transport.version import installed_version
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.backends.threads import ThreadChoice, watch_cores
-from speclen.worker.config import WorkerConfig
+from speclen.worker.config import KEY_FLAG, WorkerConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
-from speclen.worker.http.app import Front, create_app
+from speclen.worker.http.app import create_app, front_of
 from speclen.worker.http.guard import Guard
-from speclen.worker.http.settings import KEY_FLAG, read_template
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.requests.request import EngineFailedError
@@ -37,10 +34,10 @@ from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 from speclen.worker.service.server import (
     ENGINE,
     SWITCH_INTERVAL_S,
-    flush_reports,
-    make_entrance,
+    drain,
+    make_async_engine,
     start_engine,
-    wait_until_idle,
+    watch_threads,
 )
 from speclen.worker.service.servicer import GenerationServicer
 
@@ -64,14 +61,14 @@ class ServedWorker:
     ) -> None:
         security = config.server_security()
         self.config, self.control, self.supervisor = config, control, supervisor
-        self.engine, _ = make_entrance(config, pair, engine, control, supervisor, security)
+        self.engine, _ = make_async_engine(config, pair, engine, control, supervisor, security)
         self._keyring = security.keyring()
-        self.servicer = GenerationServicer(self.engine, pair, control, model_facts(pair, control), self._keyring)
+        self.servicer = GenerationServicer(
+            self.engine, control, model_facts(pair, engine, control.card.context), self._keyring
+        )
         self.http = guarded(config, self.engine)
         self._running = start_engine(thread, engine, supervisor)
-        if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
-            choice = ThreadChoice(engine.num_threads)
-            supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+        watch_threads(config, engine, supervisor)
 
     @classmethod
     async def start(cls, config: WorkerConfig, worker_id: str, find_controller: FindController) -> ServedWorker:
@@ -116,16 +113,14 @@ class ServedWorker:
 
     async def stop(self) -> None:
         """Let what runs come to its end, hand the last reports over, and stop the engine."""
-        self.engine.drain()
         try:
-            await wait_until_idle(self.engine, self.config.drain_timeout_s, self.check)
-            await flush_reports(self.control)
+            await drain(self.engine, self.control, self.config.drain_timeout_s, self.check)
         except PartFailedError as error:
             log.error("the worker ends without a drain", reason=str(error))
         await self.supervisor.stop()
         self.engine.stop()
         await asyncio.wait([self._running], timeout=FAILURE_GRACE_S)
-        await asyncio.to_thread(self.engine.entrance.close)
+        await asyncio.to_thread(self.engine.admission.close)
         await self.engine.close()
 
 
@@ -134,15 +129,7 @@ def guarded(config: WorkerConfig, engine: AsyncEngine) -> ASGIApp:
 
     Without a token nobody may call, unless insecure, as over gRPC: a file of Serve's opens its proxy to other machines.
     """
-    front = Front(
-        engine,
-        config.served_model_name or config.target,
-        installed_version(),
-        None,  # a look at the metrics page would be at some worker, each time another
-        lambda: engine.serving,
-        read_template(config.chat_template),
-        int(time.time()),
-    )
+    front = front_of(config, engine, None)  # no metrics page: each look at it would be at another worker
     keyring = config.http_security().keyring(KEY_FLAG)
     if keyring is None and not config.insecure:
         log.warning("this fleet answers nobody: give it token_file, or insecure", worker=config.worker_id)

@@ -1,4 +1,4 @@
-"""What a fleet on Ray is told: as flags of `speclen up --ray`, or as KEY=VALUE of `serve run`. Knows nothing of Ray."""
+"""Settings of a fleet on Ray: flags of `speclen up --ray`, or KEY=VALUE of `serve run`. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class FleetConfig:
         return max(1, round(QUEUE_SHARE * self.worker_config({}).max_batch_size))
 
     def worker_config(self, environment: Mapping[str, str], controller: str = "") -> WorkerConfig:
-        """What a worker on a node with this environment is told. Raises ValueError naming setting and value."""
+        """Settings of a worker on a node with this environment. Raises ValueError naming setting and value."""
         of_node = {}
         for name in settings_of(WorkerConfig):
             if name not in NOT_OF_WORKERS and (text := environment.get(f"SPECLEN_WORKER_{name.upper()}")):
@@ -79,8 +79,9 @@ class FleetConfig:
         return WorkerConfig(**{**self.worker, **of_node, "controller": controller})
 
     def controller_config(self, host: str, environment: Mapping[str, str]) -> ControllerConfig:
-        """What the controller is told on a node of this address and environment. Raises ValueError where that is open to
-        everybody. Its token is the one that workers of that node would send.
+        """Settings of the controller on a node of this address and environment.
+
+        Its token is the one that workers of that node would send. Raises ValueError where it is open to everybody.
         """
         address = f"[{host}]" if ":" in host else host
         return ControllerConfig(

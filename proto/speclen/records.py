@@ -91,6 +91,11 @@ class ContextKey(NamedTuple):
         """Target and draft."""
         return (self.target, self.draft)
 
+    def __str__(self) -> str:
+        """One line, as the database's views name a context."""
+        engine = f" [{self.engine_fingerprint}]" if self.engine_fingerprint else ""
+        return f"{self.target} + {self.draft} on {self.device}, {self.dtype}{engine}"
+
 
 class RequestClass(enum.IntEnum):
     """Kinds of requests whose drafts differ most in acceptance. Values are places in arrays; the wire adds 1."""

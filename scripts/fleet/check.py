@@ -1,12 +1,9 @@
-"""What scripts/fleet_check does, stage by stage: a fleet on simulated Ray nodes, under load, and three deaths."""
+"""The stages of scripts/fleet_check: a fleet on simulated Ray nodes, under load, and three deaths."""
 
 from __future__ import annotations
 
-import os
-import platform
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,14 +13,12 @@ from typing import Any
 
 import ray
 import typer
-from load import Clients, Request, gap_ms, statuses
+from load import Clients, statuses
 from looking import (
     RECOVERY_S,
-    SCALING_S,
     SIZES,
     count,
     distinct,
-    first_tables,
     left_over,
     lengths,
     quietly,
@@ -31,16 +26,15 @@ from looking import (
     wait_for,
 )
 from nodes import Up, add_node, end_process, make_nodes, node_of
+from tables import CLIENTS, HTTP_CLIENTS, ended, heading, starts, tell_what_was_seen, told
 
 from speclen.bench.findings import Report
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.models.devices import processor_name
 
-CLIENTS, HTTP_CLIENTS = 4, 1
 WORKERS, MAX_WORKERS, ROWS = 2, 3, 8
 CROWD = 24  # clients that are more than two workers should have
 TYPED = ("UNAVAILABLE", "INTERNAL", "CANCELLED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "HTTP 5", "BROKEN_OFF")
-OF_DEATHS, OF_CROWD = ("before", "until recovered", "after"), ("before", "with the crowd", "after")
+OF_CROWD = ("before", "with the crowd", "after")
 WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
 
 
@@ -80,21 +74,6 @@ def main(
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("\n".join(report.lines) + "\n")
     sys.exit(1 if report.failures else 0)
-
-
-def heading() -> list[str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
-    return [
-        "# A fleet on Ray, and three deaths",
-        "",
-        "Made by `scripts/fleet_check`.",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {processor_name()} x{os.cpu_count()}, {platform.system()}, commit "
-        f"{commit.strip()}; Ray {ray.__version__}, four simulated nodes on one machine: a head without workers, one for "
-        "a worker on OpenVINO, one for a worker on torch, a spare one; bundled:target with bundled:draft, one thread a "
-        f"worker. {CLIENTS} clients stream one request after the other through Ray Serve's gRPC address, and {HTTP_CLIENTS} "
-        "with OpenAI's client through its HTTP address, greedy. Milliseconds a token are those of gRPC.",
-    ]
 
 
 def run(report: Report, up: Up, cluster: Any, nodes: list[Any], learn_s: float, settle_s: float) -> None:
@@ -239,10 +218,6 @@ def crowd(report: Report, up: Up, clients: Clients, settle_s: float) -> None:
     report.check(not failed, f"no request was lost by it: {statuses(ended(requests, began, end))}")
 
 
-def told(seconds: float | None) -> str:
-    return f"not within {SCALING_S:g} s" if seconds is None else f"{seconds:.0f} s"
-
-
 def two_of(found: dict[str, pb.GetServerInfoResponse]) -> dict[str, pb.GetServerInfoResponse] | None:
     return found if len(found) == 2 else None
 
@@ -277,41 +252,6 @@ def died(
     report.check(
         all(each.had_begun_to_stream or each.status == "OK" for each in failed),
         "whoever had not begun to stream was served: by Ray's routing, or by the client's one retry",
-    )
-
-
-def tell_what_was_seen(
-    report: Report, requests: list[Request], spans: list[tuple[float, float]], names: tuple[str, ...] = OF_DEATHS
-) -> None:
-    report.table(
-        ["", *names],
-        [
-            ["requests that ended", *(statuses(ended(requests, *span)) for span in spans)],
-            ["ms a token, p50", *(f"{gap_ms(requests, *span, 0.5):.1f}" for span in spans)],
-            ["ms a token, p99", *(f"{gap_ms(requests, *span):.1f}" for span in spans)],
-        ],
-        apart=True,
-    )
-
-
-def ended(requests: list[Request], first: float, last: float) -> list[Request]:
-    return [each for each in requests if first <= each.ended < last]
-
-
-def starts(report: Report, loaded_at: datetime, learned_s: float) -> None:
-    """From the workers' own logs: seconds from the start of loading models to the first table of the controller."""
-    report.say("", "## From start to the first well-chosen length, cold and warm", "")
-    rows, warm = [], []
-    for at, worker, after_s in sorted(first_tables()):
-        is_warm = at > loaded_at
-        what = "the fleet's" if is_warm else f"a guess: under load the lengths were found within {learned_s:.1f} s more"
-        rows.append([f"{at:%H:%M:%S}", worker, f"{after_s:.1f} s", what])
-        warm += [after_s] if is_warm else []
-    report.table(["at", "worker", "first table, since the models began to load", "which was"], rows, apart=True)
-    report.check(
-        bool(warm) and max(warm) < learned_s,
-        f"a new worker has well-chosen lengths {max(warm, default=0.0):.1f} s after its start at most, before its first "
-        f"request; the first ones needed {learned_s:.1f} s of load",
     )
 
 

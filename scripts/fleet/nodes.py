@@ -89,7 +89,7 @@ class Up:
             return self.process.wait()
 
     def look(self) -> pb.GetServerInfoResponse:
-        """What the worker with the fewest requests says. Raises grpc.RpcError."""
+        """GetServerInfo of the worker with the fewest requests. Raises grpc.RpcError."""
         assert self.client is not None
         with self.client.channel(self.address) as channel:
             answer: pb.GetServerInfoResponse = rpc.GenerationServiceStub(channel).GetServerInfo(

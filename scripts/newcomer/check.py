@@ -1,4 +1,4 @@
-"""What scripts/newcomer_check runs. Standard library only: it is no part of what it checks."""
+"""The checks of scripts/newcomer_check. Standard library only: it is no part of what it checks."""
 
 from __future__ import annotations
 

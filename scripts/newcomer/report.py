@@ -1,4 +1,4 @@
-"""What was seen, as text, and what was wrong with it."""
+"""Everything that was seen, as text, and every fault."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Report:
-    """What was seen, and what of it is a fault."""
+    """Everything that was seen, and the faults among it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lines, self.faults = folder, [], []

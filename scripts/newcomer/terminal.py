@@ -21,7 +21,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 @dataclass
 class Seen:
-    """What a command left on the screen, how it ended and how long it took."""
+    """Output of a command on the screen, its exit code and its duration."""
 
     line: str
     text: str
@@ -29,7 +29,7 @@ class Seen:
     took_s: float
 
     def faults(self, columns: int = COLUMNS) -> list[str]:
-        """What no command may show. columns: 0 for text that is not ours, such as a model's."""
+        """Faults that no command may show. columns: 0 for text that is not ours, such as a model's."""
         found = [] if "Traceback (most recent" not in self.text else ["a traceback"]
         long = [line for line in self.text.splitlines() if columns and len(line) > columns]
         return found + [f"a line of {len(line)} columns: {line[:60]}…" for line in long[:1]]
@@ -46,7 +46,7 @@ class Running:
     raw: bytearray = field(default_factory=bytearray)
 
     def text(self) -> str:
-        """What is on the screen: without colours, and of lines that were written over only the last."""
+        """Text on the screen: without colours, and of lines that were written over only the last."""
         plain = ESCAPES.sub("", self.raw.decode("utf-8", errors="replace")).replace("\r\n", "\n")
         return "\n".join(line.rpartition("\r")[2].rstrip() for line in plain.split("\n"))
 
@@ -62,7 +62,7 @@ class Running:
         return bool(got)
 
     def wait_for(self, words: str, timeout_s: float) -> bool:
-        """Whether the words come up in time and the command is still there."""
+        """True if the words come up in time and the command is still there."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if words in self.text():

@@ -1,4 +1,4 @@
-"""What people get wrong. Each is answered with one sentence and a code, within two seconds, and never a traceback."""
+"""Mistakes of users. Each is answered with one sentence and a code, within two seconds, and never a traceback."""
 
 from __future__ import annotations
 

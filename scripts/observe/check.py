@@ -140,7 +140,7 @@ def call_until(address: str, number: int, until: float) -> int:
 
 
 def complete(address: str, body: dict[str, Any]) -> bool:
-    """Whether the request was answered, which a wrong one is not."""
+    """True if the request was answered, which a wrong one is not."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://{address}/v1/completions", json.dumps(body).encode(), headers)
     try:
@@ -193,7 +193,7 @@ def report(results: list[tuple[str, dict[str, Any], Callable[[str], list[dict[st
 
 
 def rules(address: str) -> list[str]:
-    """What is wrong with the alert rules: an error in one, or one that fires although all is well."""
+    """Faults of the alert rules: an error in one, or one that fires although all is well."""
     failures = []
     for group in ask(address, "rules", {})["groups"]:
         for rule in group["rules"]:

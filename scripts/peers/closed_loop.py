@@ -22,7 +22,7 @@ Counted = tuple[int, float, list[float]]  # tokens, elapsed seconds, and latenci
 
 @dataclass(frozen=True)
 class Requests:
-    """What is asked: prompts, to be used in turn, and tokens to generate for each."""
+    """Prompts, to be used in turn, and the number of tokens to generate for each."""
 
     prompts: list[Prompt]
     num_tokens: int
@@ -128,7 +128,7 @@ class Clients:
 
 
 def count(spans: list[tuple[float, float]], start: float, seconds: float, num_tokens: int) -> Counted:
-    """What came from `start` on, up to the last answer of so many seconds; load is full for all of that time.
+    """Count tokens from `start` on, up to the last answer of so many seconds; load is full for all of that time.
 
     spans: beginning and end of requests of so many tokens, some of which began before `start`, as others go on after the
     last one. When none ended in time, all that ended later count.

@@ -39,7 +39,7 @@ def draft_with(settings: Any, draft: Path, length: int, threads: int) -> None:
 
 
 def look_up(settings: Any, length: int) -> None:
-    """What followed the last tokens when they came before is proposed, up to `length` tokens, without a draft model."""
+    """Propose the tokens that followed the last tokens when they came before, up to `length`, without a draft model."""
     lookup = settings.speculative.ngram_simple
     lookup.size_n, lookup.size_m = LARGEST_NGRAM, length
     settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]

@@ -54,7 +54,7 @@ def generation(mode: str, num_tokens: int) -> genai.GenerationConfig:
 
 
 class Pipeline:
-    """What step_loop drives: requests go in, steps are taken, and those that have ended come out."""
+    """The engine that step_loop drives: requests go in, steps are taken, and those that have ended come out."""
 
     def __init__(self, pipeline: genai.ContinuousBatchingPipeline, config: genai.GenerationConfig) -> None:
         self._pipeline = pipeline

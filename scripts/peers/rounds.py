@@ -55,7 +55,7 @@ def contestants(learn_s: float, profile: str) -> list[Contestant]:
 
 
 def measure(one: Contestant, threads: int, work: Path, python: str, seconds: float) -> Rows | None:
-    """What it printed; None when it failed, which is told with the place of its log."""
+    """The printed line; None when the program failed, which is told with the place of its log."""
     interpreter = str(work / one.environment / "bin" / "python") if one.environment else python
     command = [interpreter, str(HERE / one.script), str(work / "weights"), *one.options]
     command += ["--threads", str(threads), "--seconds", str(seconds)]
@@ -76,7 +76,7 @@ def measure(one: Contestant, threads: int, work: Path, python: str, seconds: flo
 
 
 def environment_of(one: Contestant, threads: int, work: Path) -> dict[str, str]:
-    """What the process finds: Intel's OpenMP is loaded first where a peer has it, as vLLM asks for on CPUs."""
+    """Environment of the process: Intel's OpenMP is loaded first where a peer has it, as vLLM asks for on CPUs."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     environment.pop("OMP_WAIT_POLICY", None)
     if one.environment:
@@ -88,7 +88,7 @@ def environment_of(one: Contestant, threads: int, work: Path) -> dict[str, str]:
 
 
 def worth_repeating(rows: Rows, peer_rows: Rows, threads: int) -> bool:
-    """Whether a contestant with so many threads may be its peer's best, or is the best of its own numbers of threads.
+    """True if a contestant with so many threads may be its peer's best, or is the best of its own numbers of threads.
 
     rows: what the contestant printed in the first round, with all numbers of threads; peer_rows: likewise of its peer.
     """
@@ -111,7 +111,7 @@ def repeated(found: dict[tuple[Contestant, int], Rows]) -> Iterable[tuple[Contes
 
 
 def measured(before: Rows, number: int, one: Contestant, threads: int) -> Rows:
-    """What a contestant printed in that round of an earlier run."""
+    """The line that a contestant printed in that round of an earlier run."""
     place = (number, one.name, threads)
     return [row for row in before if (row["round"], row["contestant"], row["threads"]) == place]
 

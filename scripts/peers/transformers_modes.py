@@ -79,7 +79,7 @@ def assisted(model: Any, draft: Any, requests: Requests, seconds: float, length:
 
 
 def looked_up(model: Any, requests: Requests, seconds: float, length: int) -> Measured:
-    """What followed the last tokens when they came before is proposed, up to `length` tokens; one sequence at a time."""
+    """Propose the tokens that followed the last ones when these came before, up to `length`; one sequence at a time."""
     mode = f"prompt lookup, {length} tokens"
     options = {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": LARGEST_NGRAM}
     return measure(mode, 1, requests, seconds, lambda prompts: generate(model, prompts, requests.num_tokens, **options))

@@ -23,7 +23,7 @@ MODES = {
 
 
 def set_environment(threads: int) -> None:
-    """What vLLM reads when it is imported. One process, so that two cores are not shared with its own messages."""
+    """Set variables that vLLM reads at import. One process, so that two cores are not shared with its own messages."""
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1",  # GiB
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -49,7 +49,7 @@ def speculation(folder: Path, mode: str) -> dict[str, Any] | None:
 
 
 class Engine:
-    """What step_loop drives: requests go in, steps are taken, and those that have ended come out."""
+    """The engine that step_loop drives: requests go in, steps are taken, and those that have ended come out."""
 
     def __init__(self, folder: Path, mode: str, num_rows: int, num_tokens: int) -> None:
         from vllm import EngineArgs, LLMEngine, SamplingParams  # after the environment is set

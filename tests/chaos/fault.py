@@ -1,4 +1,4 @@
-"""What a fault is: something done to a running system, a promise, and what was found."""
+"""A fault: something done to a running system, a promise, and the findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CannotRunError(Exception):
 
 @dataclass(slots=True)
 class Place:
-    """Where and for how long a fault is made. folder: empty at the start. dice: the same for the same --seed."""
+    """Folder and duration of a fault. folder: empty at the start. dice: the same for the same --seed."""
 
     folder: Path
     seconds: float

@@ -70,7 +70,7 @@ class Program:
         self.address = found[1]
 
     def said(self) -> str:
-        """What this life of the process wrote."""
+        """Output of this process."""
         with self.log.open("rb") as log:
             log.seek(self.log_begin)
             return log.read().decode(errors="replace")

@@ -54,7 +54,7 @@ def request(prompt: int, max_tokens: int, stream: bool = True, **sampling: objec
 
 
 def complaint(prompt: int, max_tokens: int, responses: Sequence[pb.GenerateResponse]) -> str:
-    """What is wrong with an answer; empty if it is the target's own."""
+    """The fault of an answer; empty if it is the target's own."""
     chunks = [token for each in responses if each.HasField("chunk") for token in each.chunk.token_ids]
     last = responses[-1].complete if responses else pb.GenerateComplete()
     expected = truth()[prompt][:max_tokens]

@@ -131,7 +131,7 @@ def run(faults: list[Fault], options: argparse.Namespace) -> list[Finding]:
 
 
 def keep_logs(folder: Path) -> Path:
-    """Where the logs of a fault's folder are from now on."""
+    """Copy a fault's logs to where they stay, and return that folder."""
     there = BROKEN / folder.name
     for log in folder.rglob("*.log"):
         at = there / log.relative_to(folder)

@@ -1,4 +1,4 @@
-"""Where fuzzed messages go in: controller and worker as their servicers use them, without a socket."""
+"""Targets of fuzzed messages: controller and worker as their servicers use them, without a socket."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def model_name(channel: grpc.Channel) -> str:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a worker says of itself."""
+    """A worker's answer to GetServerInfo."""
 
     worker_id: str
     choices: dict[int, int]

@@ -33,7 +33,7 @@ def speclen(*arguments: str, exit_code: int = 0) -> str:
 
 
 def as_json(*arguments: str, exit_code: int = 0) -> Any:
-    """What a verb prints as JSON."""
+    """Output of a verb, read as JSON."""
     return json.loads(speclen(*arguments, exit_code=exit_code))
 
 

@@ -41,7 +41,7 @@ def test_a_verb_explains_itself_with_an_example(verb):
 
 
 def methods_of(channel: grpc.Channel, service: str) -> dict[str, tuple[bool, bool]]:
-    """What reflection says of a service."""
+    """Methods of a service, by reflection."""
     pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
     methods = pool.FindServiceByName(f"speclen.v1.{service}").methods
     return {method.name: (method.client_streaming, method.server_streaming) for method in methods}

@@ -288,7 +288,7 @@ def test_a_worker_gets_no_length_beyond_its_own_limit():
     ],
 )
 def test_what_is_far_too_long_is_refused_in_a_short_sentence(changes, words):
-    """What was refused was first read whole, and quoted in every later answer of the stream."""
+    """A refused report used to be read whole, and quoted in every later answer of the stream."""
 
     async def story():
         async with served(None) as at:

@@ -32,7 +32,7 @@ def bring_back(source, db, overwrite: bool = False, if_missing: bool = False) ->
 
 
 def test_killed_and_without_its_disk_a_controller_goes_on_from_the_backup(tmp_path):
-    """What was acknowledged up to the backup is there, what came later is the window that can be lost, and workers go on."""
+    """Reports acknowledged up to the backup are there, later ones may be lost, and workers go on."""
     folder, place = tmp_path / "volume", tmp_path / "backups"
     process = start("--data-dir", str(folder))
     report_some(address_of(process), 20)

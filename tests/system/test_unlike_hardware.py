@@ -126,7 +126,7 @@ def test_two_machines_with_one_name_are_told(tmp_path):
 
 
 def test_unlike_devices_learn_apart_and_share_acceptance(tmp_path):
-    """What each device's steps take decides for it alone; what is accepted belongs to the pair."""
+    """Step times belong to a device; acceptance belongs to the pair."""
     other = pb.ContextKey(target="t", draft="d", device="cuda:other", dtype="float32")
 
     async def story():

@@ -16,7 +16,7 @@ from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.requests.request import FinishReason, GenerationRequest
 from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
 from speclen.worker.service.async_engine import AsyncEngine
-from speclen.worker.service.turnstile import Turnstile
+from speclen.worker.service.fair_queue import FairQueue
 
 
 class FakeEngine:
@@ -53,21 +53,21 @@ class FakeEngine:
         return bool(aborted)
 
 
-class Entrance:
+class Admission:
     """The queue alone: prompts are there and grammars are not."""
 
     def __init__(self, width: int) -> None:
-        self.turnstile = Turnstile(width, 100)
+        self.fair_queue = FairQueue(width, 100)
 
 
 class Worker:
     """An engine of as many places, and callers of it."""
 
     def __init__(self, width: int) -> None:
-        self.engine, entrance, metrics = FakeEngine(), Entrance(width), object.__new__(WorkerMetrics)
+        self.engine, admission, metrics = FakeEngine(), Admission(width), object.__new__(WorkerMetrics)
         metrics.registry = CollectorRegistry()
-        self.async_engine = AsyncEngine(self.engine, entrance, RequestMetrics(metrics), 0.0, 9.0)  # type: ignore[arg-type]
-        self.turnstile = entrance.turnstile
+        self.async_engine = AsyncEngine(self.engine, admission, RequestMetrics(metrics), 0.0, 9.0)  # type: ignore[arg-type]
+        self.fair_queue = admission.fair_queue
 
     @contextlib.asynccontextmanager
     async def running(self, name: str, n: int = 1) -> AsyncIterator[Any]:
@@ -106,7 +106,7 @@ def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:
             assert worker.engine.came[2:] == ["other"], "nobody has read anything"
             worker.engine.end()
             assert await other == [FinishReason.LENGTH]
-            assert worker.turnstile.expected_wait_s("a third") == 0.0
+            assert worker.fair_queue.expected_wait_s("a third") == 0.0
             assert [output.index async for group in unread for output in group] == [0, 1]
 
     run(test)
@@ -119,7 +119,7 @@ def test_how_slowly_outputs_are_read_is_no_part_of_the_expected_wait() -> None:
             worker.engine.end()
             await asyncio.sleep(0.3)
         async with worker.running("next"):
-            assert worker.turnstile.expected_wait_s("another") < 0.2
+            assert worker.fair_queue.expected_wait_s("another") < 0.2
             worker.engine.end()
 
     run(test)
@@ -166,7 +166,7 @@ def test_whoever_ends_a_request_ends_what_waits_of_it_too(end: str) -> None:
         worker.engine.end(2)
         assert await other == [FinishReason.LENGTH] * 2
         await asyncio.wait([many])
-        assert worker.turnstile.expected_wait_s("anybody") == 0.0
+        assert worker.fair_queue.expected_wait_s("anybody") == 0.0
         assert worker.async_engine.num_open == 0
 
     run(test)

@@ -4,13 +4,13 @@ import pytest
 
 from speclen.controller.service.registry import (
     Context,
-    ContextChangedError,
     FullError,
     OldEpochError,
     Registration,
     Registry,
-    UnknownWorkerError,
+    UnregisteredError,
 )
+from speclen.controller.wire.validation import InvalidMessageError
 from speclen.records import ContextKey, Limits
 
 KEY = ContextKey("t", "d", "cpu:test", "float32")
@@ -70,14 +70,14 @@ def test_who_is_not_known_is_told_to_register():
     known = registry()
     known.register(registration())
     for worker_id, epoch in (("stranger", 7), ("w", 9)):
-        with pytest.raises(UnknownWorkerError, match="RegisterWorker"):
+        with pytest.raises(UnregisteredError, match="RegisterWorker"):
             known.find(worker_id, epoch)
 
 
 def test_one_life_has_one_context():
     known = registry()
     known.register(registration())
-    with pytest.raises(ContextChangedError, match="another context"):
+    with pytest.raises(InvalidMessageError, match="another context"):
         known.register(registration(key=OTHER))
     assert OTHER not in known.contexts
 

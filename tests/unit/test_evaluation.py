@@ -1,4 +1,4 @@
-"""What an evaluation says of an arm is what the engine takes to generate the output, step for step.
+"""The evaluated steps of an arm are those that the engine takes to generate the output.
 
 Outputs of greedy requests, and of those with a seed, do not depend on what is proposed for them. So one engine evaluates
 outputs that it generated under some arm, and others generate them again under every other arm.

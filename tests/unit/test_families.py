@@ -1,4 +1,4 @@
-"""Which families of transformers are served, and which are refused for what: the table of docs/serving.md."""
+"""Families of transformers that are served, and refused for a reason: the table of docs/serving.md."""
 
 from __future__ import annotations
 

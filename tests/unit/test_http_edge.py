@@ -35,15 +35,15 @@ class BusyEncoder:
 
 
 class Edge:
-    """Guard and routes before an engine that is busy and never reached. expected_wait_s: of its entrance."""
+    """Guard and routes before an engine that is busy and never reached. expected_wait_s: of its admission queue."""
 
     def __init__(self, keyring: Keyring | None = None, expected_wait_s: float = 0.0) -> None:
         registry = CollectorRegistry()
         self.metrics = RequestMetrics(SimpleNamespace(registry=registry))
-        entrance = SimpleNamespace(encoder=BusyEncoder(), expected_wait_s=lambda caller: expected_wait_s)
+        admission = SimpleNamespace(encoder=BusyEncoder(), expected_wait_s=lambda caller: expected_wait_s)
         pair = SimpleNamespace(target_name="t", vocab_size=tiny_models.VOCAB_SIZE)
         engine: Any = SimpleNamespace(
-            entrance=entrance, metrics=self.metrics, max_sequence_tokens=256, engine=SimpleNamespace(pair=pair)
+            admission=admission, metrics=self.metrics, max_sequence_tokens=256, engine=SimpleNamespace(pair=pair)
         )
         app = create_app(Front(engine, "tiny", "1", registry, lambda: False))
         self.app = Guard(app, keyring, body_timeout_s=0.05, refuse=self.metrics.refuse)

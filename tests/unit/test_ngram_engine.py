@@ -63,7 +63,7 @@ def test_without_a_draft_model_n_grams_are_proposed() -> None:
 
 
 def test_n_grams_that_are_off_cost_nothing() -> None:
-    """Where they are forbidden nobody proposes any, and rows are no longer than before."""
+    """Forbidden n-grams are never proposed, and sequences need no more room than before."""
     chooser = Arms(Arm(2, ngram=True))
     engine = make_engine(chooser=chooser)
     generate(engine, request("x", LOOP, **LONG))

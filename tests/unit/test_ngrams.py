@@ -1,4 +1,4 @@
-"""What is proposed followed the longest suffix of the text that occurred before, most often; whatever the text.
+"""A proposal follows the longest suffix of the text that occurred before, and most often; for any text.
 
 The index is compared with a search through the whole text, on texts of few tokens, where everything occurs.
 """

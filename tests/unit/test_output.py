@@ -1,4 +1,4 @@
-"""What standard output cannot take ends a command with a sentence, and text goes to any terminal."""
+"""A failing standard output ends a command with a sentence, and text goes to any terminal."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from speclen.store.records import StoredState
 
 
 def saved(path, *more_reports) -> StoredState:
-    """What two contexts and two workers left, with a gap, a repetition and a refusal."""
+    """State of two contexts and two workers, with a gap, a repetition and a refusal."""
 
     async def story() -> None:
         parts = Parts()

@@ -280,7 +280,7 @@ def emptied(path: Path, backup: Path) -> None:
 
 
 def copied_over(path: Path, backup: Path) -> None:
-    """What `cp backup path` does: the same inode with another content."""
+    """Do as `cp backup path`: the same inode with another content."""
     with path.open("r+b") as target:
         target.truncate(0)
         target.write(backup.read_bytes())
@@ -342,7 +342,7 @@ def test_a_controller_that_writes_shrinks_and_checkpoints_is_never_taken_for_ano
 
 
 def test_a_wal_that_is_cut_while_a_commit_runs_has_a_hole(tmp_path, monkeypatch):
-    """What is committed afterwards lies behind the cut, so the file is no shorter than before."""
+    """Later commits lie behind the cut, so the file is no shorter than before."""
     path = tmp_path / "s.db"
     store = Store.open(path)
     assert store_now(store, moment(range(1, 2000))) is None

@@ -120,7 +120,7 @@ class Evaluator:
         return None
 
     def _passes(self, row: SequenceState, first: int, stop: int) -> list[tuple[PassModel, int]]:
-        """The models that these places need, and the tokens that each is fed."""
+        """The models that these places need, and the number of tokens that each processes."""
         if self._draft is None or not row.may_draft:
             return []
         passes = [(self._draft, stop - 1 - min(row.draft_length, first - 1))]
@@ -169,8 +169,8 @@ class Evaluator:
         """A value of each token from place first up to stop_at, by the logits before it, [n], on the CPU.
 
         held: tokens that the model's row holds. what: of logits [n, vocab] and the place of the first token that follows.
-        Some of what the row holds is fed again, so that passes have few sizes: where one is new, that takes longer. Nothing
-        before place `least`: others may share the prompt's keys and values, and on the target's depend their outputs.
+        Some of the held tokens are processed again, so that passes have few sizes: a new size takes longer. None before
+        place `least` is: others may share the prompt's keys and values, and their outputs depend on the target's.
         """
         end, found, started, num_fed = stop_at - 1, [], time.perf_counter(), stop_at - 1 - held
         while held < end:

@@ -30,7 +30,7 @@ class Choice:
 
 
 class Answer:
-    """Gathers what one job puts out. tokenizer: for the text of tokens with log probabilities."""
+    """Gathers the outputs of one job. tokenizer: for the text of tokens with log probabilities."""
 
     def __init__(self, job: Job, model: str, tokenizer: Any) -> None:
         self.job = job
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def is_large(self) -> bool:
-        """Whether putting it together may take so long that others should not wait for it."""
+        """True if putting it together may take so long that others should not wait for it."""
         return sum(len(choice.logprobs) for choice in self._choices) > MANY_LOGPROBS
 
     def whole(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Answer:
     # Chunks.
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """What is told before the first token: in a chat, who speaks."""
+        """Chunks before the first token: in a chat, the role."""
         if self.job.chat:
             for choice in self._choices:
                 begun = self._common(choice, (), (), None) | {"delta": {"role": "assistant", "content": ""}}
@@ -101,7 +101,7 @@ class Answer:
             yield self._chunk([self._common(choice, ids, logprobs, ended) | content])
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """What is told after the last token, if it was asked for."""
+        """The chunk after the last token, if it was asked for."""
         if self._usage_at_end or self.job.body.include_metrics:
             usage = {"usage": self.usage()} if self._usage_at_end else {}
             yield self._chunk([]) | usage | self._metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from speclen.transport.version import installed_version
+from speclen.worker.config import WorkerConfig
 from speclen.worker.http.answers import Answer
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import INTERNAL, ApiError, from_exception, from_invalid, no_json
@@ -42,7 +45,7 @@ SEVERAL_WORKERS = (
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What the routes answer from. model: the name that clients use. page: registry of the metrics page.
+    """The state behind the routes. model: the name that clients use. page: registry of the metrics page.
 
     None where several workers answer at one address, since their counters would mix in one series. healthy: whether the
     worker can serve. chat_template: in place of the tokenizer's own, if given.
@@ -55,6 +58,12 @@ class Front:
     healthy: Callable[[], bool]
     chat_template: str | None = None
     started_at: int = 0
+
+
+def front_of(config: WorkerConfig, engine: AsyncEngine, page: CollectorRegistry | None) -> Front:
+    """The front of a worker with these settings. Raises ValueError where the chat template cannot be read."""
+    model, template = config.served_model_name or config.target, config.read_template()
+    return Front(engine, model, installed_version(), page, lambda: engine.serving, template, int(time.time()))
 
 
 def create_app(front: Front) -> FastAPI:
@@ -81,7 +90,7 @@ def add_head(app: FastAPI) -> None:
 
 
 def add_generation(app: FastAPI, front: Front) -> None:
-    tokenizer = front.engine.entrance.encoder.tokenizer
+    tokenizer = front.engine.admission.encoder.tokenizer
 
     def respond(request: Request, body: Any, make_job: Callable[..., Awaitable[Job]], *options: Any) -> Response:
         check_model(body, front)
@@ -106,7 +115,7 @@ def add_generation(app: FastAPI, front: Front) -> None:
 
 
 def add_tokenizing(app: FastAPI, front: Front) -> None:
-    engine, encoder = front.engine, front.engine.entrance.encoder
+    engine, encoder = front.engine, front.engine.admission.encoder
 
     async def text_of(body: TokenizeRequest, caller: str) -> str:
         if (body.prompt is None) == (body.messages is None):
@@ -184,7 +193,7 @@ def add_facts(app: FastAPI, front: Front) -> None:
 
 
 def caller_of(request: Request) -> str:
-    """Who calls: the holder of the key where there are several, else the address, as over gRPC."""
+    """The caller's name: the holder of the key where there are several, else the address, as over gRPC."""
     if named := request.scope.get(CALLER):
         return str(named)
     host = request.client.host if request.client is not None else ""

@@ -32,7 +32,7 @@ async def chat_prompt(
 
     Raises ApiError where there is none, or it refuses; QueueFullError when too many wait for theirs.
     """
-    tokenizer = engine.entrance.encoder.tokenizer
+    tokenizer = engine.admission.encoder.tokenizer
     if template is None and not tokenizer.chat_template:
         raise ApiError(
             400,
@@ -42,7 +42,7 @@ async def chat_prompt(
         )
     conversation = [to_dict(message) for message in messages]
     # Aside, since a template is a program that runs over everything that was sent.
-    return await engine.entrance.templates.do(caller, render, tokenizer, conversation, template, add_prompt, extra)
+    return await engine.admission.templates.do(caller, render, tokenizer, conversation, template, add_prompt, extra)
 
 
 def to_dict(message: Message) -> dict[str, Any]:

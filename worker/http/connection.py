@@ -112,7 +112,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a whole request is being answered."""
+        """True while a whole request is being answered."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _ignore_the_rest(self) -> None:

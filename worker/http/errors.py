@@ -7,15 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from speclen.worker.requests.request import (
-    DrainingError,
-    EngineFailedError,
-    OverloadedError,
-    QueueFullError,
-    RequestFailedError,
-    SlowReaderError,
-    UnauthenticatedError,
-)
+from speclen.worker.requests.request import RefusedError
 
 INTERNAL = "internal_error"  # code of what nobody expected
 LEAST_RETRY_S = 1  # that a refused client is told to wait
@@ -32,16 +24,17 @@ TYPES = {
     503: "service_unavailable_error",
 }
 
-# What a worker may have against a request whose body is right: status and code.
-ANSWERS: dict[type[Exception], tuple[int, str]] = {
-    UnauthenticatedError: (401, "invalid_api_key"),
-    QueueFullError: (429, "queue_full"),
-    OverloadedError: (503, "overloaded"),
-    DrainingError: (503, "draining"),
-    EngineFailedError: (503, "engine_failed"),
-    RequestFailedError: (500, "request_failed"),
-    SlowReaderError: (408, "slow_reader"),
+# Status by the reason for which a request is refused.
+STATUSES = {
+    "unauthenticated": 401,
+    "slow_reader": 408,
+    "queue_full": 429,
+    "request_failed": 500,
+    "overloaded": 503,
+    "draining": 503,
+    "engine_failed": 503,
 }
+CODES = {"unauthenticated": "invalid_api_key"}  # that OpenAI's API has, where ours is another word
 
 # What pydantic says of a value that is not of the kind that was expected. Where a field takes several kinds, each of those
 # that were not meant says this.
@@ -78,15 +71,14 @@ class ApiError(ValueError):
 
 
 def from_exception(error: Exception, fields: Any = ()) -> ApiError:
-    """What the engine has against a request; anything unexpected is a 500 that tells no details.
+    """The answer to a request that fails with this error; anything unexpected is a 500 that tells no details.
 
     fields: names of the body's fields, one of which the message may begin with.
     """
     if isinstance(error, ApiError):
         return error
-    for kind, (status, code) in ANSWERS.items():
-        if isinstance(error, kind):
-            return ApiError(status, str(error), code=code)
+    if isinstance(error, RefusedError):
+        return ApiError(STATUSES[error.reason], str(error), code=CODES.get(error.reason, error.reason))
     if isinstance(error, ValueError):
         word = re.match(r"[a-z_]+", str(error))
         param = word.group() if word and word.group() in fields else None
@@ -130,7 +122,7 @@ def fit(complaint: Complaint, body: Any) -> tuple[list[int], bool]:
 
 
 def place_of(complaint: Complaint, body: Any) -> tuple[list[str | int], int | None]:
-    """Where in the body a value is that is wrong; and which part of `loc`, if any, is no key but the name of a kind."""
+    """Place in the body of a wrong value; and the part of `loc`, if any, that is no key but the name of a kind."""
     place: list[str | int] = []
     kind_at, value = None, body
     last = len(complaint["loc"]) - 1
@@ -147,7 +139,7 @@ def place_of(complaint: Complaint, body: Any) -> tuple[list[str | int], int | No
 
 
 def sentence(complaints: Sequence[Complaint]) -> str:
-    """What complaints about one value come to: one of them, or every kind that it might have been of."""
+    """Complaints about one value in one sentence: one of them, or every kind that the value might have been of."""
     told = list(dict.fromkeys(words(one) for one in complaints))
     if all(one.startswith(KIND) for one in told):
         told = [KIND + " or ".join(one.removeprefix(KIND) for one in told)]

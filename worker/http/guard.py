@@ -1,4 +1,4 @@
-"""What stands before the routes: the API key, bounds on what a request may send and how long, and strict JSON."""
+"""The guard before the routes: the API key, bounds on the size and duration of a request, and strict JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schema at /openapi.json says besides what follows from the code."""
+"""Additions to the schema at /openapi.json that do not follow from the code."""
 
 from __future__ import annotations
 

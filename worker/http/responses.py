@@ -115,12 +115,12 @@ def refusal(error: Exception, body: Body, engine: AsyncEngine, caller: str) -> A
     engine.metrics.refuse(error)
     told = from_exception(error, type(body).model_fields)
     if told.status == QUEUE_FULL:
-        told.retry_after_s = engine.entrance.expected_wait_s(caller)
+        told.retry_after_s = engine.admission.expected_wait_s(caller)
     return told
 
 
 def origin_of(scope: Scope, body: Sampling) -> Origin:
-    """Where a request comes from, for traces."""
+    """The origin of a request, for traces."""
     headers = scope["headers"]
     operation = "chat" if isinstance(body, ChatRequest) else "text_completion"
     return Origin(lambda: {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}, operation)

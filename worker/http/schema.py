@@ -65,7 +65,7 @@ class StructuredOutputs(Body):
 
 
 class Sampling(Body):
-    """What completions and chat have in common. null means the default."""
+    """Fields that completions and chat share. null means the default."""
 
     model: str | None = Field(None, description="Name from /v1/models; may be left out.")
     stream: bool | None = Field(None, description="Answer by server-sent events.")

@@ -7,7 +7,6 @@ import contextlib
 import resource
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
@@ -16,12 +15,10 @@ from starlette.types import ASGIApp
 
 from speclen.transport.address import split_address
 from speclen.transport.credentials import ServerSecurity
-from speclen.transport.version import installed_version
-from speclen.worker.config import WorkerConfig
-from speclen.worker.http.app import Front, create_app
+from speclen.worker.config import KEY_FLAG, WorkerConfig
+from speclen.worker.http.app import create_app, front_of
 from speclen.worker.http.connection import UNREAD_TIMEOUT_S, BoundedConnection
 from speclen.worker.http.guard import BODY_TIMEOUT_S, Guard
-from speclen.worker.http.settings import KEY_FLAG, read_template
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
@@ -37,19 +34,11 @@ async def http_front(
 ) -> AsyncIterator[str]:
     """Serve for the length of the block; the value: one line about it.
 
-    page: of /metrics. on_failure: called if it ends before the block. Raises as `check_http`.
+    page: of /metrics. on_failure: called if it ends before the block. Raises as `WorkerConfig.check_http`.
     """
-    front = Front(
-        engine,
-        config.served_model_name or config.target,
-        installed_version(),
-        page,
-        lambda: engine.serving,
-        read_template(config.chat_template),
-        int(time.time()),
-    )
+    app = create_app(front_of(config, engine, page))
     bound = listen(config.http_listen)
-    app, security, refuse = create_app(front), config.http_security(), engine.metrics.refuse
+    security, refuse = config.http_security(), engine.metrics.refuse
     server = make_server(app, security, unread_timeout_s=config.unread_timeout_s, refuse=refuse)
     async with serving(server, bound, on_failure):
         scheme, host = "https" if config.tls_cert else "http", config.http_listen.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""What speculation did for one request, as vLLM reports it under `metrics.speculative_decoding`."""
+"""Speculation counts of one request, as vLLM reports them under `metrics.speculative_decoding`."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ async def with_grammar(job: Job, engine: AsyncEngine, caller: str) -> Job:
     wanted = structured_output(job.body)
     if wanted is None:
         return job
-    grammar = await engine.entrance.grammars.prepare(wanted, caller)
+    grammar = await engine.admission.grammars.prepare(wanted, caller)
     return replace(job, requests=[replace(one, grammar=grammar) for one in job.requests])
 
 
@@ -144,7 +144,7 @@ async def prompt_ids(body: CompletionRequest, engine: AsyncEngine, caller: str) 
 async def encode(text: str, add_special_tokens: bool, engine: AsyncEngine, caller: str, param: str) -> list[int]:
     """Token ids. param: the field that the text is from. Raises ApiError, ValueError or QueueFullError."""
     try:
-        return await engine.entrance.encoder.encode(text, caller, add_special_tokens=add_special_tokens)
+        return await engine.admission.encoder.encode(text, caller, add_special_tokens=add_special_tokens)
     except TextTooLongError as error:
         raise text_too_long(error, engine.max_sequence_tokens, param) from error
 

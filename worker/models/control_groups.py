@@ -1,4 +1,4 @@
-"""What the control groups of this process let it use: a container's, a pod's or a service's limits (version 2 of them)."""
+"""Limits of this process's control groups (version 2): those of a container, a pod or a service."""
 
 from __future__ import annotations
 

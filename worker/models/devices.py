@@ -39,7 +39,7 @@ def processor_model() -> str:
 
 
 def _processor_facts() -> dict[str, str]:
-    """What the kernel tells of processors, by name, of each the first one's; nothing where it tells none."""
+    """The kernel's facts about the first processor, by name; empty where it gives none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -148,7 +148,7 @@ def resolve_dtype(dtype: str, device: torch.device, num_parameters: int) -> torc
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether matrix products in bfloat16 have instructions of their own: AVX-512 BF16, AMX, or ARM's BF16."""
+    """True if matrix products in bfloat16 have instructions of their own: AVX-512 BF16, AMX, or ARM's BF16."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 

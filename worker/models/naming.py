@@ -1,4 +1,4 @@
-"""Where the name of a model leads. Knows no torch, so that a name that leads nowhere is told at once.
+"""Names of models and the places they stand for. Knows no torch, so that a wrong name is told at once.
 
 A model is named by a local directory, by a hub id (HF_HUB_OFFLINE is respected), or as one of the bundled ones; any
 Llama-style model may be widened by a shape behind its name, see `widen`.
@@ -19,7 +19,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model is widened to. None: as in the small model, or for heads and ffn in proportion to hidden."""
+    """Shape to widen a model to. None: as in the small model, or for heads and ffn in proportion to hidden."""
 
     hidden: int | None = None
     layers: int | None = None
@@ -27,15 +27,16 @@ class Shape:
     ffn: int | None = None
 
 
-def parse_shape(text: str) -> Shape:
-    """Shape of "hidden=512,layers=8,heads=8,ffn=1376"; every key may be left out. Raises ValueError."""
+def parse_shape(name: str, text: str) -> Shape:
+    """Shape of "hidden=512,layers=8,heads=8,ffn=1376"; every key may be left out. name: of the model, for errors."""
     values: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
         if match is None or match[1] not in KEYS or int(match[2]) < 1:
-            raise ValueError(f"shape {part!r} is not one of {', '.join(KEYS)} with a positive number, as in hidden=512")
+            known = f"one of {', '.join(KEYS)} with a positive number, as in hidden=512"
+            raise ModelError(f"{name}: shape {part!r} is not {known}")
         if match[1] in values:
-            raise ValueError(f"shape names {match[1]} twice")
+            raise ModelError(f"{name}: shape names {match[1]} twice")
         values[match[1]] = int(match[2])
     return Shape(**values)
 
@@ -90,22 +91,15 @@ def _bundled(name: str) -> tuple[str, Shape | None]:
         names = ", ".join(BUNDLED)
         raise ModelError(f"{name!r} is not a bundled model; there are {names}, and bundled:target@hidden=512,layers=8")
     base, preset = BUNDLED[known]
-    return base, _parse_shape(name, shape) if shape else preset
+    return base, parse_shape(name, shape) if shape else preset
 
 
 def _split_shape(name: str) -> tuple[str, Shape | None]:
     """Split `place@hidden=512,...`; an @ that is not followed by key=value belongs to the place."""
     place, separator, shape = name.rpartition("@")
     if separator and "=" in shape and not Path(name).exists():
-        return place, _parse_shape(name, shape)
+        return place, parse_shape(name, shape)
     return name, None
-
-
-def _parse_shape(name: str, shape: str) -> Shape:
-    try:
-        return parse_shape(shape)
-    except ValueError as error:
-        raise ModelError(f"{name}: {error}") from None
 
 
 def _check_place(name: str, place: str) -> None:

@@ -35,7 +35,7 @@ class Int8Weight:
 
 
 def int8_of(weight: torch.Tensor) -> Int8Weight | None:
-    """What `round_weights` made of a parameter; None where it is as its model brought it."""
+    """The result of `round_weights` for a parameter; None where the parameter was not rounded."""
     return getattr(weight, "int8", None)
 
 

@@ -1,4 +1,4 @@
-"""Where a model's files lie, what they say of it, and whether it can be served; nothing of its weights.
+"""Location, configuration and suitability of a model; nothing of its weights.
 
 `reading` is the boundary around files that others wrote: whatever reading them raises is one sentence for the user.
 """
@@ -28,7 +28,7 @@ UNDECLARED = {"biogpt", "stablelm"}
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a named model is: its directory or hub id, its configuration, and the shape it is to be widened to.
+    """Location of a named model: its directory or hub id, its configuration, and the shape it is to be widened to.
 
     text_config: of the language model alone, where others stand beside it; else config itself.
     """
@@ -77,7 +77,7 @@ def read_generation_config(source: ModelSource) -> Any:
 
 
 def refuse_unsuitable(source: ModelSource) -> None:
-    """Refuse what no cache of keys and values per row can run, before any weights are read."""
+    """Refuse what no cache of keys and values per sequence can run, before any weights are read."""
     config = source.config
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -115,7 +115,7 @@ def reading(name: str, problem: str) -> Iterator[None]:
     in "its weights cannot be read", with the file's name.
     """
     try:
-        with quiet_transformers(), _without_progress_bars():
+        with quiet_transformers():
             yield
     except ModelError:
         raise
@@ -132,22 +132,14 @@ def out_of_memory(name: str, problem: str) -> ModelError:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the warnings of transformers, which are about what nobody asked for, such as a missing loss."""
-    verbosity = transformers_logging.get_verbosity()
+    """No progress bars, and no warnings of transformers: they are about what nobody asked for, such as a missing loss."""
+    verbosity, enabled = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if enabled:
             transformers_logging.enable_progress_bar()
 

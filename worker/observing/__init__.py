@@ -1,1 +1,1 @@
-"""What a worker tells of itself: the metrics page, and traces of requests."""
+"""Observability of a worker: the metrics page, and traces of requests."""

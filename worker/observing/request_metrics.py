@@ -7,34 +7,15 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from speclen.worker.observing.metrics import WorkerMetrics
-from speclen.worker.requests.request import (
-    DrainingError,
-    EngineFailedError,
-    FinishReason,
-    OverloadedError,
-    QueueFullError,
-    RequestFailedError,
-    SequenceOutput,
-    SlowReaderError,
-    UnauthenticatedError,
-)
+from speclen.worker.requests.request import FinishReason, RefusedError, SequenceOutput
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
-# Why a request ends with an error, in words of the page. Anything else is a fault of ours.
-REASONS: dict[type[Exception], str] = {
-    ValueError: "invalid",
-    UnauthenticatedError: "unauthenticated",
-    QueueFullError: "queue_full",
-    OverloadedError: "overloaded",
-    SlowReaderError: "slow_reader",
-    DrainingError: "draining",
-    EngineFailedError: "engine_failed",
-    RequestFailedError: "request_failed",
-}
-INTERNAL = "internal"
+# Why a request ends with an error: a field is wrong, it is refused, or the fault is ours.
+INVALID, INTERNAL = "invalid", "internal"
+REASONS = (INVALID, *(kind.reason for kind in RefusedError.__subclasses__()), INTERNAL)
 
 
 class RequestMetrics:
@@ -54,7 +35,7 @@ class RequestMetrics:
         self.refused = Counter(
             "speclen_request_refused", "Requests that ended with an error, by reason", ["reason"], registry=registry
         )
-        for refusal in (*REASONS.values(), INTERNAL):
+        for refusal in REASONS:
             self.refused.labels(refusal)
         self.time_to_first_token = seconds("time_to_first_token", "From arrival to the first token", registry)
         self.step_gap = seconds("inter_token_latency", "Between two steps that gave tokens", registry, STEP_BUCKETS)
@@ -62,20 +43,20 @@ class RequestMetrics:
             "request_time_per_output_token", "Mean time between tokens of a request's sequences", registry, STEP_BUCKETS
         )
         self.e2e_latency = seconds("e2e_request_latency", "From arrival to the last token", registry)
-        self.queue_time = seconds("request_queue_time", "From arrival to a row", registry)
-        self.prefill_time = seconds("request_prefill_time", "From a row to the first token", registry)
+        self.queue_time = seconds("request_queue_time", "From arrival to a slot", registry)
+        self.prefill_time = seconds("request_prefill_time", "From a slot to the first token", registry)
         self.decode_time = seconds("request_decode_time", "From the first token to the last", registry)
-        self.inference_time = seconds("request_inference_time", "From a row to the last token", registry)
+        self.inference_time = seconds("request_inference_time", "From a slot to the last token", registry)
         self.num_prompt_tokens = tokens("request_prompt_tokens", "Tokens of a prompt", registry)
         self.num_generation_tokens = tokens("request_generation_tokens", "Tokens generated for a request", registry)
 
     def refuse(self, error: Exception) -> None:
         """Count a request that ends with the error."""
-        reason = next((reason for kind, reason in REASONS.items() if isinstance(error, kind)), INTERNAL)
-        self.refused.labels(reason).inc()
+        unforeseen = INVALID if isinstance(error, ValueError) else INTERNAL
+        self.refused.labels(error.reason if isinstance(error, RefusedError) else unforeseen).inc()
 
     def timeline(self, num_sequences: int, arrived_at: float | None = None) -> RequestTimeline:
-        """What is to be told of the outputs of one request. arrived_at: by time.monotonic; None: now."""
+        """A timeline, to be fed with the outputs of one request. arrived_at: by time.monotonic; None: now."""
         return RequestTimeline(self, num_sequences, time.monotonic() if arrived_at is None else arrived_at)
 
 

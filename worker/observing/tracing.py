@@ -32,14 +32,14 @@ PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a request comes from. headers: as sent, names in lower case; they may name the trace that it is part of."""
+    """Origin of a request. headers: as sent, names in lower case; they may name the trace that it is part of."""
 
     headers: Callable[[], Mapping[str, str]] = dict
     operation: str = "text_completion"  # or "chat"
 
 
 class Untraced:
-    """What is noted of a request that nobody traces."""
+    """Stands for the trace of a request that nobody traces."""
 
     def saw(self, output: SequenceOutput) -> None:
         """Nothing."""
@@ -49,7 +49,7 @@ class Untraced:
 
 
 class RequestTrace(Untraced):
-    """What is noted of a request on its way. Times by time.monotonic; None: it never came to that."""
+    """Notes about a running request. Times by time.monotonic; None: it never came to that."""
 
     def __init__(self, tracing: Tracing, request: GenerationRequest, origin: Origin, arrived_at: float) -> None:
         self._tracing = tracing
@@ -140,7 +140,7 @@ def what_failed(request: RequestTrace, error: Exception | None) -> tuple[str, st
 
 
 def attributes(request: RequestTrace, model: str) -> dict[str, Any]:
-    """What was asked for, and what came of it, added up over the request's sequences."""
+    """The request's parameters, and its results added up over its sequences."""
     sampling, outputs = request.request.sampling, request.last.values()
     num_steps = sum(output.num_steps for output in outputs)
     num_draft_tokens = sum(output.num_draft_tokens for output in outputs)

@@ -69,7 +69,7 @@ class Profiler:
         self._tight: set[Key] = set()
         self._rows: dict[str, None] = {}  # ids of running requests, oldest first
         self._num_submitted = 0
-        self._failed = False  # whether the engine gave rows up
+        self._failed = False  # True if the engine gave sequences up
         self._engine = self._make_engine(pair)
         draft = self._engine.draft if pair.device.type == "cpu" else None
         self._draft_clock = ForwardClock(draft)
@@ -109,7 +109,7 @@ class Profiler:
         self.samples.largest_batch_size = max(1, largest)
 
     def _round_tokens(self) -> int:
-        """Tokens that a row may add before it is replaced: enough for every length once, but no more than an answer."""
+        """Tokens that a sequence may add before it is replaced: enough for every length once, but no more than an answer."""
         steps = self.settings.steps_per_visit + 2
         return min(ANSWER_TOKENS, 2 * steps * sum(length + 1 for length in self.settings.lengths))
 
@@ -165,7 +165,7 @@ class Profiler:
             end = self.settings.budget_s * (1.0 if self.samples.num_rounds else number / len(sizes))
             for length in self._ordered(self._open_lengths(size)):
                 if self._elapsed() >= end or size not in self._sizes():
-                    break  # It is late, or so many rows turned out not to fit.
+                    break  # It is late, or so many sequences turned out not to fit.
                 if self._resize(size, prompt_tokens):
                     self._visit(size, length)
                 self._report()
@@ -177,7 +177,7 @@ class Profiler:
         return sorted(lengths, key=lambda length: min(lengths.index(length), len(lengths) - 1 - lengths.index(length)))
 
     def _visit(self, batch_size: int, length: int) -> None:
-        """Measure a few steps of one cell. Steps that a flag excludes, or at the end of a row, do not count."""
+        """Measure a few steps of one cell. Steps that a flag excludes, or at the end of a sequence, do not count."""
         self._chooser.arm = Arm(length)
         num_measured, num_wanted = 0, self.settings.steps_per_visit if self.samples.num_rounds else 1
         for _ in range(num_wanted + 3):
@@ -196,7 +196,7 @@ class Profiler:
     # Rows.
 
     def _resize(self, batch_size: int, prompt_tokens: int) -> bool:
-        """Bring the number of running rows to batch_size, prompts processed; False if that cannot be.
+        """Bring the number of running sequences to batch_size, prompts processed; False if that cannot be.
 
         Either so many do not fit, which is noted, or the time is up.
         """

@@ -21,7 +21,7 @@ FILE_BYTES = range(500, 200_000)
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file of the standard library was kept out of the bundled pair's training."""
+    """True for a file of the standard library that the bundled pair was not trained on."""
     return hashlib.sha256(relative_path.encode()).digest()[0] * 100 // 256 < HELD_OUT_PERCENT
 
 

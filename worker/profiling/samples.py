@@ -1,4 +1,4 @@
-"""What a profile has measured so far: kept while it runs, saved when it is interrupted, summed up at its end."""
+"""Samples of a profile: kept while it runs, saved when it is interrupted, summed up at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProfileResult:
     """An offline profile.
 
     cells: what was measured, nothing else. survival[i]: probability that draft tokens 0..i are all accepted, from
-    num_survival_rows[i] rows. context_slope_s: what one more token held by one row adds to a step. draft_pass_s: mean
+    num_survival_rows[i] rows. context_slope_s: what one more token held by one sequence adds to a step. draft_pass_s: mean
     time of one pass of the draft at batch size 1, None where it could not be timed. elapsed_s: measuring time.
     largest_batch_size: set when larger ones of the grid did not fit in memory.
     """
@@ -35,7 +35,7 @@ class ProfileSamples:
     """Single steps by cell, and accepted runs by length.
 
     steps[batch size, length]: (latency_s, mean context length, number of the round) of every step. histograms[length][j]:
-    rows that accepted exactly j. draft_s, num_draft_passes: forwards of the draft at batch size 1.
+    sequences that accepted exactly j. draft_s, num_draft_passes: forwards of the draft at batch size 1.
     """
 
     steps: dict[Key, list[tuple[float, float, int]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a profile measures, and how well."""
+"""Settings of a profile: the grid, and the precision."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ QUICK_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What is measured, and how well."""
+    """Grid and precision of a profile."""
 
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # rows decoding in one step
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # sequences decoding in one step
     lengths: tuple[int, ...] = tuple(range(9))  # speculation lengths, 0 included
     budget_s: float = 150.0  # measuring time at most; loading the models comes on top
     precision: float = 0.03  # a cell is tight when half of its 95% interval is less than this share of its mean

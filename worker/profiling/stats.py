@@ -54,11 +54,9 @@ def robust_mean(values: np.ndarray, visits: np.ndarray) -> tuple[float, float, i
     if len(values) < 4:
         mean = float(np.median(values)) if len(values) > 2 else float(np.min(values))
         return mean, ASSUMED_DEVIATION * mean / np.sqrt(len(values)), 0
-    median = np.median(values)
-    deviation = max(1.4826 * np.median(np.abs(values - median)), LEAST_DEVIATION * median)
-    inside = np.abs(values - median) <= OUTLIER_DEVIATIONS * deviation
+    inside = _inside(values)
     kept = values[inside]
-    spread = max(float(kept.std(ddof=1)), LEAST_DEVIATION * float(median) / 2)
+    spread = max(float(kept.std(ddof=1)), LEAST_DEVIATION * float(np.median(values)) / 2)
     error = max(spread / np.sqrt(len(kept)), error_by_visits(kept, visits[inside]))
     return float(kept.mean()), error, len(values) - len(kept)
 
@@ -74,14 +72,14 @@ def error_by_visits(values: np.ndarray, visits: np.ndarray) -> float:
 
 
 def context_slope(samples: Mapping[Key, np.ndarray]) -> float:
-    """Seconds that one more token held by one row adds to a step; at least 0.
+    """Seconds that one more token held by one sequence adds to a step; at least 0.
 
     samples: per cell [n, 3] of latency_s, mean context length and visit. Least squares over all cells at once, each with its
     own level: latency = level(cell) + slope * batch_size * context. Outliers are left out first.
     """
     numerator = denominator = 0.0
     for (batch_size, _), values in samples.items():
-        kept = _without_outliers(values)
+        kept = values[_inside(values[:, 0])]
         if len(kept) < 2:
             continue
         latency, tokens = kept[:, 0], batch_size * kept[:, 1]
@@ -93,11 +91,12 @@ def context_slope(samples: Mapping[Key, np.ndarray]) -> float:
     return max(0.0, float(numerator / denominator)) if denominator > 0 else 0.0
 
 
-def _without_outliers(values: np.ndarray) -> np.ndarray:
-    latency = values[:, 0]
-    median = np.median(latency)
-    deviation = max(1.4826 * np.median(np.abs(latency - median)), LEAST_DEVIATION * median)
-    return values[np.abs(latency - median) <= OUTLIER_DEVIATIONS * deviation]
+def _inside(values: np.ndarray) -> np.ndarray:
+    """Mask of the values that are no outliers, [n]."""
+    median = np.median(values)
+    deviation = max(1.4826 * np.median(np.abs(values - median)), LEAST_DEVIATION * median)
+    inside: np.ndarray = np.abs(values - median) <= OUTLIER_DEVIATIONS * deviation
+    return inside
 
 
 def measured_cells(samples: Mapping[Key, np.ndarray], slope: float, reference_context: float) -> list[MeasuredCell]:
@@ -121,16 +120,16 @@ def reference_context(samples: Mapping[Key, np.ndarray]) -> float:
 
 
 def survival(histograms: Mapping[int, Sequence[int]]) -> tuple[list[float], list[int]]:
-    """Survival by draft position, and the rows that reached each position, from accepted runs at any lengths.
+    """Survival by draft position, and the sequences that reached each position, from accepted runs at any lengths.
 
-    histograms[s][j]: rows that accepted exactly j of s draft tokens. A run of s is censored there: it says nothing of
+    histograms[s][j]: sequences that accepted exactly j of s draft tokens. A run of s is censored there: it says nothing of
     later positions. Kaplan-Meier: survival[i] is the product of the shares that each position accepted. A position that
-    no row reached is taken to accept what the one before it does; its 0 rows say that this was not measured.
+    no sequence reached is taken to accept what the one before it does; its 0 says that this was not measured.
     """
     longest = max(histograms, default=0)
     reached, accepted = np.zeros(longest, dtype=int), np.zeros(longest, dtype=int)
     for length, histogram in histograms.items():
-        at_least = np.cumsum(np.asarray(histogram)[::-1])[::-1]  # at_least[j]: rows with j accepted or more
+        at_least = np.cumsum(np.asarray(histogram)[::-1])[::-1]  # at_least[j]: sequences with j or more
         reached[:length] += at_least[:length]
         accepted[:length] += at_least[1 : length + 1]
     shares: list[float] = []
@@ -140,9 +139,9 @@ def survival(histograms: Mapping[int, Sequence[int]]) -> tuple[list[float], list
 
 
 def expected_tokens_error(histogram: Sequence[int]) -> float:
-    """Half of the 95% interval of the tokens that a row gains per step, as a share of them; infinite without rows.
+    """Half of the 95% interval of the tokens per sequence and step, as a share of them; infinite without any.
 
-    histogram[j]: rows that accepted exactly j draft tokens, all at one length. The bonus token is counted.
+    histogram[j]: sequences that accepted exactly j draft tokens, all at one length. The bonus token is counted.
     """
     counts = np.asarray(histogram, dtype=float)
     rows = counts.sum()

@@ -1,1 +1,1 @@
-"""What a worker tells the controller, and the table of lengths it gets back."""
+"""Reports to the controller, and the table of arms that comes back."""

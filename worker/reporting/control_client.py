@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 
-from speclen.records import Probe, StepRecord, Table
+from speclen.records import Probe, StepRecord
 from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.drafting.arm_chooser import ArmChoice
@@ -155,16 +155,13 @@ class ControlClient:
             return
         table, before = table_of(message), self.table
         try:
-            self.table = self._within_limits(table)
+            self.table = ArmTable.of(table.choices, self.card.limits, "controller", table.version)
         except ValueError as error:
             log.error("table of the controller not used", reason=str(error))
             return
         if self.table.arms != before.arms:
             arms = {f"{one.batch_min}-{one.batch_max}": str(one.arm) for one in self.table.choices}
             log.info("arms changed", version=table.version, arms=arms)
-
-    def _within_limits(self, table: Table) -> ArmTable:
-        return ArmTable.of(table.choices, self.card.limits, "controller", table.version)
 
     def use_sampling(self, sample_every: int) -> None:
         """Report one block of steps in so many from now on."""

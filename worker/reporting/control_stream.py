@@ -17,7 +17,6 @@ from speclen.transport.aio import prepare_aio
 from speclen.transport.supervision import until_one_fails
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
-from speclen.worker.reporting.advice import why
 from speclen.worker.reporting.messages import to_report
 
 if TYPE_CHECKING:
@@ -38,6 +37,15 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
 MAX_PACE = 8  # a controller ends streams after 30 s of silence
+# Advice to the operator, by the status with which the controller refuses.
+WAYS_OUT = {
+    grpc.StatusCode.UNAVAILABLE: "start one there, or correct --controller; one with TLS needs --controller-ca",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "is --controller the right address?",
+    grpc.StatusCode.UNAUTHENTICATED: "name the file with its token by --controller-token-file",
+    grpc.StatusCode.UNIMPLEMENTED: "another program, or another version, answers there: correct --controller",
+    grpc.StatusCode.FAILED_PRECONDITION: "another worker has the same --worker-id, or --run-id is another run's",
+    grpc.StatusCode.INVALID_ARGUMENT: "worker and controller may be of different versions: install the same",
+}
 # Trailing header of the controller: where an epoch is refused as old, the one that counts.
 NEWEST_EPOCH = "speclen-newest-epoch"
 
@@ -209,3 +217,11 @@ class ControlStream:
         while self._client.clock() - self._last_answer < self.silence_s:
             await asyncio.sleep(self._client.settings.silence_s / 5)
         raise TimeoutError
+
+
+def why(error: grpc.RpcError) -> str:
+    """Status, what the other side said, and the way out."""
+    if not isinstance(error, aio.AioRpcError):
+        return str(error)
+    way_out = WAYS_OUT.get(error.code())
+    return f"{error.code().name}: {error.details()}{f'; {way_out}' if way_out else ''}"

@@ -38,7 +38,7 @@ def context_key(pair: ModelPair, backend: str) -> pb.ContextKey:
 
 
 def server_identity(run_id: str) -> pb.ServerIdentity:
-    """Whose this process is."""
+    """The identity of this process."""
     return pb.ServerIdentity(
         run_id=run_id, host=socket.gethostname(), process_id=os.getpid(), version=installed_version()
     )

@@ -1,4 +1,4 @@
-"""Which of several controllers a worker reports to: the same answer on every machine, and few move when one is added.
+"""Choice among several controllers: the same on every machine, and few workers move when one is added.
 
 Rendezvous hashing (Thaler and Ravishankar 1998): of all controllers the one whose address, hashed together with what is
 shared out, gives the greatest number. What is learned is not exchanged between controllers, so workers that should learn
@@ -10,9 +10,6 @@ from __future__ import annotations
 import hashlib
 
 from speclen.v1 import control_pb2 as pb
-
-# What is shared out: pairs of models with a device, or workers by their names.
-BY = ("context", "worker")
 
 
 def controllers(addresses: str) -> list[str]:

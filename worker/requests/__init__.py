@@ -1,1 +1,1 @@
-"""What callers ask for, and each output in the making."""
+"""Requests of callers, and each output in the making."""

@@ -39,7 +39,7 @@ def make_decode(tokenizer: Any, skip_special_tokens: bool) -> Decode:
 
 
 def make_token_bytes(tokenizer: Any) -> Callable[[int], bytes | None]:
-    """What bytes a token stands for, by its name in the vocabulary; None where that is no name for bytes.
+    """A function from token to bytes, by the token's name in the vocabulary; None where that is no name for bytes.
 
     For tokens that are a part of a character, which have no text: byte-level BPE names every byte by a visible character
     (GPT-2), byte fallback by its number.
@@ -87,7 +87,7 @@ class Detokenizer:
         return self._settle(text)
 
     def flush(self) -> str:
-        """What is left: an unfinished character, shown as the decoder shows it."""
+        """The rest: an unfinished character, shown as the decoder shows it."""
         return self._advance(self._decode(self._ids))
 
     def _push_one(self, token: int) -> str:

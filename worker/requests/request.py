@@ -1,4 +1,4 @@
-"""What a caller asks of the engine and what it gets back. Plain values; no torch, no gRPC."""
+"""Requests to the engine and its outputs. Plain values; no torch, no gRPC."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What an output must be, in the caller's words.
+    """The form that an output must have, in the caller's words.
 
     kind: "json_schema", "regex", "choice" (text: a JSON list of strings) or "grammar" (Lark). whitespace: None for any
     between the parts of JSON, "" for none, else a regex of it. field: where the caller wrote it, for errors.
@@ -106,7 +106,7 @@ class SequenceOutput:
     text: what became certain with these tokens (whole characters, nothing that may belong to a stop string).
     num_*: totals so far. After a message with a finish_reason nothing follows for this index. error: set beside ABORT
     when nobody asked for it: what failed, in a sentence; is_callers: it was what the caller asked for, and would be again.
-    admitted_at, made_at: when the sequence got its row and when the tokens came, by time.monotonic.
+    admitted_at, made_at: when the sequence got its slot and when the tokens came, by time.monotonic.
     """
 
     request_id: str
@@ -135,29 +135,49 @@ class GrammarFailedError(ValueError):
     """The grammar that was asked for turned out to be more than can be followed."""
 
 
-class QueueFullError(Exception):
+class RefusedError(Exception):
+    """A request that is refused or ended although its fields are right. reason: for programs, and for the metrics page."""
+
+    reason = ""
+
+
+class QueueFullError(RefusedError):
     """The waiting queue is at its bound: try again later."""
 
+    reason = "queue_full"
 
-class OverloadedError(Exception):
+
+class OverloadedError(RefusedError):
     """Too much is being sent to the worker at once: try again later."""
 
-
-class UnauthenticatedError(Exception):
-    """The caller has not proved who it is."""
+    reason = "overloaded"
 
 
-class SlowReaderError(Exception):
+class UnauthenticatedError(RefusedError):
+    """The caller sent no valid key."""
+
+    reason = "unauthenticated"
+
+
+class SlowReaderError(RefusedError):
     """The client does not take what is sent to it."""
 
+    reason = "slow_reader"
 
-class DrainingError(Exception):
+
+class DrainingError(RefusedError):
     """The engine accepts no new requests because it is stopping."""
 
+    reason = "draining"
 
-class EngineFailedError(Exception):
+
+class EngineFailedError(RefusedError):
     """The engine's thread has ended: this worker computes nothing any more."""
 
+    reason = "engine_failed"
 
-class RequestFailedError(Exception):
+
+class RequestFailedError(RefusedError):
     """A step that this request was part of failed; the worker goes on."""
+
+    reason = "request_failed"

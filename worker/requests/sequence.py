@@ -28,7 +28,7 @@ OnOutput = Callable[[SequenceOutput], None]
 
 @dataclass(slots=True)
 class SharedPrompt:
-    """What the n sequences of a request share: logits [1, 1, vocab] after the prompt, once one of them has fed it."""
+    """State that the n sequences of a request share. logits: [1, 1, vocab] after the prompt, once it is prefilled."""
 
     logits: torch.Tensor | None = None
 
@@ -76,8 +76,8 @@ class SequenceState:
         self.num_accepted_tokens = 0
         self.finished = False
         self.failed = False  # by an error that is not the caller's: what its row holds may be damaged
-        self.admitted_at: float | None = None  # by time.monotonic, when it got its row
-        self.sampling = RowSampling()  # its own is made when it gets its row
+        self.admitted_at: float | None = None  # by time.monotonic, when it got its slot
+        self.sampling = RowSampling()  # its own is made when it gets its slot
         # A grammar allows the end token last, or where nothing else may follow: whatever is ignored, that is the end.
         ignored = sampling.ignore_eos and request.grammar is None
         self._eos = frozenset() if ignored else frozenset(eos_token_ids)
@@ -105,7 +105,7 @@ class SequenceState:
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still put out."""
+        """Tokens it may still generate."""
         return self.limit - len(self.tokens)
 
     @property
@@ -118,7 +118,7 @@ class SequenceState:
         return 0 if self.has_slow_grammar else min(self.num_left - 1, max_context_length - len(self.tokens))
 
     def start_sampling(self, vocab_size: int, device: torch.device) -> None:
-        """Make what choosing tokens needs; called once, when the sequence gets its row."""
+        """Make what choosing tokens needs; called once, when the sequence gets its slot."""
         self.admitted_at = time.monotonic()
         self.sampling = make_row_sampling(self.request, self.index, sorted(self._ends), vocab_size, device)
 
@@ -258,7 +258,7 @@ def make_sequences(
 def make_row_sampling(
     request: GenerationRequest, index: int, end_ids: list[int], vocab_size: int, device: torch.device
 ) -> RowSampling:
-    """The settings of one row. end_ids: tokens that min_tokens keeps away, as far as a grammar can do without them."""
+    """The settings of one sequence. end_ids: tokens that min_tokens keeps away, as far as a grammar can do without them."""
     sampling, grammar = request.sampling, None
     if request.grammar is not None:
         grammar = request.grammar.start(end_ids, sampling.min_tokens, sampling.ignore_eos)

@@ -1,1 +1,1 @@
-"""What a worker serves: Generate, health, metrics."""
+"""The services of a worker: Generate, health, metrics."""

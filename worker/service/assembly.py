@@ -1,4 +1,4 @@
-"""What a worker is made of: models, engine, first table and control client."""
+"""Parts of a worker: models, engine, first table and control client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import replace
 import structlog
 import torch
 
-from speclen.records import PLAIN, Arm, Limits
+from speclen.records import Arm, Limits
+from speclen.v1 import control_pb2, generation_pb2
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig, parse_policy
 from speclen.worker.engine.engine import Engine, EngineConfig
@@ -21,29 +22,19 @@ from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import context_key
 from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
-from speclen.worker.service.servicer import ModelFacts
 
 log = structlog.get_logger()
 
 
 def initial_table(config: WorkerConfig, limits: Limits) -> tuple[ArmTable, bool]:
-    """The table a worker starts with, and True if it follows the controller's.
-
-    Raises ValueError for a policy that is unknown or asks for a length over the limit.
-    """
+    """The table a worker starts with, and True if it follows the controller's. Raises ValueError for no profile."""
     kind, length = parse_policy(config.policy)
     if choices := config.chosen_arms():
         return ArmTable.of(choices, limits, "policy"), kind == "adaptive" and not config.arms
-    if length is not None:
-        if length > limits.max_speculation_length:
-            raise ValueError(f"--policy fixed:{length} is over --max-length {limits.max_speculation_length}")
-        return ArmTable.constant(Arm(length), limits, "policy"), False
-    if kind == "none":
-        return ArmTable.constant(PLAIN, limits, "policy"), False
+    if kind in ("fixed", "none"):
+        return ArmTable.constant(Arm(length or 0), limits, "policy"), False
     if config.profile is not None:
         return table_from_file(config.profile, limits), kind == "adaptive"
-    if kind == "profile":
-        raise ValueError("--policy profile needs --profile FILE: make one with `speclen profile run`")
     return ArmTable.constant(DEFAULT_ARM, limits, "default"), True
 
 
@@ -72,23 +63,28 @@ def max_length(config: WorkerConfig, pair: ModelPair) -> int:
     return config.max_length if pair.draft is not None else 0
 
 
-def model_facts(pair: ModelPair, control: ControlClient) -> ModelFacts:
-    return ModelFacts(
-        context=control.card.context,
+def model_facts(
+    pair: ModelPair, engine: Engine, context: control_pb2.ContextKey
+) -> generation_pb2.GetModelInfoResponse:
+    """The answer of GetModelInfo."""
+    return generation_pb2.GetModelInfoResponse(
+        context=context,
         target_path=pair.target_name,
         draft_path=pair.draft_name,
+        vocab_size=pair.vocab_size,
+        max_context_length=engine.max_context_length,
+        eos_token_ids=pair.eos_token_ids,
         num_target_parameters=num_parameters(pair.target),
-        num_draft_parameters=num_parameters(pair.draft) if pair.draft is not None else 0,
+        num_draft_parameters=num_parameters(pair.draft),
     )
 
 
-def num_parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def num_parameters(model: torch.nn.Module | None) -> int:
+    return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
 
 
 def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPair, Engine, ControlClient]:
     """Models, engine and control client, ready to run. Raises ValueError with one sentence for bad settings."""
-    parse_policy(config.policy)
     drafting = config.draft if config.has_draft else "no draft model: only n-grams are proposed (--draft names one)"
     progress(f"loading {config.target} and {drafting}")
     pair = load_pair(
@@ -112,5 +108,5 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
 
 
 def card_of(card: WorkerCard, engine: Engine) -> WorkerCard:
-    """The card with the engine's limits: fewer rows may fit than were asked for."""
+    """The card with the engine's limits: fewer sequences may fit than were asked for."""
     return replace(card, limits=engine.limits, probe_steps=4 if engine.target.slow_changes else 3)

@@ -26,7 +26,7 @@ from speclen.worker.requests.request import (
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.service.entrance import Entrance
+from speclen.worker.service.admission import Admission
 from speclen.worker.service.relay import OutputRelay, OutputStream
 from speclen.worker.service.run import Run
 
@@ -45,14 +45,14 @@ class AsyncEngine:
     def __init__(
         self,
         engine: Engine,
-        entrance: Entrance,
+        admission: Admission,
         metrics: RequestMetrics,
         stream_interval_s: float,
         unread_timeout_s: float,
         tracing: Tracing | None = None,
     ) -> None:
         self.engine = engine
-        self.entrance = entrance
+        self.admission = admission
         self.metrics = metrics
         self._tracing = tracing
         self._relay = OutputRelay(asyncio.get_running_loop(), stream_interval_s)
@@ -74,7 +74,7 @@ class AsyncEngine:
 
     @property
     def serving(self) -> bool:
-        """Whether requests are taken."""
+        """True while requests are taken."""
         return self._refusal is None and self.engine.failure is None
 
     def drain(self) -> None:
@@ -170,7 +170,7 @@ class AsyncEngine:
     def _noted(self, request: GenerationRequest, stream: OutputStream, arrived_at: float, origin: Origin) -> Run:
         trace = Untraced() if self._tracing is None else self._tracing.request(request, origin, arrived_at)
         timeline = self.metrics.timeline(request.sampling.n, arrived_at)
-        return Run(request, stream, timeline, trace, self.entrance.turnstile.leave)
+        return Run(request, stream, timeline, trace, self.admission.fair_queue.leave)
 
     async def _run(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
         """Bring the request to its end; what goes wrong is the stream's failure."""
@@ -189,15 +189,15 @@ class AsyncEngine:
 
     async def _serve(self, run: Run, caller: str, on_submit: Callable[[], None], patience_s: float) -> None:
         """Let one sequence in after the other, each in its turn, until the engine is done with all or somebody aborts."""
-        request_id, turnstile = run.request.request_id, self.entrance.turnstile
+        request_id, fair_queue = run.request.request_id, self.admission.fair_queue
         if request_id in self._runs:  # over HTTP a request's name is not its caller's
             raise ValueError(f"request_id {request_id!r} is already running: choose another")
         self._runs[request_id] = run
         try:
             for sequence in self.engine.sequences(run.request, functools.partial(self._relay.put, run.stream)):
-                entered_at = await turnstile.enter(caller, patience_s, begun=sequence.index > 0)
+                entered_at = await fair_queue.enter(caller, patience_s, begun=sequence.index > 0)
                 if not run.num_outside:  # it was aborted
-                    turnstile.leave(entered_at)
+                    fair_queue.leave(entered_at)
                     break
                 run.enter(entered_at)
                 self.engine.take([sequence])
@@ -265,7 +265,7 @@ def in_parts(outputs: Sequence[SequenceOutput]) -> Iterator[Sequence[SequenceOut
 
 
 def error_of(output: SequenceOutput) -> Exception:
-    """What the caller is told of a sequence that failed."""
+    """The error for the caller of a sequence that failed."""
     if output.is_callers:
         return GrammarFailedError(str(output.error))
     return RequestFailedError(f"{output.error}: the request has ended, try it again")

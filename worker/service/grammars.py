@@ -13,14 +13,13 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from speclen.worker.requests.request import StructuredOutput
 from speclen.worker.sampling.grammar import Grammar
-from speclen.worker.service.turnstile import Turnstile, done_by
+from speclen.worker.service.aside import Aside
 from speclen.worker.structured import trial
 from speclen.worker.structured.source import reason, shown, source
 
@@ -29,9 +28,9 @@ TRIAL_S = 5.0  # that one may take
 START_S = 60.0  # that the trial's process may take to read the tokenizer, on a busy machine
 MAX_CACHED = 128  # grammars
 MAX_CACHED_BYTES = 256 * 2**20
-# Of all rows together: bytes when they begin, and states of their lexers, of some 2 kB, which come as they are needed.
+# Of all sequences together: bytes when they begin, and states of their lexers, of some 2 kB, which come as they are needed.
 MAX_BYTES, MAX_ALL_STATES = 2 * 2**30, 400_000
-LEAST_BYTES, LEAST_STATES = 16 * 2**20, 4000  # that one row may have, however many there are
+LEAST_BYTES, LEAST_STATES = 16 * 2**20, 4000  # that one sequence may have, however many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,6 @@ class Prepared:
 
 class Grammars:
     """For one event loop. Each new grammar is tried in a process of its own and then built, both in one thread.
-
-    Callers take turns.
 
     vocab_size: of the models' logits. end_ids: the target's end tokens. num_rows: of the engine, each of which may follow a
     grammar, with a copy of its own of all that it takes.
@@ -61,26 +58,18 @@ class Grammars:
         self._trial = Trial(trial_s, min(trial.MAX_LEXER_STATES, max(MAX_ALL_STATES // num_rows, LEAST_STATES)))
         self._matching: Any = None  # llguidance's tokenizer
         self._prepared: OrderedDict[StructuredOutput, Prepared] = OrderedDict()  # the least used first
-        self._turnstile = Turnstile(1, MAX_WAITING)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-
-    @property
-    def num_waiting(self) -> int:
-        return self._turnstile.num_waiting
-
-    def expected_wait_s(self, caller: str) -> float:
-        return self._turnstile.expected_wait_s(caller)
+        self.aside = Aside("grammars", MAX_WAITING)
 
     async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
         """Raises ValueError with one sentence when it cannot be served, QueueFullError when too many new ones wait."""
         if wanted not in self._prepared:
-            async with self._turnstile.turn(caller):
-                if wanted not in self._prepared:
-                    self._keep(wanted, await done_by(self._thread, self._make, wanted))
+            self._keep(wanted, await self.aside.do(caller, self._make, wanted))
         self._prepared.move_to_end(wanted)
         return self._prepared[wanted].grammar
 
     def _make(self, wanted: StructuredOutput) -> Prepared:
+        if (known := self._prepared.get(wanted)) is not None:  # made while this caller waited
+            return known
         text = source(wanted)
         if self._matching is None:
             self._matching = self._make_tokenizer(wanted)
@@ -116,8 +105,9 @@ class Grammars:
             self._prepared.popitem(last=False)
 
     def close(self) -> None:
-        self._thread.submit(self._trial.stop)
-        self._thread.shutdown(wait=True)
+        """Wait for the grammar in hand, and end the trial's process."""
+        self.aside.close(wait=True)
+        self._trial.stop()
 
 
 class Trial:
@@ -130,7 +120,7 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, text: str) -> tuple[str, int]:
-        """What is wrong with a grammar, or nothing; and the bytes of memory that it took."""
+        """The fault of a grammar, or ""; and the bytes of memory that it took."""
         limit_s = START_S
         try:
             if self._process is None:

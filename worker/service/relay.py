@@ -1,6 +1,6 @@
 """Carries outputs from the engine's thread to the event loop, many at a time.
 
-Waking the event loop for every row of every step would cost more of the interpreter than decoding does, and the engine
+Waking the event loop for every sequence of every step would cost more of the interpreter than decoding does, and the engine
 shares that interpreter. So outputs gather here, and the loop is woken at once only for what somebody waits for (the
 first tokens of a sequence, its end) and otherwise once per interval, or not at all where the caller gets everything at
 the end.
@@ -49,7 +49,7 @@ class OutputStream:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody waits for it any more, though it has not ended."""
+        """True if nobody waits for it any more, though it has not ended."""
         return self.ending or (self.task is not None and self.task.cancelling() > 0)
 
     def put(self, output: SequenceOutput) -> None:
@@ -79,7 +79,7 @@ class OutputStream:
 
 
 def is_urgent(output: SequenceOutput) -> bool:
-    """Whether somebody waits for it: the first tokens of a sequence, or its end."""
+    """True for the first tokens of a sequence and for its end: somebody waits for them."""
     return output.finish_reason is not None or output.num_steps <= 1
 
 

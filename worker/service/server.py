@@ -18,9 +18,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from speclen.transport.address import check_exposure
 from speclen.transport.aio import SERVER_OPTIONS, prepare_aio
-from speclen.transport.credentials import ServerSecurity, check_pages
+from speclen.transport.credentials import ServerSecurity
 from speclen.transport.probes import probed
 from speclen.transport.stopping import stop_event
 from speclen.transport.supervision import PartFailedError, Supervisor
@@ -31,17 +30,16 @@ from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.models.loading import ModelPair, resolve_device, resolve_dtype
-from speclen.worker.observing.labelled import page_of
-from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.observing.metrics import WorkerMetrics, page_of
 from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.observing.tracing import open_tracing
 from speclen.worker.profiling.seeding import seed_controller
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.partition import controller_of
 from speclen.worker.requests.request import EngineFailedError
+from speclen.worker.service.admission import Admission
 from speclen.worker.service.assembly import load, model_facts
 from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
-from speclen.worker.service.entrance import Entrance
 from speclen.worker.service.servicer import GenerationServicer
 
 log = structlog.get_logger()
@@ -111,11 +109,10 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
     card = control.card
     mine = controller_of(config.controller, config.controller_by, card.context, card.worker_id)
     config = dataclasses.replace(config, controller=mine)
-    if config.controller and control.follow and config.quick_profile_s:
-        # Only then has the controller a say in when to serve: whoever measures nothing asks it while serving.
-        await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, control.card, progress))
-    async_engine, page = make_entrance(config, pair, engine, control, supervisor, security)
-    servicer = GenerationServicer(async_engine, pair, control, model_facts(pair, control), security.keyring())
+    if config.controller and control.follow and config.quick_profile_s and pair.draft is not None:
+        await asyncio.wrap_future(torch_thread.call(seed_controller, config, pair, card, progress))
+    async_engine, page = make_async_engine(config, pair, engine, control, supervisor, security)
+    servicer = GenerationServicer(async_engine, control, model_facts(pair, engine, card.context), security.keyring())
     server, port, health_servicer = await create_server(config.listen, servicer, security)
     # The front ends last: until then its callers are told why.
     async with (
@@ -127,9 +124,7 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
         stopping = stop_event()
         reporting = functools.partial(control.run, config.controller, credentials, metadata)
         supervisor.keep("reporting", reporting if config.controller else control.keep_bounded)
-        if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
-            choice = ThreadChoice(engine.num_threads)
-            supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+        watch_threads(config, engine, supervisor)
         supervisor.watch_loop()
         await set_health(health_servicer, SERVING)
         progress(f"worker serving on {config.listen.rpartition(':')[0]}:{port}")
@@ -139,14 +134,12 @@ async def serve(config: WorkerConfig, progress: Callable[[str], None], open_fron
             await supervisor.wait(stopping)
             progress("draining: running requests finish, new ones are refused")
             await set_health(health_servicer, NOT_SERVING)
-            async_engine.drain()
-            await wait_until_idle(async_engine, config.drain_timeout_s, supervisor.check)
-            await flush_reports(control)
+            await drain(async_engine, control, config.drain_timeout_s, supervisor.check)
     await wait_until_stopped(running)
     await async_engine.close()
 
 
-def make_entrance(
+def make_async_engine(
     config: WorkerConfig,
     pair: ModelPair,
     engine: Engine,
@@ -154,9 +147,11 @@ def make_entrance(
     supervisor: Supervisor,
     security: ServerSecurity,
 ) -> tuple[AsyncEngine, CollectorRegistry]:
-    """What every edge goes through, and the metrics page, which is served if that is configured."""
-    entrance = Entrance(pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s)
-    metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: entrance.num_waiting)
+    """The engine as every edge uses it, and the metrics page, which is served if that is configured."""
+    admission = Admission(
+        pair, engine.max_context_length, engine.max_batch_size, config.max_waiting, config.max_queue_s
+    )
+    metrics = WorkerMetrics(engine, control, supervisor.num_failures, lambda: admission.num_waiting)
     requests = RequestMetrics(metrics)
     model = config.served_model_name or config.target
     page = page_of(metrics.registry, model)
@@ -164,7 +159,7 @@ def make_entrance(
         metrics.serve(config.metrics_listen, security, page)
         supervisor.keep("metrics", functools.partial(metrics.keep_page, config.metrics_listen, security, page))
     tracing = open_tracing(model, control.card.worker_id) if config.traces else None
-    return AsyncEngine(engine, entrance, requests, STREAM_INTERVAL_S, config.unread_timeout_s, tracing), page
+    return AsyncEngine(engine, admission, requests, STREAM_INTERVAL_S, config.unread_timeout_s, tracing), page
 
 
 @contextlib.asynccontextmanager
@@ -188,7 +183,7 @@ async def ending(
         async_engine.stop()
         await server.stop(grace_s)
         await supervisor.stop()
-        await asyncio.to_thread(async_engine.entrance.close)  # it waits for a grammar that is being tried
+        await asyncio.to_thread(async_engine.admission.close)  # it waits for a grammar that is being tried
 
 
 def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCredentials | None, Metadata]:
@@ -196,14 +191,10 @@ def check_config(config: WorkerConfig) -> tuple[ServerSecurity, grpc.ChannelCred
 
     Raises ValueError, or OSError when a port is taken.
     """
-    security, controller_security = config.server_security(), config.controller_security()
-    check_exposure("--listen", config.listen, security.encrypted, security.authenticated, config.insecure)
-    if config.metrics_listen:
-        check_pages(config.metrics_listen, security, config.insecure)
-    credentials, metadata = controller_security.credentials(), controller_security.metadata()
-    config.check_addresses()
+    config.check_listening()
     check_device(config)
-    return security, credentials, metadata
+    controller = config.controller_security()
+    return config.server_security(), controller.credentials(), controller.metadata()
 
 
 def check_device(config: WorkerConfig) -> None:
@@ -240,6 +231,20 @@ async def wait_until_stopped(running: asyncio.Future[None]) -> None:
 async def set_health(servicer: health.aio.HealthServicer, status: int) -> None:
     await servicer.set("", status)
     await servicer.set(SERVICE, status)
+
+
+def watch_threads(config: WorkerConfig, engine: Engine, supervisor: Supervisor) -> None:
+    """Let a CPU's models use fewer threads while other processes want the cores, unless --threads is given."""
+    if engine.pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
+        choice = ThreadChoice(engine.num_threads)
+        supervisor.keep("thread watching", functools.partial(watch_cores, choice, engine.use_threads))
+
+
+async def drain(engine: AsyncEngine, control: ControlClient, timeout_s: float, check: Callable[[], None]) -> None:
+    """Take no more requests, finish the running ones, and hand the last reports over. check: see `wait_until_idle`."""
+    engine.drain()
+    await wait_until_idle(engine, timeout_s, check)
+    await flush_reports(control)
 
 
 async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,21 +15,13 @@ from grpc import aio
 
 from speclen.transport.keyring import Keyring
 from speclen.transport.logs import Sparse
-from speclen.v1 import control_pb2, generation_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
-from speclen.worker.models.loading import ModelPair
+from speclen.v1 import generation_pb2_grpc
 from speclen.worker.observing.tracing import Origin
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.identity import server_identity
 from speclen.worker.reporting.messages import to_table
-from speclen.worker.requests.request import (
-    DrainingError,
-    EngineFailedError,
-    QueueFullError,
-    RequestFailedError,
-    SequenceOutput,
-    SlowReaderError,
-)
+from speclen.worker.requests.request import RefusedError, SequenceOutput
 from speclen.worker.requests.validation import check_answer_size, check_length, prompt_too_long
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.messages import SequenceMessages, to_request, to_request_id, to_structured_output
@@ -39,44 +30,38 @@ from speclen.worker.service.relay import OutputStream
 log = structlog.get_logger()
 
 CODES = {
-    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
-    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    SlowReaderError: grpc.StatusCode.ABORTED,
-    DrainingError: grpc.StatusCode.UNAVAILABLE,
-    EngineFailedError: grpc.StatusCode.UNAVAILABLE,
-    RequestFailedError: grpc.StatusCode.INTERNAL,
+    "queue_full": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "slow_reader": grpc.StatusCode.ABORTED,
+    "draining": grpc.StatusCode.UNAVAILABLE,
+    "engine_failed": grpc.StatusCode.UNAVAILABLE,
+    "request_failed": grpc.StatusCode.INTERNAL,
 }
 MAX_ABORTED = 1024  # requests that one call ends
+# Fields of the engine's load that GetServerInfo passes on.
+TOTALS = (
+    *("num_kv_tokens_used", "num_kv_tokens_total", "num_steps", "num_row_steps"),
+    *("num_generated_tokens", "num_draft_tokens", "num_accepted_tokens"),
+)
 QUEUE_METADATA = "speclen-queue-s"  # trailing metadata: seconds from arrival until the request went to the engine
 
 Context: TypeAlias = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What GetModelInfo says; fixed for the life of the worker."""
-
-    context: control_pb2.ContextKey
-    target_path: str
-    draft_path: str
-    num_target_parameters: int
-    num_draft_parameters: int
-
-
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Turns RPCs into engine calls. A request whose client is gone is aborted. keyring: of the tokens that callers have."""
+    """Turns RPCs into engine calls. A request whose client is gone is aborted.
+
+    facts: the answer of GetModelInfo. keyring: of the tokens that callers have.
+    """
 
     def __init__(
         self,
         engine: AsyncEngine,
-        pair: ModelPair,
         control: ControlClient,
-        facts: ModelFacts,
+        facts: pb.GetModelInfoResponse,
         keyring: Keyring | None = None,
     ) -> None:
         self._async_engine = engine
         self._engine = engine.engine
-        self._pair = pair
         self._control = control
         self._facts = facts
         self._keyring = keyring
@@ -89,8 +74,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             request_id = to_request_id(request)
             async with self._async_engine.open(request_id, until_end=not request.stream) as stream:
                 await self._generate(request, request_id, stream, context)
-        except tuple(CODES) as error:
-            code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+        except (ValueError, RefusedError) as error:
+            code = CODES[error.reason] if isinstance(error, RefusedError) else grpc.StatusCode.INVALID_ARGUMENT
             self._async_engine.metrics.refuse(error)
             if (left_out := self._sparse.pass_on(code.name)) is not None:
                 log.info("a request ends with an error", code=code.name, reason=str(error), unlogged_before=left_out)
@@ -107,7 +92,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         arrived_at, caller = time.monotonic(), caller_of(context, self._keyring)
         prompt_ids, wanted = await self._prompt_ids(message, caller), to_structured_output(message.sampling_params)
-        grammar = None if wanted is None else await self._async_engine.entrance.grammars.prepare(wanted, caller)
+        grammar = None if wanted is None else await self._async_engine.admission.grammars.prepare(wanted, caller)
         generation = to_request(message, request_id, prompt_ids, grammar)
         check_answer_size(generation, self._engine.max_context_length)
 
@@ -137,7 +122,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if kind is None:
             raise ValueError("input is missing: set text or tokenized.input_ids")
         if kind == "text":
-            return await self._async_engine.entrance.encoder.encode(message.text, caller)
+            return await self._async_engine.admission.encoder.encode(message.text, caller)
         num_ids, limit = len(message.tokenized.input_ids), self._engine.max_context_length
         if num_ids >= limit:  # said here, before a million of them are copied
             raise ValueError(prompt_too_long(num_ids, limit))
@@ -157,16 +142,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return pb.AbortResponse(num_aborted=sum(aborted))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: object) -> pb.GetModelInfoResponse:  # noqa: N802
-        return pb.GetModelInfoResponse(
-            context=self._facts.context,
-            target_path=self._facts.target_path,
-            draft_path=self._facts.draft_path,
-            vocab_size=self._pair.vocab_size,
-            max_context_length=self._engine.max_context_length,
-            eos_token_ids=self._pair.eos_token_ids,
-            num_target_parameters=self._facts.num_target_parameters,
-            num_draft_parameters=self._facts.num_draft_parameters,
-        )
+        return self._facts
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: object
@@ -179,16 +155,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             table=to_table(table.version, table.choices),
             limits=card.limits_message(),
             num_requests_running=load.num_running,
-            num_requests_waiting=load.num_waiting + self._async_engine.entrance.num_waiting,
-            num_kv_tokens_used=load.num_kv_tokens_used,
-            num_kv_tokens_total=load.num_kv_tokens_total,
+            num_requests_waiting=load.num_waiting + self._async_engine.admission.num_waiting,
             num_reports_buffered=len(self._control.buffer),
             num_reports_dropped=self._control.buffer.num_dropped,
-            num_steps=load.num_steps,
-            num_row_steps=load.num_row_steps,
-            num_generated_tokens=load.num_generated_tokens,
-            num_draft_tokens=load.num_draft_tokens,
-            num_accepted_tokens=load.num_accepted_tokens,
+            **{name: getattr(load, name) for name in TOTALS},
             server=self._identity,
             controller=self._control.controller,
         )
@@ -203,7 +173,7 @@ def group_by_index(outputs: Sequence[SequenceOutput]) -> dict[int, list[Sequence
 
 
 def caller_of(context: Context, keyring: Keyring | None = None) -> str:
-    """Who calls: the subject of a certificate, else the holder of the token where there are several, else the address."""
+    """The caller's name: a certificate's subject, else the token's holder where there are several, else the address."""
     names = context.peer_identities()
     if names:
         return b",".join(names).decode("utf-8", errors="replace")
@@ -216,5 +186,5 @@ def caller_of(context: Context, keyring: Keyring | None = None) -> str:
 
 
 def origin_of(context: Context) -> Origin:
-    """Where the call comes from, for traces: its metadata that is text."""
+    """The origin of a call, for traces: its metadata that is text."""
     return Origin(lambda: {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)})

@@ -32,17 +32,9 @@ class TextEncoder:
         self._max_context_length = max_context_length
         longest = longest_token_bytes(tokenizer)
         self._max_bytes = None if longest is None else longest * max_context_length
-        self._aside = Aside("encoder", MAX_WAITING)
+        self.aside = Aside("encoder", MAX_WAITING)  # of long texts
         # The first call sets truncation and padding of the tokenizer, which must not change while a thread uses it.
         self._encode("")
-
-    @property
-    def num_waiting(self) -> int:
-        """Long texts that wait."""
-        return self._aside.num_waiting
-
-    def expected_wait_s(self, caller: str) -> float:
-        return self._aside.expected_wait_s(caller)
 
     async def encode(
         self, text: str, caller: str, *, add_special_tokens: bool = True, any_length: bool = False
@@ -62,21 +54,18 @@ class TextEncoder:
             raise TextTooLongError(
                 f"text has {num_bytes} bytes, too many for the model's context of {self._max_context_length} tokens"
             )
-        return await self._aside.do(caller, self._encode, text, add_special_tokens)
+        return await self.aside.do(caller, self._encode, text, add_special_tokens)
 
     async def decode(self, ids: Sequence[int], caller: str) -> str:
         """Text of token ids, special tokens included. Raises QueueFullError when too many long ones wait."""
         decode = make_decode(self.tokenizer, skip_special_tokens=False)
-        return decode(ids) if len(ids) <= SHORT_BYTES else await self._aside.do(caller, decode, ids)
+        return decode(ids) if len(ids) <= SHORT_BYTES else await self.aside.do(caller, decode, ids)
 
     async def strings(self, ids: Sequence[int], caller: str) -> list[str]:
-        """What the vocabulary calls each token. Raises QueueFullError when too many long ones wait."""
+        """The vocabulary's name of each token. Raises QueueFullError when too many long ones wait."""
         name = self.tokenizer.convert_ids_to_tokens
-        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self._aside.do(caller, name, ids)
+        named: list[str] = name(ids) if len(ids) <= SHORT_BYTES else await self.aside.do(caller, name, ids)
         return named
-
-    def close(self) -> None:
-        self._aside.close()
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # The call lets go of the interpreter while it encodes; the backend's `encode` would not.
@@ -137,7 +126,7 @@ def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _splits_only(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether nothing of the text is lost between words."""
+    """True if nothing of the text is lost between words."""
     if pre_tokenizer is None:
         return True
     kept = {"ByteLevel", "Digits", "Metaspace"}

@@ -1,4 +1,4 @@
-"""What a caller wants an output to be, as llguidance takes it. Says what is wrong with it in one sentence."""
+"""Structured output as llguidance takes it. A fault is told in one sentence."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def shown(text: str) -> str:
 
 
 def reason(error: str) -> str:
-    """What a library's message comes to, in one line: parsers put that last, after a picture of the place."""
+    """A library's message in one line: parsers put the reason last, after a picture of the place."""
     lines = [line.strip() for line in error.splitlines() if line.strip() and line.strip(" ^|")]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (told or [line for line in lines if not line.startswith("<")] or ["it is not understood"])[0][:300]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_GRAMMAR_SIZE = 50_000  # symbols: what a mask over all tokens may have to look at, some 30 ms
-MAX_LEXER_STATES = 50_000  # of some 2 kB each; fewer where many rows share the memory
-# Of the parser for one mask, some 8 ms at worst; the time grows with their square, and all rows of a step wait. Schemas
+MAX_LEXER_STATES = 50_000  # of some 2 kB each; fewer where many sequences share the memory
+# Of the parser for one mask, some 8 ms at worst; the time grows with their square, and all sequences of a step wait. Schemas
 # with 150 optional properties need less than half of them.
 MAX_ITEMS = 2000
 STACK_BYTES = 4 * 2**20  # less than the worker's threads have

@@ -1,1 +1,1 @@
-"""What is kept: changes collected and committed with their marks, and the way back at start."""
+"""Saving: changes collected and committed with their marks, and the way back at start."""

@@ -18,12 +18,11 @@ from speclen.controller.estimator import Estimator
 from speclen.controller.service.registry import Context, Registry
 from speclen.controller.service.saving import rows
 from speclen.controller.wire.stored import groups_of, profile_of
-from speclen.records import ContextKey, Limits
 from speclen.store import queries
 from speclen.store.connection import Connection, FileErrors, connect_reader, in_one_line
 from speclen.store.files import note_damage
 from speclen.store.queries import stored_profiles
-from speclen.store.records import ContextRow, ProfileRow, ReportRow, StoredState, StoreEventRow, WorkerRow
+from speclen.store.records import ProfileRow, ReportRow, StoredState, StoreEventRow, WorkerRow
 
 log = structlog.get_logger()
 
@@ -35,7 +34,10 @@ def restore(
     estimator: Estimator, registry: Registry, stored: StoredState, database: Path | None = None
 ) -> tuple[list[Context], list[StoreEventRow]]:
     """Go on where the stored state stopped; returns contexts that learned anew, and what could not be used."""
-    contexts = {row.context_id: _restored_context(registry, row) for row in stored.contexts}
+    contexts = {
+        row.context_id: registry.add_context(Context(row.context_id, row.key, row.limits, row.created_at))
+        for row in stored.contexts
+    }
     profiles = _profiles_of(contexts, database)
     for context in contexts.values():
         estimator.add_context(context.key, context.limits)
@@ -80,12 +82,6 @@ def _seed(estimator: Estimator, context: Context, profiles: Iterable[ProfileRow]
     for profile in profiles:
         if profile.context_id == context.context_id:
             estimator.seed_profile(context.key, profile_of(profile))
-
-
-def _restored_context(registry: Registry, row: ContextRow) -> Context:
-    key = ContextKey(*(getattr(row, name) for name in ContextKey._fields))
-    limits = Limits(row.max_batch_size, row.max_speculation_length, row.ngram)
-    return registry.add_context(Context(row.context_id, key, limits, row.created_at))
 
 
 def _restore_worker(registry: Registry, row: WorkerRow, context: Context) -> list[StoreEventRow]:

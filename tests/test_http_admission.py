@@ -1,4 +1,4 @@
-"""HTTP goes through the same entrance as gRPC: one queue, turns by caller, draining, and errors that are told."""
+"""HTTP goes through the same admission queue as gRPC: one queue, turns by caller, draining, and errors that are told."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_requests_over_http_fill_the_queue_for_grpc_and_are_shown(worker: HttpWo
         assert post(worker, ENDLESS).status_code == 429
         release(worker)
         assert [answer.result().status_code for answer in answers] == [200] * 4
-    assert worker.async_engine.num_open == 0
+    until(lambda: worker.async_engine.num_open == 0)
 
 
 def test_holders_of_keys_take_turns(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_holders_of_keys_take_turns(tmp_path: Path) -> None:
     security = ServerSecurity(token_file=tmp_path / "keys")
     with http_worker(max_batch_size=1, max_waiting=8, security=security) as worker, ThreadPoolExecutor(8) as pool:
         hold(worker)
-        entered, turnstile = admissions(worker), worker.async_engine.entrance.turnstile
+        entered, fair_queue = admissions(worker), worker.async_engine.admission.fair_queue
 
         def ask(key: str) -> None:
             headers = {"Authorization": f"Bearer {key}"}
@@ -95,7 +95,7 @@ def test_holders_of_keys_take_turns(tmp_path: Path) -> None:
         tasks = []
         for number, key in enumerate([keys[0]] * 6 + [keys[1]]):
             tasks.append(pool.submit(ask, key))
-            until(lambda number=number: len(entered) + turnstile.num_waiting == number + 1)  # type: ignore[misc]
+            until(lambda number=number: len(entered) + fair_queue.num_waiting == number + 1)  # type: ignore[misc]
         release(worker)
         for task in tasks:
             task.result()
@@ -109,7 +109,7 @@ def test_every_prompt_has_its_turn(worker: HttpWorker) -> None:
         answer = pool.submit(post, worker, ENDLESS | {"prompt": ["a"] * 4})
         until(lambda: worker.engine.load().num_running == 1)
         assert worker.engine.load().num_waiting == 1
-        assert worker.async_engine.entrance.num_waiting == 2
+        assert worker.async_engine.admission.num_waiting == 2
         release(worker)
         choices = answer.result().json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
@@ -125,7 +125,7 @@ def test_of_a_body_nothing_stays_that_its_answer_does_not_need(worker: HttpWorke
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(post, worker, ENDLESS | junk) for _ in range(3)]
         until(lambda: worker.engine.load().num_running + worker.engine.load().num_waiting == 2)
-        until(lambda: worker.async_engine.entrance.num_waiting == 1)
+        until(lambda: worker.async_engine.admission.num_waiting == 1)
         gc.collect()
         assert sum(type(one) is list and not one for one in gc.get_objects()) < 100_000
         release(worker)

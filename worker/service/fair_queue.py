@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from speclen.worker.requests.request import QueueFullError
 
 SMOOTHING = 0.1  # weight of the newest stay in the mean one
-
-Result = TypeVar("Result")
-
-
-async def done_by(thread: Executor, function: Callable[..., Result], *arguments: Any) -> Result:
-    """What a thread makes of this. Whoever gives up waits for it nevertheless: it cannot be stopped, and as long as it goes
-    on nobody else may have the place.
-    """
-    making = asyncio.get_running_loop().run_in_executor(thread, functools.partial(function, *arguments))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        await asyncio.wait([making])
-        raise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +23,7 @@ class Turn:
     begun: bool
 
 
-class Turnstile:
+class FairQueue:
     """For one event loop. width: places inside. max_waiting: requests that wait for their first place at most.
 
     A request of several sequences asks for a place for one after the other, so that others come in between.

@@ -1,18 +1,18 @@
-"""Where requests wait before they reach the engine: for their prompt, for their grammar, and for their turn."""
+"""Queues before the engine: for the prompt, for the grammar, and for a slot."""
 
 from __future__ import annotations
 
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.service.aside import Aside
+from speclen.worker.service.fair_queue import FairQueue
 from speclen.worker.service.grammars import Grammars
 from speclen.worker.service.text_encoder import TextEncoder
-from speclen.worker.service.turnstile import Turnstile
 
 
-class Entrance:
-    """For one event loop. num_rows: of the engine. max_waiting: requests that may wait for a row, here or in the engine.
+class Admission:
+    """For one event loop. num_rows: of the engine. max_waiting: requests that may wait for a slot, here or in the engine.
 
-    max_wait_s: see `Turnstile`.
+    max_wait_s: see `FairQueue`.
     """
 
     def __init__(
@@ -22,9 +22,9 @@ class Entrance:
         # As many as may be served or wait for that: a chat that the queue has room for is not refused for its template.
         self.templates = Aside("templates", num_rows + max_waiting)
         self.grammars = Grammars(pair.tokenizer, pair.vocab_size, pair.eos_token_ids, num_rows)
-        # Some wait in the engine, so that a row that becomes free is taken in the next step.
+        # Some wait in the engine, so that a slot that becomes free is taken in the next step.
         num_ahead = min(max_waiting, max(1, num_rows // 4))
-        self.turnstile = Turnstile(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)
+        self.fair_queue = FairQueue(num_rows + num_ahead, max_waiting - num_ahead, max_wait_s)
 
     @property
     def num_waiting(self) -> int:
@@ -36,10 +36,10 @@ class Entrance:
         return sum(stage.expected_wait_s(caller) for stage in self._stages)
 
     @property
-    def _stages(self) -> tuple[Aside, TextEncoder, Grammars, Turnstile]:
-        return self.templates, self.encoder, self.grammars, self.turnstile
+    def _stages(self) -> tuple[FairQueue, ...]:
+        return self.templates, self.encoder.aside, self.grammars.aside, self.fair_queue
 
     def close(self) -> None:
         self.templates.close()
-        self.encoder.close()
+        self.encoder.aside.close()
         self.grammars.close()
