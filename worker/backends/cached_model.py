@@ -40,6 +40,7 @@ class CachedModel:
         self.device = pool.device
         self.max_context_length = max_context_length
         self.num_first_uses = 0  # passes recorded so far, see CapturedModel
+        self.asynchronous = self.device.type == "cuda"
         self.joins_prompts = self.device.type == "cuda"  # all prompts of a pass attend in one kernel
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 

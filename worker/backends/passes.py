@@ -160,7 +160,7 @@ class PassModel(Protocol):
     ragged: whether passes take RaggedParts, at the cost of all their tokens together; logits [all wanted, vocab] come for
     those. num_first_uses: passes so far of a kind that the backend had not run before; the step they were in says nothing
     about step times. slow_changes: whether a pass of another number of tokens than the one before it takes longer by far
-    than another one of so many.
+    than another one of so many. asynchronous: whether `forward` returns before the device has done its work.
     """
 
     device: torch.device
@@ -168,6 +168,7 @@ class PassModel(Protocol):
     num_first_uses: int
     ragged: bool
     slow_changes: bool
+    asynchronous: bool
 
     @property
     def pool(self) -> RowStore:

@@ -18,7 +18,7 @@ from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
 from speclen.worker.engine.logprobs import logprobs_of
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
 from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, new_tokens, speculative_step
-from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens, make_batch
+from speclen.worker.engine.step_plan import LaunchedStep, PromptChunk, StepPlan, StepTokens, make_batch
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
@@ -49,16 +49,27 @@ class StepRunner:
         self._last = 0, PLAIN  # rows of the last step, and its arm
         self._seen_shapes: set[tuple[int, int]] = set()
 
-    def run(self, plan: StepPlan) -> StepTokens:
-        """Take a step of the plan's rows and feed its prompts.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step of the plan's rows, and feed its prompts.
 
-        It may fail and be called again, with any part of the plan: of the sequences nothing has changed then but how
-        much of them the draft holds.
+        This or `read` may fail, and the step be launched again, with any part of the plan: of the sequences nothing has
+        changed then but how much of them the draft holds.
         """
         tokens = StepTokens()
         prompts = self._prompt_parts(plan.chunks)
-        prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.forward(prompts)
-        for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
+        if not plan.rows:
+            return LaunchedStep(plan, tokens, None, self.target.forward(prompts))
+        outcome = self._decode(plan, prompts, tokens)
+        return LaunchedStep(plan, tokens, outcome, outcome[3] if outcome is not None else [])
+
+    def read(self, step: LaunchedStep) -> StepTokens:
+        """The tokens of the step launched last, as soon as the device has them."""
+        plan, tokens = step.plan, step.tokens
+        if step.outcome is not None:
+            num_accepted, ids, logits, _ = step.outcome
+            tokens.logprobs += logprobs_of(plan.rows, logits, ids)
+            tokens.ids += new_tokens(num_accepted, ids)
+        for chunk, logits in zip(plan.chunks, step.prompt_logits, strict=True):
             ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else (None, None)
             tokens.ids.append(ids)
             tokens.logprobs.append(logprobs)
@@ -106,27 +117,25 @@ class StepRunner:
 
     # Decoding.
 
-    def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
-        """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
+    def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> StepOutcome | None:
+        """One step of the rows; flags are added. None where it was taken on the host, and its tokens are added, too."""
         num_first_uses, speculated = self._num_first_uses(), self._speculating
         self._feeds_draft = plan.choice.arm.speculation_length > 0
         self._speculating = self._feeds_draft or plan.draft_length > 0
         if self._speculating and not speculated:
             for row in plan.rows:
                 row.draft_due = len(row.tokens) - 1
-        prompt_logits: list[torch.Tensor] = []
+        outcome: StepOutcome | None = None
         ragged = self._is_ragged(plan)
         rule = self._step_rule(plan, ragged)
         if not (prompts or ragged) and isinstance(rule, HostRule) and self._fits_host(plan):
-            new = self._host_step(plan, tokens.flags, rule)
+            tokens.ids += self._host_step(plan, tokens.flags, rule)
             tokens.logprobs += [None] * len(plan.rows)
             num_columns = plan.draft_length + 1
         else:
             take = self._ragged_step if ragged else self._even_step
-            num_accepted, ids, logits, prompt_logits = take(plan, prompts, tokens.flags, rule)
-            tokens.logprobs += logprobs_of(plan.rows, logits, ids)
-            new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
-        tokens.ids += new
+            outcome = take(plan, prompts, tokens.flags, rule)
+            num_columns = outcome[1].shape[1]
         if self._changes_arm(plan):
             tokens.flags.add(StepFlag.CHANGED_ARM)
         shape = (len(plan.rows), num_columns)
@@ -135,7 +144,7 @@ class StepRunner:
         self._seen_shapes.add(shape)
         if self._num_first_uses() != num_first_uses:
             tokens.flags.add(StepFlag.COMPILATION)
-        return prompt_logits
+        return outcome
 
     def _changes_arm(self, plan: StepPlan) -> bool:
         """True if only another arm made this pass another one than the last, and that is why it took longer.
