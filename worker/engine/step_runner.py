@@ -19,6 +19,7 @@ from speclen.worker.engine.logprobs import logprobs_of
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
 from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, new_tokens, speculative_step
 from speclen.worker.engine.step_plan import LaunchedStep, PromptChunk, StepPlan, StepTokens, make_batch
+from speclen.worker.models.upload import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
@@ -303,5 +304,5 @@ class StepRunner:
             return HostRule(sampling.for_host, positions, self._generator, num_ngrams)
         if sampling.is_plain_greedy:
             return GreedyRule(sampling.grammars())
-        on_device = None if num_ngrams is None else torch.from_numpy(num_ngrams).to(self._device)
-        return SamplingRule(sampling, torch.tensor(positions, device=self._device), self._generator, on_device)
+        on_device = None if num_ngrams is None else upload(num_ngrams, self._device)
+        return SamplingRule(sampling, upload(np.array(positions), self._device), self._generator, on_device)
