@@ -110,7 +110,7 @@ def test_callers_are_told_after_the_next_launch_or_at_once_when_there_is_none(ov
             engine.step()
     step = ["launch", "told", "read"] if overlapped else ["launch", "read", "told"]
     first, last = ["launch", "read"], ["told"]
-    # A first token goes out before the draft is fed its prompt.
+    # A first token goes out while the draft is fed its prompt.
     assert events == ([*first, *last, "launch", "read", *step, *step, *last] if overlapped else step * 4)
 
 

@@ -67,12 +67,12 @@ class StepExecutor:
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_ngrams)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
         accepted = [self._hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids is not None]
-        if self._outbox.holds_back and (plan.chunks or not self._launches_next()):
+        if self._outbox.holds_back and not self._launches_next():
             self._outbox.deliver()
         self._feed_draft(plan.chunks)
         ended = time.perf_counter()
-        tell = self._outbox.deliver
-        evaluations = self._evaluator.evaluate(plan.rows, ended - started, tell) if evaluates else ()
+        deliver = self._outbox.deliver
+        evaluations = self._evaluator.evaluate(plan.rows, ended - started, deliver) if evaluates else ()
         aside_s = time.perf_counter() - ended + beyond_usual_s(plan.sequences, ended - started)
         self._scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         if not plan.rows:
@@ -128,7 +128,7 @@ class StepExecutor:
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         """Feed the draft the step's prompts. Failures are harmless: the draft model catches up on its next use."""
         try:
-            self._draft_prefill_s += self._runner.feed_draft_prompts(chunks)
+            self._draft_prefill_s += self._runner.feed_draft_prompts(chunks, self._outbox.deliver)
         except Exception:
             log.exception("the draft was not fed %d prompts; it catches up when it is to draft", len(chunks))
 

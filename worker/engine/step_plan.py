@@ -12,7 +12,7 @@ from speclen.records import PLAIN, Arm, StepFlag
 from speclen.worker.backends.passes import padded_width
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.proposals import propose_ngrams
-from speclen.worker.engine.speculative import StepBatch, StepOutcome
+from speclen.worker.engine.speculative import StepBatch
 from speclen.worker.models.upload import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
@@ -152,19 +152,6 @@ class StepTokens:
     ids: list[list[int] | None] = field(default_factory=list)
     logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     flags: set[StepFlag] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step that the device is at. outcome: of the rows that decode, None where none does or `tokens` has theirs already.
-
-    prompt_logits: [1, 1, vocab] after each of the prompts.
-    """
-
-    plan: StepPlan
-    tokens: StepTokens
-    outcome: StepOutcome | None
-    prompt_logits: list[torch.Tensor]
 
 
 def prefill_plan(chunk: PromptChunk) -> StepPlan:
