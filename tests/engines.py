@@ -134,14 +134,20 @@ def make_engine(
     pair: ModelPair | None = None,
     chooser: ArmChooser | int = 3,
     recorder: Recorder | None = None,
+    overlapped: bool | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine of 4 rows that checks nothing, since one test checks every family."""
+    """An engine of 4 rows that checks nothing, since one test checks every family.
+
+    overlapped: whether its steps are run as where the device works by itself; None: as its backend says.
+    """
     chooser = FixedArm(Arm(chooser)) if isinstance(chooser, int) else chooser
     defaults: dict[str, Any] = {"max_batch_size": 4, "check_models": False, "seed": 1, "backend": "torch"}
     defaults["record_ahead_s"] = 0.0
     pair, config = pair or make_pair(), EngineConfig(**(defaults | settings))
-    return Engine(pair, config, chooser, prepare(pair, config, recorder))
+    prepared = prepare(pair, config, recorder)
+    prepared.target.asynchronous = prepared.target.asynchronous if overlapped is None else overlapped
+    return Engine(pair, config, chooser, prepared)
 
 
 def request(

@@ -143,14 +143,14 @@ def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
 
 def test_a_failing_first_token_ends_its_request_only() -> None:
     engine = make_engine()
-    honest = engine.runner._first_token
+    honest = engine.runner._first_tokens
 
-    def failing(sequence: SequenceState, logits: torch.Tensor) -> Any:
-        if sequence.request.request_id == "bad":
+    def failing(completed: Sequence[tuple[SequenceState, torch.Tensor]]) -> Any:
+        if any(sequence.request.request_id == "bad" for sequence, _ in completed):
             raise RuntimeError("no token")
-        return honest(sequence, logits)
+        return honest(completed)
 
-    engine.runner._first_token = failing  # type: ignore[method-assign]
+    engine.runner._first_tokens = failing  # type: ignore[method-assign]
     names = ("first", "bad", "last")
     collected = generate(engine, *(request(name, PROMPT, max_tokens=8, ignore_eos=True) for name in names))
     assert collected.reason("bad") is FinishReason.ABORT

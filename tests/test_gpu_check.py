@@ -23,7 +23,7 @@ def test_a_dry_run_goes_through_everything(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert [one["passed"] for one in document["checks"]] == [True] * 8
+    assert [one["passed"] for one in document["checks"]] == [True] * 9
     assert {track["track"] for track in document["tracks"]} == set(check.FULL.tracks)
     for track in document["tracks"]:
         assert set(track["ratios"]) == {"none", "fixed:1", "n-gram"}

@@ -167,7 +167,7 @@ def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_serve
     worker: HttpWorker, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(worker.engine.runner, "run", lambda plan: 1 / 0)
+        broken.setattr(worker.engine.runner, "launch", lambda plan: 1 / 0)
         answer = post(worker, ENDLESS | {"stream": stream})
     error = events(answer)[-1]["error"] if stream else answer.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "request_failed")
@@ -184,13 +184,13 @@ def test_a_text_that_cannot_fit_is_refused_in_openais_words(worker: HttpWorker) 
 
 def hold(worker: HttpWorker) -> None:
     """Let the engine admit requests and compute nothing more, until `release`."""
-    go, run = threading.Event(), worker.engine.runner.run
+    go, launch = threading.Event(), worker.engine.runner.launch
 
-    def wait_and_run(plan: Any) -> Any:
+    def wait_and_launch(plan: Any) -> Any:
         assert go.wait(30)
-        return run(plan)
+        return launch(plan)
 
-    worker.engine.runner.run = wait_and_run  # type: ignore[method-assign]
+    worker.engine.runner.launch = wait_and_launch  # type: ignore[method-assign]
     worker.go = go  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,7 @@ ALLOWED = {
     "transport": set(),
     "worker.models": set(),
     "worker.backends": {"worker.models"},
-    "worker.sampling": set(),
+    "worker.sampling": {"worker.models.upload"},
     "worker.drafting": set(),
     "worker.requests": {"worker.drafting", "worker.sampling"},
     "worker.structured": {"worker.requests"},

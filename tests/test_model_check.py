@@ -269,3 +269,19 @@ def test_a_model_that_ignores_positions_is_caught() -> None:
     ours.forward = ignoring
     with pytest.raises(ModelError, match="gives other logits"):
         check_model(cached(ours), model, "model")
+
+
+@pytest.mark.parametrize(("first_token", "first_query"), [(128, 1), (0, 3)])
+def test_kernels_are_looked_at_beyond_their_first_keys_and_queries(first_token: int, first_query: int) -> None:
+    """Story: the longest row had 48 tokens and the widest pass two queries, while the kernels take in 128 keys at once."""
+    model = tiny_models.build("llama")
+    one, forward = cached(private_copy(model)), CachedModel.forward
+
+    def wrong(parts: Any) -> list[torch.Tensor]:
+        is_wrong = parts[0].rows.num_tokens > first_token and parts[0].num_logits >= first_query
+        return [-logits if is_wrong else logits for logits in forward(one, parts)]
+
+    one.forward = wrong  # type: ignore[method-assign]
+    check_model(one, model, "model")
+    with pytest.raises(ModelError, match="gives other logits"):
+        check_model(one, model, "model", least_tokens=200, num_tail=5)

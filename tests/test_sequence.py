@@ -42,7 +42,7 @@ def run(one: SequenceState, ids: list[int], step: int) -> tuple[list[int], str, 
     told: list[int] = []
     text, output = "", None
     for at in range(0, len(ids), step):
-        output = one.accept(ids[at : at + step])
+        output = one.show(one.append(ids[at : at + step]))
         told += output.token_ids
         text += output.text
         if one.finished:
@@ -127,12 +127,12 @@ class TestEnds:
 
 def test_the_end_token_is_shown_when_special_tokens_are() -> None:
     one = sequence(include_special_tokens=True)
-    assert one.accept([*encode("a"), EOS]).text == "a<|endoftext|>"
+    assert one.show(one.append([*encode("a"), EOS])).text == "a<|endoftext|>"
 
 
 def test_abort_shows_what_was_held_back() -> None:
     one = sequence(stop=("STOP",))
-    assert one.accept(encode("ab ST")).text == "ab "
+    assert one.show(one.append(encode("ab ST"))).text == "ab "
     output = one.abort()
     assert (output.text, output.finish_reason, output.token_ids) == ("ST", FinishReason.ABORT, ())
 
@@ -140,10 +140,10 @@ def test_abort_shows_what_was_held_back() -> None:
 def test_an_unfinished_character_waits_for_its_end() -> None:
     one = sequence()
     ids = encode("🙂")
-    assert [one.accept([token]).text for token in ids] == [""] * (len(ids) - 1) + ["🙂"]
+    assert [one.show(one.append([token])).text for token in ids] == [""] * (len(ids) - 1) + ["🙂"]
 
 
 def test_log_probabilities_are_cut_with_their_tokens() -> None:
     one = sequence(logprobs=0, max_tokens=2)
     logprobs = [TokenLogprobs(-float(at), (), ()) for at in range(4)]
-    assert [entry.logprob for entry in one.accept([5, 6, 7, 8], logprobs).logprobs] == [0.0, -1.0]
+    assert [entry.logprob for entry in one.show(one.append([5, 6, 7, 8]), logprobs).logprobs] == [0.0, -1.0]

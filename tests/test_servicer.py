@@ -420,7 +420,7 @@ def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is_serve
     async def scenario() -> None:
         async with served() as service:
             with monkeypatch.context() as broken:
-                broken.setattr(service.engine.runner, "run", lambda plan: 1 / 0)
+                broken.setattr(service.engine.runner, "launch", lambda plan: 1 / 0)
                 code, details = await service.fails(pb.GenerateRequest(text="a b", sampling_params=ENDLESS))
             assert code == "INTERNAL"
             assert details == "ZeroDivisionError: division by zero: the request has ended, try it again"
@@ -469,13 +469,13 @@ def test_an_abort_of_too_many_is_refused() -> None:
 @contextlib.contextmanager
 def held(engine: Engine) -> Iterator[threading.Event]:
     """The engine's running step lasts until the value is set, or the block ends."""
-    go_on, run_step = threading.Event(), engine.runner.run
+    go_on, launch = threading.Event(), engine.runner.launch
 
-    def wait_and_run(plan: Any) -> Any:
+    def wait_and_launch(plan: Any) -> Any:
         assert go_on.wait(30)
-        return run_step(plan)
+        return launch(plan)
 
-    with mock.patch.object(engine.runner, "run", wait_and_run):
+    with mock.patch.object(engine.runner, "launch", wait_and_launch):
         try:
             yield go_on
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,9 @@ from speclen.worker.backends.captured_model import CapturedModel
 from speclen.worker.backends.recording import Recorder
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
+from speclen.worker.engine.launched import LaunchedStep
 from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.step_plan import StepPlan
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 from speclen.worker.requests.request import GenerationRequest, SamplingParams, SequenceOutput
@@ -112,8 +115,34 @@ def run_checks(pair: ModelPair, sizes: Sizes, recorder: Recorder | None) -> list
                 f"logits at most {miss:.1e} below its own",
             )
         )
+    checks.append(check_launches(recorded, prompts, max_tokens))
     checks.append(check_memory(recorded, prompts, sizes.num_flat))
     return checks
+
+
+def check_launches(engine: Engine, prompts: Sequence[Prompt], max_tokens: Sequence[int]) -> Check:
+    """Serve requests again, and count how often the host waits for the device before all passes of a step are launched."""
+    launch, num_waits, device = engine.runner.launch, 0, engine.pair.device
+
+    def watched(plan: StepPlan) -> LaunchedStep:
+        nonlocal num_waits
+        num_recorded = engine.target.num_first_uses, engine.draft and engine.draft.num_first_uses
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                step = launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        if num_recorded == (engine.target.num_first_uses, engine.draft and engine.draft.num_first_uses):
+            num_waits += sum("synchronizing CUDA operation" in str(one.message) for one in told)
+        return step
+
+    if device.type == "cuda":
+        engine.runner.launch = watched  # type: ignore[method-assign]
+    generate(engine, prompts, max_tokens)
+    engine.runner.launch = launch  # type: ignore[method-assign]
+    return Check("steps are launched without waiting", not num_waits, f"{num_waits} operations waited")
 
 
 def check_memory(engine: Engine, prompts: Sequence[Prompt], num_requests: int) -> Check:

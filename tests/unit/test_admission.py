@@ -43,7 +43,7 @@ class FakeEngine:
         """Let the first ones have their only token."""
         for _ in range(number):
             one = self.inside.pop(0)
-            one.on_output(one.accept([1]))
+            one.on_output(one.show(one.append([1])))
 
     def abort(self, request_id: str) -> bool:
         aborted = [one for one in self.inside if one.request.request_id == request_id]

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.models.forgetful import hand_on_arguments
+from speclen.worker.models.upload import upload
 
 IMPLEMENTATION = "speclen_rows"
 # torch's kernel for GPUs reads eight numbers of a mask at once. Whether it may, it tells from strides, not from where a
@@ -170,13 +171,13 @@ class JoinedRows(RowAttention):
     def __init__(self, pool: KVPool, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         device, width = pool.device, np.arange(counts.max())
         columns = np.minimum(width, counts[:, None] - 1)
-        positions = torch.from_numpy(starts[:, None] + columns).to(device)
+        positions = upload(starts[:, None] + columns, device)
         super().__init__(pool, StepMasks(positions, int((starts + counts).max()), pool.dtype), slice(None))
         self.num_fed = int(counts.sum())
-        self._places = torch.from_numpy(rows).to(device)
+        self._places = upload(rows, device)
         firsts = np.cumsum(counts) - counts
-        self._token_at = torch.from_numpy((firsts[:, None] + columns).ravel()).to(device)
-        self._kept = torch.from_numpy(np.flatnonzero(width < counts[:, None])).to(device)
+        self._token_at = upload((firsts[:, None] + columns).ravel(), device)
+        self._kept = upload(np.flatnonzero(width < counts[:, None]), device)
 
     def _rows(self) -> torch.Tensor:
         return self._places

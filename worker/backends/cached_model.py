@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
+from speclen.worker.models.upload import upload
 
 # Packed passes are filled up to a multiple of so many tokens. Prompts have all lengths, and on a CPU a matrix product
 # of a new size takes a millisecond longer the first time and keeps its kernel: the memory grew by 150 MB.
@@ -40,6 +41,7 @@ class CachedModel:
         self.device = pool.device
         self.max_context_length = max_context_length
         self.num_first_uses = 0  # passes recorded so far, see CapturedModel
+        self.asynchronous = self.device.type == "cuda"
         self.joins_prompts = self.device.type == "cuda"  # all prompts of a pass attend in one kernel
         self._slices_itself = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -90,7 +92,7 @@ class CachedModel:
                 F.pad(ids, (0, num_padding))[None],
                 F.pad(positions, (0, num_padding))[None],
                 PackedAttention(attentions, num_padding),
-                _kept_tokens(parts).to(self.device),
+                upload(_kept_tokens(parts), self.device),
             )[0]
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
@@ -145,11 +147,11 @@ def _may_join(starts: np.ndarray, counts: np.ndarray) -> bool:
     return is_small and len(counts) * int(counts.max()) <= MOST_FED_IN_VAIN * int(counts.sum())
 
 
-def _kept_tokens(parts: Sequence[PassPart]) -> torch.Tensor:
+def _kept_tokens(parts: Sequence[PassPart]) -> np.ndarray:
     """Places of the tokens whose logits are wanted, in the sequence that the parts make."""
     kept, offset = [], 0
     for part in parts:
-        places = torch.arange(offset, offset + part.ids.numel()).view(part.ids.shape)
+        places = np.arange(offset, offset + part.ids.numel()).reshape(part.ids.shape)
         kept.append(places[:, -part.num_logits :].reshape(-1))
         offset += part.ids.numel()
-    return torch.cat(kept)
+    return np.concatenate(kept)

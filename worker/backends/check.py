@@ -171,24 +171,33 @@ def _check_masks(recorder: _Recorder, config: Any, name: str, num_tokens: int) -
             )
 
 
+# Tokens per row that are fed together at the end: as many as are recorded for any worker, so that these are looked at, too.
+NUM_TAIL = 2
+LEAST_TOKENS = 48  # of the longest row
+MOST_FED = 256  # tokens in a pass, as when prompts are served: larger ones may take another path
+
+
 @torch.inference_mode()
-def check_model(cached: PassModel, plain_model: Any, name: str) -> None:
+def check_model(
+    cached: PassModel, plain_model: Any, name: str, least_tokens: int = LEAST_TOKENS, num_tail: int = NUM_TAIL
+) -> None:
     """Raises ModelError when ragged rows give other logits than the plain forward of each row.
 
-    plain_model: the same weights as transformers runs them, in its own attention.
+    plain_model: the same weights as transformers runs them, in its own attention. least_tokens, num_tail: as the constants.
     Two rows of different lengths are fed in pieces: a prompt each, then several tokens of both rows at once, with a
     rejected token overwritten in between. One is longer than the shortest window that the configuration names.
     """
     config = plain_model.config.get_text_config()
     shortest = min(_named_windows(config), default=0)
-    longest = min(max(LEAST_TOKENS, 2 * shortest + 16), cached.max_context_length)
+    longest = min(max(least_tokens, 2 * shortest + 16), cached.max_context_length)
     if longest > (affordable := _affordable_tokens(plain_model)):
         _check_unseen_windows(config, cached, name)
         longest = max(min(LEAST_TOKENS, longest), affordable)
-    ids = _check_ids(cached, plain_model, longest)
+    num_tail = max(NUM_TAIL, min(num_tail, longest // 3))
+    ids = _check_ids(cached, plain_model, longest, num_tail)
     try:
-        plain = _plain_logits(plain_model, ids)
-        ragged = _ragged_logits(cached, ids)
+        plain = _plain_logits(plain_model, ids, num_tail)
+        ragged = _ragged_logits(cached, ids, num_tail)
     except Exception as error:
         raise ModelError(
             f"{name}: {config.model_type} does not run in ragged batches{_sharing(config)}: {_why(error)}"
@@ -206,10 +215,6 @@ def check_model(cached: PassModel, plain_model: Any, name: str) -> None:
         )
 
 
-# Tokens per row that are fed together at the end: as many as are recorded for any worker, so that these are looked at, too.
-NUM_TAIL = 2
-LEAST_TOKENS = 48  # of the longest row
-MOST_FED = 256  # tokens in a pass, as when prompts are served: larger ones may take another path
 # Tokens times parameters that the longest row may cost: some seconds on two cores of a CPU, one on a GPU.
 BUDGET = {"cpu": 2e11, "cuda": 5e13}
 
@@ -249,28 +254,28 @@ def _why(error: Exception) -> str:
     return first_line(error)
 
 
-def _check_ids(cached: PassModel, plain_model: Any, longest: int) -> list[list[int]]:
+def _check_ids(cached: PassModel, plain_model: Any, longest: int, num_tail: int) -> list[list[int]]:
     """One or two rows of tokens, of which the first has `longest`."""
     vocab_size = plain_model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    lengths = (longest, max(longest // 3, NUM_TAIL + 2))[: cached.pool.num_rows]
+    lengths = (longest, max(longest // 3, num_tail + 2))[: cached.pool.num_rows]
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _plain_logits(model: Any, ids: list[list[int]]) -> torch.Tensor:
-    """Logits [rows, NUM_TAIL, vocab] of the last positions, each row alone."""
+def _plain_logits(model: Any, ids: list[list[int]], num_tail: int) -> torch.Tensor:
+    """Logits [rows, num_tail, vocab] of the last positions, each row alone."""
     rows = [
-        model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0, -NUM_TAIL:] for row in ids
+        model(input_ids=torch.tensor([row], device=model.device), use_cache=False).logits[0, -num_tail:] for row in ids
     ]
     return torch.stack(rows).float()
 
 
-def _ragged_logits(model: PassModel, ids: list[list[int]]) -> torch.Tensor:
+def _ragged_logits(model: PassModel, ids: list[list[int]], num_tail: int) -> torch.Tensor:
     """The same through the rows: prompts in chunks, then a junk token each, then the last tokens together.
 
     The last chunks of all rows go in one packed pass, as prompts do.
     """
-    prompts = [tokens[:-NUM_TAIL] for tokens in ids]
+    prompts = [tokens[:-num_tail] for tokens in ids]
     halves = [max(len(prompt) // 2, len(prompt) - MOST_FED // len(ids)) for prompt in prompts]
     for row, half in enumerate(halves):
         for start in range(0, half, MOST_FED):
@@ -279,7 +284,7 @@ def _ragged_logits(model: PassModel, ids: list[list[int]]) -> torch.Tensor:
     model.forward([prompt_part(row, prompts[row][half:], half, model.device) for row, half in enumerate(halves)])
     for row, tokens in enumerate(ids):
         model.forward([prompt_part(row, tokens[:1], len(prompts[row]), model.device)])
-    rows = StepRows(np.array([len(prompt) for prompt in prompts]), NUM_TAIL, model.device)
-    tail = torch.tensor([row[-NUM_TAIL:] for row in ids], device=model.device)
-    (logits,) = model.forward([PassPart(rows, tail, num_logits=NUM_TAIL)])
+    rows = StepRows(np.array([len(prompt) for prompt in prompts]), num_tail, model.device)
+    tail = torch.tensor([row[-num_tail:] for row in ids], device=model.device)
+    (logits,) = model.forward([PassPart(rows, tail, num_logits=num_tail)])
     return logits.float()

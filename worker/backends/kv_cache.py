@@ -72,15 +72,18 @@ class KVPool:
         head_bytes = {shape.head_dim * dtype.itemsize for shape in shapes}
         self.allocation_unit = math.lcm(*(mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, size) for size in head_bytes))
         self.max_length = math.ceil(max_length / self.allocation_unit) * self.allocation_unit
-        self.bytes_per_token = sum(shape.elements_per_token for shape in shapes) * dtype.itemsize
+        num_elements = sum(shape.elements_per_token for shape in shapes)
+        self.bytes_per_token = num_elements * dtype.itemsize
         self._touched = np.zeros(num_rows, np.int64)  # tokens of each row that ever were written since its last release
-        sizes = [num_rows * 2 * shape.kv_heads * self.max_length * shape.head_dim for shape in shapes]
-        flat, self._mapping = self._allocate(sum(sizes))
-        ends = list(itertools.accumulate(sizes))
-        self.layers = [
-            flat[end - size : end].view(num_rows, 2, shape.kv_heads, self.max_length, shape.head_dim)
-            for end, size, shape in zip(ends, sizes, self.shapes, strict=True)
-        ]
+        flat, self._mapping = self._allocate(num_rows * self.max_length * num_elements)
+        # [layers, rows, 2, kv_heads, max_length, head_dim] of neighbours that are alike: a row of all is copied as one.
+        self._alike: list[torch.Tensor] = []
+        end = 0
+        for (kv_heads, head_dim), group in itertools.groupby(shapes, lambda shape: (shape.kv_heads, shape.head_dim)):
+            view = (len(list(group)), num_rows, 2, kv_heads, self.max_length, head_dim)
+            start, end = end, end + math.prod(view)
+            self._alike.append(flat[start:end].view(view))
+        self.layers = [layer for layers in self._alike for layer in layers]
 
     def _allocate(self, num_elements: int) -> tuple[torch.Tensor, mmap.mmap | None]:
         num_bytes = num_elements * self.dtype.itemsize
@@ -123,26 +126,26 @@ class KVPool:
     @torch.inference_mode()  # what was allocated in it cannot be written to outside of it, where an engine clears up
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row over another row."""
-        for layer in self.layers:
-            layer[target, :, :, :length] = layer[source, :, :, :length]
+        for layers in self._alike:
+            layers[:, target, :, :, :length] = layers[:, source, :, :, :length]
         self.note_written(target, length)
 
     @torch.inference_mode()
     def swap(self, first: int, second: int, first_length: int, second_length: int) -> None:
         """Exchange two rows of the given lengths, with what was written beyond them: nobody keeps another's tokens."""
         most = int(max(self._touched[first], self._touched[second], first_length, second_length))
-        for layer in self.layers:
-            kept = layer[first, :, :, :most].clone()
-            layer[first, :, :, :most] = layer[second, :, :, :most]
-            layer[second, :, :, :most] = kept
+        for layers in self._alike:
+            kept = layers[:, first, :, :, :most].clone()
+            layers[:, first, :, :, :most] = layers[:, second, :, :, :most]
+            layers[:, second, :, :, :most] = kept
         self.note_written(first, most)
         self.note_written(second, most)
 
     @torch.inference_mode()
     def clear_beyond(self, row: int, length: int) -> None:
         """As RowStore: masked places are read, and 0 times what is not finite is not 0."""
-        for layer in self.layers:
-            layer[row, :, :, length : int(self._touched[row])].zero_()
+        for layers in self._alike:
+            layers[:, row, :, :, length : int(self._touched[row])].zero_()
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
@@ -152,8 +155,8 @@ class KVPool:
         is not 0: one caller's overflow would spoil the row for the next.
         """
         if self._mapping is None:
-            for layer in self.layers:
-                layer[row, :, :, : int(self._touched[row])].zero_()
+            for layers in self._alike:
+                layers[:, row, :, :, : int(self._touched[row])].zero_()
         elif self._touched[row]:
             start = 0
             for shape in self.shapes:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from speclen.worker.backends.kv_cache import LayerShape
+from speclen.worker.models.upload import upload
 
 
 class StepRows:
@@ -42,8 +43,7 @@ class StepRows:
     @cached_property
     def positions(self) -> torch.Tensor:
         """[rows, columns] on the device."""
-        starts = torch.from_numpy(self.starts).to(self.device)
-        return starts[:, None] + torch.arange(self.num_columns, device=self.device)
+        return upload(self.starts, self.device)[:, None] + torch.arange(self.num_columns, device=self.device)
 
     def first_rows(self, num_rows: int) -> StepRows:
         """The first rows alone."""
@@ -113,7 +113,7 @@ def equal_parts(parts: Sequence[PassPart | RaggedPart]) -> list[PassPart]:
 def prompt_part(row: int, ids: Sequence[int], start: int, device: torch.device) -> PassPart:
     """One row's tokens start, start + 1, ...; the logits wanted follow the last one."""
     rows = StepRows(np.array([start]), len(ids), device, first_row=row)
-    return PassPart(rows, torch.tensor([ids], device=device), num_logits=1)
+    return PassPart(rows, upload(np.array([ids]), device), num_logits=1)
 
 
 class RowStore(Protocol):
@@ -160,7 +160,7 @@ class PassModel(Protocol):
     ragged: whether passes take RaggedParts, at the cost of all their tokens together; logits [all wanted, vocab] come for
     those. num_first_uses: passes so far of a kind that the backend had not run before; the step they were in says nothing
     about step times. slow_changes: whether a pass of another number of tokens than the one before it takes longer by far
-    than another one of so many.
+    than another one of so many. asynchronous: whether `forward` returns before the device has done its work.
     """
 
     device: torch.device
@@ -168,6 +168,7 @@ class PassModel(Protocol):
     num_first_uses: int
     ragged: bool
     slow_changes: bool
+    asynchronous: bool
 
     @property
     def pool(self) -> RowStore:

@@ -17,6 +17,7 @@ from speclen.worker.backends.attention import RecordedRows, StepMasks
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.backends.recording import Recording
+from speclen.worker.models.upload import upload
 
 BLOCK_TOKENS = 16
 # Of a recorded pass: what an engine feeds at once, 256 tokens, in prompts that fill their last block or do not.
@@ -61,21 +62,22 @@ class BlocksInputs:
     def __init__(self, num_blocks: int, num_places: int, device: torch.device) -> None:
         self.num_places = num_places
         self.ids = torch.zeros(1, num_blocks * BLOCK_TOKENS, dtype=torch.long, device=device)
-        self.positions = torch.full((num_blocks, BLOCK_TOKENS), num_places, device=device)
-        self.rows = torch.zeros(num_blocks, dtype=torch.long, device=device)
-        self.last = torch.zeros(num_blocks, dtype=torch.long, device=device)
+        # In one piece, to be uploaded at once.
+        self._ends = num_blocks * BLOCK_TOKENS, num_blocks * (BLOCK_TOKENS + 1)
+        self._numbers = torch.zeros(num_blocks * (BLOCK_TOKENS + 2), dtype=torch.long, device=device)
+        positions, self.rows, self.last = self._numbers.tensor_split(self._ends)
+        self.positions = positions.fill_(num_places).view(num_blocks, BLOCK_TOKENS)
 
     def fill(self, blocks: Blocks) -> None:
         """Blocks beyond those given are fed nothing."""
         self.ids[0, : len(blocks.ids)] = blocks.ids
-        num_blocks = len(self.rows)
-        positions = np.full(self.positions.shape, self.num_places)
-        rows, last = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
-        positions[: len(blocks.positions)] = blocks.positions
+        numbers = np.zeros(len(self._numbers), np.int64)
+        positions, rows, last = np.split(numbers, self._ends)
+        positions[:] = self.num_places
+        positions[: blocks.positions.size] = blocks.positions.ravel()
         rows[: len(blocks.rows)] = blocks.rows
         last[: len(blocks.last)] = blocks.last
-        for place, values in ((self.positions, positions), (self.rows, rows), (self.last, last)):
-            place.copy_(torch.from_numpy(values))
+        self._numbers.copy_(upload(numbers, self._numbers.device))
 
     def run(self, model: CachedModel) -> torch.Tensor:
         """Logits [blocks, vocab] after the tokens at `last`."""

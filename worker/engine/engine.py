@@ -2,8 +2,8 @@
 
 The life of a request: `submit` checks it and puts its sequences in the inbox; `step` gives them rows and lets all decoding
 rows take one speculative step together, in which prompts are fed along in chunks; every new token goes to the request's
-callback; a finished row is free before the next step. One thread calls `run` (or `step`); everything else may be called
-from any.
+callback; a finished row is free before the next step. Where the device works by itself, callbacks are called while it is at
+the next step. One thread calls `run` (or `step`); everything else may be called from any.
 
 A step that fails is run again in parts, and a part that fails ends its own requests: `StepExecutor`.
 
@@ -96,7 +96,8 @@ class Engine:
         self.runner = StepRunner(self.target, self.draft, config.prefill_chunk, generator)
         self._decode_text = {skip: make_decode(pair.tokenizer, skip) for skip in (True, False)}
         self._inbox = Inbox()
-        self._outbox = Outbox(self._inbox.forget, Arm(config.max_speculation_length, config.ngram).max_tokens)
+        most = Arm(config.max_speculation_length, config.ngram).max_tokens
+        self._outbox = Outbox(self._inbox.forget, most, holds_back=self.target.asynchronous)
         evaluator = Evaluator(self.target, self.draft, self.limits, config.prefill_chunk, pair.vocab_size)
         self._executor = StepExecutor(self.runner, self._outbox, self.scheduler, evaluator)
 
@@ -194,6 +195,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> None:
         """Begin anew with empty rows, since nobody knows what state they are in."""
+        self._outbox.deliver()
         unfinished = self._inbox.give_up()
         self.scheduler.clear()
         self._outbox.abort(unfinished, error)
@@ -205,6 +207,8 @@ class Engine:
         failure.__cause__ = error
         self.scheduler.rows.clear()
         self.scheduler.waiting.clear()
+        with contextlib.suppress(BaseException):
+            self._outbox.deliver()
         self._outbox.abort(self._inbox.give_up(failure), failure)
         return failure
 
@@ -216,6 +220,7 @@ class Engine:
         self._take_in()
         plan = self._plan()
         if not plan.sequences:
+            self._outbox.deliver()
             return None
         record = self._executor.run(plan, started, self._chooser.wants_evaluations)
         if record is not None:

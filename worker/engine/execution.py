@@ -39,7 +39,9 @@ class StepExecutor:
         its rules and its batch anew, and finds the rows where they are by then; its time is its own.
         """
         try:
-            tokens = self._runner.run(plan)
+            step = self._runner.launch(plan)
+            self._outbox.deliver()  # what the step before gave, while the device is at this one
+            tokens = self._runner.read(step)
         except Exception as error:
             return self._run_apart(plan, started, error)
         return self._commit(plan, tokens, started, evaluates)
@@ -65,9 +67,12 @@ class StepExecutor:
         self._outbox.count_step(plan.rows, plan.draft_lengths, plan.num_ngrams)
         new = zip(plan.sequences, tokens.ids, tokens.logprobs, strict=True)
         accepted = [self._hand_out(sequence, ids, logprobs) for sequence, ids, logprobs in new if ids is not None]
+        if self._outbox.holds_back and not self._launches_next():
+            self._outbox.deliver()
         self._feed_draft(plan.chunks)
         ended = time.perf_counter()
-        evaluations = self._evaluator.evaluate(plan.rows, ended - started) if evaluates else ()
+        deliver = self._outbox.deliver
+        evaluations = self._evaluator.evaluate(plan.rows, ended - started, deliver) if evaluates else ()
         aside_s = time.perf_counter() - ended + beyond_usual_s(plan.sequences, ended - started)
         self._scheduler.settle([chunk.sequence for chunk in plan.chunks] + plan.rows)
         if not plan.rows:
@@ -104,8 +109,15 @@ class StepExecutor:
             evaluations=evaluations,
         )
 
+    def _launches_next(self) -> bool:
+        """True if a step follows whose passes are launched before anything is waited for, as grammars do."""
+        rows = [row for row in self._scheduler.rows if not row.finished]
+        return bool(rows or self._scheduler.waiting) and all(row.sampling.grammar is None for row in rows)
+
     def _hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
         """As Outbox.hand_out. A row that got no token is tried again without proposals: one of these may be why."""
+        if sequence.finished:  # its text could not be made meanwhile
+            return 0
         if not ids and sequence.num_output_tokens and sequence.may_propose:
             log.warning("request %s goes on without proposals: its logits were NaN", sequence.request.request_id)
             sequence.go_on_plainly()
@@ -116,14 +128,15 @@ class StepExecutor:
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         """Feed the draft the step's prompts. Failures are harmless: the draft model catches up on its next use."""
         try:
-            self._draft_prefill_s += self._runner.feed_draft_prompts(chunks)
+            self._draft_prefill_s += self._runner.feed_draft_prompts(chunks, self._outbox.deliver)
         except Exception:
             log.exception("the draft was not fed %d prompts; it catches up when it is to draft", len(chunks))
 
     def end(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
         """Abort sequences that have rows. error: None when somebody asked for it."""
         sequences = list(sequences)
-        self._outbox.abort(sequences, error)
+        self._outbox.deliver()  # which ends those whose text cannot be made
+        self._outbox.abort([sequence for sequence in sequences if not sequence.finished], error)
         self._scheduler.settle(sequences)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from speclen.worker.requests.request import EngineFailedError, SequenceOutput, TokenLogprobs
-from speclen.worker.requests.sequence import SequenceState
+from speclen.worker.requests.sequence import NewTokens, SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +34,15 @@ class Totals:
 
 
 class Outbox:
-    """on_end: called with every sequence before its last output is told. max_proposed: tokens per row and step."""
+    """on_end: called with every sequence before its last output is told. max_proposed: tokens per row and step.
 
-    def __init__(self, on_end: Callable[[SequenceState], None], max_proposed: int) -> None:
+    holds_back: True if callers are told of new tokens by `deliver`, which must come before the sequence gets others; else at
+    once.
+    """
+
+    def __init__(self, on_end: Callable[[SequenceState], None], max_proposed: int, holds_back: bool) -> None:
+        self.holds_back = holds_back
+        self._held_back: deque[tuple[SequenceState, NewTokens, list[TokenLogprobs] | None]] = deque()
         self.totals = Totals(num_accepted_by_position=[0] * max_proposed)
         self._on_end = on_end
 
@@ -53,7 +60,7 @@ class Outbox:
             self.totals.num_drafts += drafted + ngrams > 0
 
     def hand_out(self, sequence: SequenceState, ids: list[int], logprobs: list[TokenLogprobs] | None) -> int:
-        """Append new tokens to a sequence and tell its caller; returns the number of them that were proposed.
+        """Append new tokens to a sequence for its caller; returns the number of them that were proposed.
 
         That is what was accepted, less what the end of the request cut off: tokens that nobody gets are no reason for
         a longer length. Tokens that cannot be taken in end their sequence, and so does it that there are none.
@@ -62,22 +69,39 @@ class Outbox:
             log.warning("request %s ends: %s", sequence.request.request_id, NO_TOKEN)
             self._tell(sequence, sequence.abort(NO_TOKEN))
             return 0
-        num_tokens, num_accepted = sequence.num_output_tokens, sequence.num_accepted_tokens
+        num_accepted = sequence.num_accepted_tokens
         try:
-            output = sequence.accept(ids, logprobs)
+            new = sequence.append(ids)
         except Exception as error:
             log.exception("request %s cannot take its tokens; it ends", sequence.request.request_id)
-            output = sequence.abort(describe(error))
-        else:
-            if output.error is not None:
-                log.warning("request %s ends: %s", sequence.request.request_id, output.error)
+            self.abort([sequence], error)
+            return 0
         num_accepted = sequence.num_accepted_tokens - num_accepted
-        self.totals.num_generated_tokens += sequence.num_output_tokens - num_tokens
+        self.totals.num_generated_tokens += len(new.ids)
         self.totals.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             self.totals.num_accepted_by_position[position] += 1
-        self._tell(sequence, output)
+        if self.holds_back:
+            self._held_back.append((sequence, new, logprobs))
+        else:
+            self._show(sequence, new, logprobs)
         return num_accepted
+
+    def deliver(self) -> None:
+        """Tell callers what is held back. A sequence whose text cannot be made ends, wherever it is by then."""
+        while self._held_back:
+            self._show(*self._held_back.popleft())
+
+    def _show(self, sequence: SequenceState, new: NewTokens, logprobs: list[TokenLogprobs] | None) -> None:
+        try:
+            output = sequence.show(new, logprobs)
+        except Exception as error:
+            log.exception("request %s cannot show its tokens; it ends", sequence.request.request_id)
+            self.abort([sequence], error)
+            return
+        if output.error is not None:
+            log.warning("request %s ends: %s", sequence.request.request_id, output.error)
+        self._tell(sequence, output)
 
     def abort(self, sequences: Iterable[SequenceState], error: BaseException | None = None) -> None:
         """End sequences here. error: None when somebody asked for it."""

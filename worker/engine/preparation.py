@@ -15,7 +15,7 @@ from speclen.worker.backends import openvino
 from speclen.worker.backends.attention import install
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.captured_model import CapturedModel
-from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.check import LEAST_TOKENS, NUM_TAIL, check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 from speclen.worker.backends.llama import rewrite
 from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
@@ -33,6 +33,8 @@ GPU_POOL_SHARE = 0.8
 CPU_POOL_SHARE = 0.5
 # Queries and logits a row of a draft's passes: it lacks a token, or two after a step that accepted everything.
 DRAFT_WIDTHS = ((1, 1), (2, 1))
+# Of the longest row by which kernels are checked: they take in 128 keys at once at most. Triton's interpreter is slow.
+KERNEL_TOKENS = {"cuda": 3 * 128}
 # Tokens that a row should hold at least: rather fewer rows than less than that.
 LEAST_CONTEXT = 1024
 
@@ -176,8 +178,9 @@ def _check_kernels(captured: CapturedModel, one: _Named, config: EngineConfig) -
     """Kernels of recorded passes are left out where logits are not the same with them."""
     if not (config.check_models and captured.has_kernels):
         return
+    widest = max((queries for queries, _ in captured.widths), default=NUM_TAIL)
     try:
-        check_model(captured, one.model, one.name)
+        check_model(captured, one.model, one.name, KERNEL_TOKENS.get(captured.device.type, LEAST_TOKENS), widest)
     except ModelError as error:
         captured.leave_out_kernels(str(error))
 

@@ -17,6 +17,7 @@ import torch
 from speclen.worker.backends.passes import PassModel, PassPart, RaggedPart, StepRows, padded_width, prompt_part
 from speclen.worker.engine.speculative import StepOutcome
 from speclen.worker.engine.step_plan import StepPlan
+from speclen.worker.models.upload import upload
 from speclen.worker.sampling.host import HostRule, on_host, places_of
 from speclen.worker.sampling.rules import TokenRule
 
@@ -63,11 +64,11 @@ def ragged_step(
     prompts: Sequence[PassPart] = (),
 ) -> StepOutcome:
     """Complete the rows' proposals, verify them in one pass of the target, and accept a prefix of each."""
-    proposed = torch.from_numpy(batch.ngrams).to(target.device)
+    proposed = upload(batch.ngrams, target.device)
     if batch.num_drafted.any():
         assert draft is not None
         _insert(proposed, batch, _propose(draft, batch, rule))
-    caps = torch.from_numpy(batch.num_proposed).to(target.device)
+    caps = upload(batch.num_proposed, target.device)
     if not target.ragged:
         logits, *prompt_logits = _verify_filled(target, batch, proposed, prompts)
         return *rule.decide(logits, proposed, caps), logits, prompt_logits
@@ -99,14 +100,14 @@ def _verify_filled(
 
 
 def _pending(batch: RaggedBatch, device: torch.device) -> torch.Tensor:
-    return torch.tensor([text[-1:] for text in batch.texts], device=device)
+    return upload(np.array([text[-1:] for text in batch.texts]), device)
 
 
 def _insert(proposed: torch.Tensor, batch: RaggedBatch, drafted: torch.Tensor) -> None:
     """Put drafted tokens, [n, d] for the first n rows, where these have no n-grams."""
     num_rows, longest = drafted.shape
     rows, columns = np.nonzero(np.arange(longest) < batch.num_drafted[:num_rows, None])
-    at = torch.from_numpy(rows).to(drafted.device), torch.from_numpy(columns).to(drafted.device)
+    at = upload(rows, drafted.device), upload(columns, drafted.device)
     proposed[at] = drafted[at]
 
 
@@ -133,7 +134,7 @@ def _spread(logits: torch.Tensor, rows: np.ndarray, num_rows: int) -> torch.Tens
     if len(logits) == num_rows:
         return logits[:, None]
     spread = logits.new_zeros(num_rows, 1, logits.shape[-1])
-    spread[torch.from_numpy(rows).to(logits.device), 0] = logits
+    spread[upload(rows, logits.device), 0] = logits
     return spread
 
 
@@ -151,7 +152,7 @@ def _first_logits(draft: PassModel, batch: RaggedBatch, rows: np.ndarray) -> tor
         starts = zip(rows.tolist(), held.tolist(), strict=True)
         parts = [prompt_part(row, batch.texts[row][start:], start, draft.device) for row, start in starts]
         return torch.cat([logits[0] for logits in draft.forward(parts)])
-    ids = torch.tensor([text[-width:] for text in batch.texts[: len(ends)]], device=draft.device)
+    ids = upload(np.array([text[-width:] for text in batch.texts[: len(ends)]]), draft.device)
     return draft.forward([PassPart(StepRows(ends - width, width, draft.device), ids, num_logits=1)])[0][:, 0]
 
 

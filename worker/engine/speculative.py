@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from speclen.worker.backends.passes import HostModel, PassModel, PassPart, StepRows
-from speclen.worker.engine.logprobs import RowLogits
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import TokenRule
 
+RowLogits: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # by row, [columns, vocab]
 # num_accepted [b], and tokens [b, k + 1] of which row r's new ones are the first num_accepted[r] + 1, none where that is -1;
 # then the target's logits: of every row, [its proposals + 1 or more, vocab], and [1, 1, vocab] after each of the prompts.
 StepOutcome: TypeAlias = tuple[torch.Tensor, torch.Tensor, RowLogits, list[torch.Tensor]]
@@ -113,11 +113,3 @@ def host_models(target: PassModel, draft: PassModel | None) -> tuple[HostModel, 
     if isinstance(target, HostModel) and (draft is None or isinstance(draft, HostModel)):
         return target, draft
     return None
-
-
-def new_tokens(num_accepted: torch.Tensor | np.ndarray, ids: torch.Tensor | np.ndarray) -> list[list[int]]:
-    """Each row's first num_accepted + 1 tokens, none after -1. On a GPU the step's one synchronisation with it."""
-    if isinstance(num_accepted, torch.Tensor) and isinstance(ids, torch.Tensor) and not ids.is_cpu:
-        table = torch.cat([num_accepted[:, None], ids], dim=1).tolist()
-        return [row[1 : row[0] + 2] for row in table]
-    return [row[: count + 1] for count, row in zip(num_accepted.tolist(), ids.tolist(), strict=True)]

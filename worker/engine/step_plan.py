@@ -13,6 +13,7 @@ from speclen.worker.backends.passes import padded_width
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.proposals import propose_ngrams
 from speclen.worker.engine.speculative import StepBatch
+from speclen.worker.models.upload import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 
@@ -221,8 +222,7 @@ def make_batch(plan: StepPlan, width: int, device: torch.device) -> StepBatch:
     """Tensors of the plan's rows. width: how many of the last tokens of each row the draft is fed."""
     return StepBatch(
         num_tokens=np.array([len(row.tokens) for row in plan.rows]),
-        # Through numpy, which takes lists apart faster.
-        recent_ids=torch.from_numpy(np.array([row.tokens[-width:] for row in plan.rows])).to(device),
+        recent_ids=upload(np.array([row.tokens[-width:] for row in plan.rows]), device),
         num_drafting=plan.num_drafting,
-        caps=None if plan.is_even else torch.tensor(plan.draft_lengths, device=device),
+        caps=None if plan.is_even else upload(np.array(plan.draft_lengths), device),
     )

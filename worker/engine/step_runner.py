@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 
 from speclen.records import PLAIN, StepFlag
 from speclen.worker.backends.passes import PassModel, PassPart, prompt_part
-from speclen.worker.engine.logprobs import logprobs_of
+from speclen.worker.engine.launched import Decided, LaunchedStep
 from speclen.worker.engine.ragged_step import make_ragged_batch, ragged_step
-from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, new_tokens, speculative_step
+from speclen.worker.engine.speculative import StepOutcome, host_models, host_step, speculative_step
 from speclen.worker.engine.step_plan import PromptChunk, StepPlan, StepTokens, make_batch
+from speclen.worker.models.upload import upload
 from speclen.worker.requests.request import TokenLogprobs
 from speclen.worker.requests.sequence import SequenceState
 from speclen.worker.sampling.host import HostRule
@@ -49,29 +49,36 @@ class StepRunner:
         self._last = 0, PLAIN  # rows of the last step, and its arm
         self._seen_shapes: set[tuple[int, int]] = set()
 
-    def run(self, plan: StepPlan) -> StepTokens:
-        """Take a step of the plan's rows and feed its prompts.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step of the plan's rows, and feed its prompts.
 
-        It may fail and be called again, with any part of the plan: of the sequences nothing has changed then but how
-        much of them the draft holds.
+        This or `read` may fail, and the step be launched again, with any part of the plan: of the sequences nothing has
+        changed then but how much of them the draft holds.
         """
-        tokens = StepTokens()
-        prompts = self._prompt_parts(plan.chunks)
-        prompt_logits = self._decode(plan, prompts, tokens) if plan.rows else self.target.forward(prompts)
-        for chunk, logits in zip(plan.chunks, prompt_logits, strict=True):
-            ids, logprobs = self._after_prompt(chunk.sequence, logits) if chunk.completes_prompt else (None, None)
-            tokens.ids.append(ids)
-            tokens.logprobs.append(logprobs)
-        self._note_held(plan, tokens)
+        step, prompts = LaunchedStep(plan), self._prompt_parts(plan.chunks)
+        prompt_logits = self._decode(step, prompts) if plan.rows else self.target.forward(prompts)
+        fed = zip(plan.chunks, prompt_logits, strict=True)
+        completed = [(chunk.sequence, logits) for chunk, logits in fed if chunk.completes_prompt]
+        for sequence, logits in completed:
+            if sequence.shared is not None:
+                sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
+        if completed:
+            step.decided.append(self._first_tokens(completed))
+        return step
+
+    def read(self, step: LaunchedStep) -> StepTokens:
+        """The tokens of the step launched last, as soon as the device has them."""
+        self._note_held(step.plan, tokens := step.read())
         return tokens
 
-    def feed_draft_prompts(self, chunks: Sequence[PromptChunk]) -> float:
+    def feed_draft_prompts(self, chunks: Sequence[PromptChunk], meanwhile: Callable[[], None]) -> float:
         """Feed the draft the prompts that the target was fed in this step; seconds that took.
 
-        Apart from `run`, since nobody's tokens have to wait for it. Where it fails, the draft catches up when it is asked.
+        Apart from `launch`, since nobody's tokens have to wait for it. meanwhile: called while the device is at it. Where
+        it fails, the draft catches up when it is asked.
         """
         ends = [(chunk.sequence, chunk.end) for chunk in chunks if self._draft_goes_along(chunk)]
-        return self._timed(lambda: self._feed_up_to(ends)) if ends else 0.0
+        return self._timed(lambda: self._feed_up_to(ends), meanwhile) if ends else 0.0
 
     def copy_prompt(
         self, sequence: SequenceState, source: SequenceState | None
@@ -89,7 +96,8 @@ class StepRunner:
             if self.draft is not None and source.draft_length >= length:
                 self.draft.pool.copy(source.row, sequence.row, length)
                 sequence.draft_length = length
-        return self._first_token(sequence, sequence.shared.logits)
+        ((ids,), (logprobs,)) = self._first_tokens([(sequence, sequence.shared.logits)]).read()
+        return ids, logprobs
 
     def _note_held(self, plan: StepPlan, tokens: StepTokens) -> None:
         """Move on how much of the sequences the models hold: all but the pending token, which is the last new one."""
@@ -106,8 +114,9 @@ class StepRunner:
 
     # Decoding.
 
-    def _decode(self, plan: StepPlan, prompts: Sequence[PassPart], tokens: StepTokens) -> list[torch.Tensor]:
-        """One step of the rows, whose tokens are added; returns the logits [1, 1, vocab] after each of the prompts."""
+    def _decode(self, step: LaunchedStep, prompts: Sequence[PassPart]) -> list[torch.Tensor]:
+        """One step of the rows, with its flags; returns the logits [1, 1, vocab] after each of the prompts."""
+        plan, flags = step.plan, step.flags
         num_first_uses, speculated = self._num_first_uses(), self._speculating
         self._feeds_draft = plan.choice.arm.speculation_length > 0
         self._speculating = self._feeds_draft or plan.draft_length > 0
@@ -118,23 +127,20 @@ class StepRunner:
         ragged = self._is_ragged(plan)
         rule = self._step_rule(plan, ragged)
         if not (prompts or ragged) and isinstance(rule, HostRule) and self._fits_host(plan):
-            new = self._host_step(plan, tokens.flags, rule)
-            tokens.logprobs += [None] * len(plan.rows)
-            num_columns = plan.draft_length + 1
+            decided = Decided(plan.rows, *self._host_step(plan, flags, rule))
         else:
             take = self._ragged_step if ragged else self._even_step
-            num_accepted, ids, logits, prompt_logits = take(plan, prompts, tokens.flags, rule)
-            tokens.logprobs += logprobs_of(plan.rows, logits, ids)
-            new, num_columns = new_tokens(num_accepted, ids), ids.shape[1]
-        tokens.ids += new
+            num_accepted, ids, logits, prompt_logits = take(plan, prompts, flags, rule)
+            decided = Decided(plan.rows, num_accepted, ids, logits)
+        step.decided.append(decided)
         if self._changes_arm(plan):
-            tokens.flags.add(StepFlag.CHANGED_ARM)
-        shape = (len(plan.rows), num_columns)
+            flags.add(StepFlag.CHANGED_ARM)
+        shape = (len(plan.rows), decided.ids.shape[1])
         if shape not in self._seen_shapes:
-            tokens.flags.add(StepFlag.FIRST_USE)
+            flags.add(StepFlag.FIRST_USE)
         self._seen_shapes.add(shape)
         if self._num_first_uses() != num_first_uses:
-            tokens.flags.add(StepFlag.COMPILATION)
+            flags.add(StepFlag.COMPILATION)
         return prompt_logits
 
     def _changes_arm(self, plan: StepPlan) -> bool:
@@ -155,13 +161,13 @@ class StepRunner:
         even = self._hosts is not None and plan.is_even
         return even and all(row.request.sampling.logprobs is None for row in plan.rows)
 
-    def _host_step(self, plan: StepPlan, flags: set[StepFlag], rule: HostRule) -> list[list[int]]:
-        """Each row's new tokens."""
+    def _host_step(self, plan: StepPlan, flags: set[StepFlag], rule: HostRule) -> tuple[np.ndarray, np.ndarray]:
+        """StepOutcome's num_accepted and tokens."""
         assert self._hosts is not None
         width = self._catch_up(plan, flags) if plan.draft_length else 1
         num_tokens = np.array([len(row.tokens) for row in plan.rows])
         recent_ids = np.array([row.tokens[-width:] for row in plan.rows])
-        return new_tokens(*host_step(*self._hosts, num_tokens, recent_ids, plan.draft_length, rule))
+        return host_step(*self._hosts, num_tokens, recent_ids, plan.draft_length, rule)
 
     def _even_step(
         self, plan: StepPlan, prompts: Sequence[PassPart], flags: set[StepFlag], rule: TokenRule
@@ -229,19 +235,24 @@ class StepRunner:
                     chunks, room = [], self._prefill_chunk
         self._feed_draft(chunks)
 
-    # Prompts.
-
     def _prompt_parts(self, chunks: Sequence[PromptChunk]) -> list[PassPart]:
         return [prompt_part(chunk.sequence.row, chunk.ids, chunk.start, self._device) for chunk in chunks]
 
-    def _timed(self, work: Callable[[], None]) -> float:
-        """Seconds that the device is at it, and at nothing else."""
-        wait = partial(torch.cuda.synchronize, self._device) if self._device.type == "cuda" else lambda: None
-        wait()
-        started = time.perf_counter()
+    def _timed(self, work: Callable[[], None], meanwhile: Callable[[], None]) -> float:
+        """Seconds that the device is at some work, having done all that it was given before."""
+        if self._device.type != "cuda":
+            started = time.perf_counter()
+            work()
+            took_s = time.perf_counter() - started
+            meanwhile()
+            return took_s
+        stream = torch.cuda.current_stream(self._device)
+        start = stream.record_event(torch.cuda.Event(enable_timing=True))
         work()
-        wait()
-        return time.perf_counter() - started
+        end = stream.record_event(torch.cuda.Event(enable_timing=True))
+        meanwhile()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def _feed_draft(self, chunks: Sequence[PromptChunk]) -> None:
         if not chunks:
@@ -261,21 +272,12 @@ class StepRunner:
         # It may hold less than the target does: after n-grams, or where nothing was drafted. Then it catches up here.
         return wanted and may and sequence.draft_length < chunk.end
 
-    def _after_prompt(
-        self, sequence: SequenceState, logits: torch.Tensor
-    ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        if sequence.shared is not None:
-            sequence.shared.logits = logits.clone()  # The rest of the pass need not be kept.
-        return self._first_token(sequence, logits)
-
-    def _first_token(
-        self, sequence: SequenceState, logits: torch.Tensor
-    ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Choose the token that follows the prompt. logits: [1, 1, vocab]."""
-        rule = self._rule(BatchSampling([sequence.sampling], self._device), [sequence])
-        nothing_drafted = torch.zeros((1, 0), dtype=torch.long, device=self._device)
-        num_accepted, ids = rule.decide(logits, nothing_drafted, None)
-        return new_tokens(num_accepted, ids)[0], logprobs_of([sequence], logits, ids)[0]
+    def _first_tokens(self, completed: Sequence[tuple[SequenceState, torch.Tensor]]) -> Decided:
+        """Choose the tokens that follow the sequences' prompts, by the logits [1, 1, vocab] after each."""
+        sequences, logits = [one for one, _ in completed], torch.cat([logits for _, logits in completed])
+        rule = self._rule(BatchSampling([one.sampling for one in sequences], self._device), sequences)
+        nothing_drafted = torch.zeros((len(sequences), 0), dtype=torch.long, device=self._device)
+        return Decided(sequences, *rule.decide(logits, nothing_drafted, None), logits)
 
     # Choosing.
 
@@ -294,5 +296,5 @@ class StepRunner:
             return HostRule(sampling.for_host, positions, self._generator, num_ngrams)
         if sampling.is_plain_greedy:
             return GreedyRule(sampling.grammars())
-        on_device = None if num_ngrams is None else torch.from_numpy(num_ngrams).to(self._device)
-        return SamplingRule(sampling, torch.tensor(positions, device=self._device), self._generator, on_device)
+        on_device = None if num_ngrams is None else upload(num_ngrams, self._device)
+        return SamplingRule(sampling, upload(np.array(positions), self._device), self._generator, on_device)

@@ -57,10 +57,13 @@ class Evaluator:
         self._token_s: dict[PassModel, float] = {}  # time of a token in an evaluation's passes
         self._works = limits.max_speculation_length > 0 or limits.ngram  # else there is one arm, which needs none
 
-    def evaluate(self, rows: Sequence[SequenceState], step_s: float) -> tuple[OutputEvaluation, ...]:
+    def evaluate(
+        self, rows: Sequence[SequenceState], step_s: float, on_start: Callable[[], None] = lambda: None
+    ) -> tuple[OutputEvaluation, ...]:
         """Evaluate at most one of the rows whose output has just ended. They must still hold their rows.
 
-        step_s: that the step took. A failure is logged and ends evaluation.
+        step_s: that the step took. on_start: called if one is evaluated, for which others then wait. A failure is logged and
+        ends evaluation.
         """
         share = SHARE if self.num_evaluated < MANY else LATER_SHARE
         self._credit_s = min(self._credit_s + share * step_s, MAX_CREDIT_S)
@@ -77,6 +80,7 @@ class Evaluator:
         if window is None:
             self._token_s = {model: PACE_FORGETS * token_s for model, token_s in self._token_s.items()}
             return ()
+        on_start()
         return self._timed(row, *window)
 
     def _timed(self, row: SequenceState, first: int, stop: int) -> tuple[OutputEvaluation, ...]:

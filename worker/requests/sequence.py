@@ -33,6 +33,17 @@ class SharedPrompt:
     logits: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class NewTokens:
+    """Tokens that a sequence has appended, and why it ends with them. text: None unless stop strings need it at once."""
+
+    ids: list[int]
+    text: str | None
+    reason: FinishReason | None
+    matched: int | str | None
+    error: str | None
+
+
 class SequenceState:
     """The index-th output of a request.
 
@@ -122,19 +133,16 @@ class SequenceState:
         self.admitted_at = time.monotonic()
         self.sampling = make_row_sampling(self.request, self.index, sorted(self._ends), vocab_size, device)
 
-    def accept(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
-        """Append new tokens up to where the sequence ends, and say what the caller is to be told."""
-        sampling = self.request.sampling
+    def append(self, ids: list[int]) -> NewTokens:
+        """Append new tokens up to where the sequence ends; `show` then gives the caller's output."""
         ids, reason, end_token = self._cut_at_end_token(ids[: self.num_left])
         grammar = self.sampling.grammar
         if grammar is not None and (num_followed := grammar.append(ids)) < len(ids):
             ids, reason, end_token = ids[:num_followed], None, None
-        visible = self._visible(ids, reason, end_token)
         matched: int | str | None = end_token
-        if self._stops is None:
-            text = self._detokenizer.push(visible)
-        else:
-            num_searched, text, stop = self._search_stop_strings(visible)
+        text = None
+        if self._stops is not None:
+            num_searched, text, stop = self._search_stop_strings(self._visible(ids, reason, end_token))
             if stop is not None:
                 ids, reason, matched = ids[:num_searched], FinishReason.STOP, stop
         self.tokens += ids
@@ -147,11 +155,18 @@ class SequenceState:
         error = None
         if reason is None and grammar is not None and grammar.failure:
             reason, error = FinishReason.ABORT, f"the grammar cannot be followed any further: {grammar.failure}"
-        if reason is not None and not isinstance(matched, str):
-            text += self._rest()
         self.finished = reason is not None
-        shown = tuple(logprobs[: len(ids)]) if logprobs and sampling.logprobs is not None else ()
-        return self._output(tuple(ids), text, shown, reason, matched, error, is_callers=error is not None)
+        return NewTokens(ids, text, reason, matched, error)
+
+    def show(self, new: NewTokens, logprobs: list[TokenLogprobs] | None = None) -> SequenceOutput:
+        """The output for the caller; to be called once for every `append`, before the next one."""
+        text, ids, error = new.text, new.ids, new.error
+        if text is None:
+            text = self._detokenizer.push(self._visible(ids, new.reason, new.matched))
+        if new.reason is not None and not isinstance(new.matched, str):
+            text += self._rest()
+        shown = tuple(logprobs[: len(ids)]) if logprobs and self.request.sampling.logprobs is not None else ()
+        return self._output(tuple(ids), text, shown, new.reason, new.matched, error, is_callers=error is not None)
 
     def abort(self, error: str | None = None) -> SequenceOutput:
         """End here; text that was held back is shown. error: what failed, None when somebody asked for the end."""
@@ -204,7 +219,7 @@ class SequenceState:
                 return ids[: at + 1], FinishReason.STOP, token
         return ids, None, None
 
-    def _visible(self, ids: list[int], reason: FinishReason | None, matched: int | None) -> list[int]:
+    def _visible(self, ids: list[int], reason: FinishReason | None, matched: int | str | None) -> list[int]:
         """The tokens whose text is shown: not the one that ended the output, but for an end token that was asked for."""
         if reason is not FinishReason.STOP:
             return ids

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from speclen.worker.models.upload import upload
+
 SLOW_MASK_S = 0.002
 MASK_SMOOTHING = 0.2  # weight of the newest
 
@@ -241,7 +243,7 @@ class StepGrammars:
         tokens. draft_ids: [n, >= first + columns - 1]; caps: [n], the draft tokens that count, None for all.
         """
         present = [(at, state) for at, state in self._rows if at < len(logits)]
-        rows = torch.tensor([at for at, _ in present], dtype=torch.long, device=logits.device)
+        rows = upload(np.array([at for at, _ in present], np.int64), logits.device)
         chosen = logits[rows].float()
         if not present:
             return rows, chosen
@@ -253,4 +255,4 @@ class StepGrammars:
             for column, mask in enumerate(state.masks(drafts[at], first, num_columns)):
                 if mask is not None:
                     forbidden[at, column] = ~mask
-        return rows, chosen.masked_fill_(torch.from_numpy(forbidden).to(logits.device), float("-inf"))
+        return rows, chosen.masked_fill_(upload(forbidden, logits.device), float("-inf"))

@@ -6,9 +6,14 @@ draft is judged by the distribution that the row would have had without speculat
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
+
+from speclen.worker.models.upload import upload
 
 
 class RowEdits:
@@ -33,21 +38,21 @@ class RowEdits:
         self.presence_penalty = presence_penalty
         self.frequency_penalty = frequency_penalty
         # Tensors from the start: a request may name the whole vocabulary, and every step looks at it.
-        self.bias_ids = torch.tensor(list(logit_bias or ()), dtype=torch.long, device=device)
-        self.bias = torch.tensor(list((logit_bias or {}).values()), dtype=torch.float32, device=device)
-        self.forbidden = torch.tensor(list(forbidden) if min_tokens else [], dtype=torch.long, device=device)
+        self.bias_ids = upload(np.array(list(logit_bias or ()), np.int64), device)
+        self.bias = upload(np.array(list((logit_bias or {}).values()), np.float32), device)
+        self.forbidden = upload(np.array(forbidden if min_tokens else (), np.int64), device)
         self.min_tokens = min_tokens
         self.penalises = (repetition_penalty, presence_penalty, frequency_penalty) != (1.0, 0.0, 0.0)
         if self.penalises:
             self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.in_prompt[torch.tensor(prompt_ids, device=device)] = True
+            self.in_prompt[upload(np.array(prompt_ids, np.int64), device)] = True
             self.counts = torch.zeros(vocab_size, device=device)
+            self.uncounted: list[int] = []  # output that is not among the counts yet
 
     def append(self, ids: Sequence[int]) -> None:
         """Count tokens that became output."""
         if self.penalises:
-            added = torch.tensor(ids, dtype=torch.long, device=self.counts.device)  # of no tokens it would be of floats
-            self.counts.index_add_(0, added, torch.ones(len(ids), device=self.counts.device))
+            self.uncounted += ids
 
 
 class LogitEdits:
@@ -60,13 +65,18 @@ class LogitEdits:
         self.positions = positions
         device = positions.device
         penalised = [(at, row) for at, row in enumerate(rows) if row is not None and row.penalises]
-        self._penalised = torch.tensor([at for at, _ in penalised], dtype=torch.long, device=device)
+        # In ascending order and on the host as well: so what the first rows have is a slice, for which nobody waits.
+        self._penalised = np.array([at for at, _ in penalised], np.int64)
         if penalised:
-            self._counts = torch.stack([row.counts for _, row in penalised])
+            self._penalised_rows = upload(self._penalised, device)
+            self._counts = _counts([row for _, row in penalised])
             self._in_prompt = torch.stack([row.in_prompt for _, row in penalised])
             settings = [(r.repetition_penalty, r.presence_penalty, r.frequency_penalty) for _, r in penalised]
-            self._settings = torch.tensor(settings, device=device).T[:, :, None, None]
+            self._settings = upload(np.array(settings, np.float32), device).T[:, :, None, None]
         present = [(at, row) for at, row in enumerate(rows) if row is not None]
+        self._present = [at for at, _ in present]
+        self._num_biased = list(accumulate((len(row.bias_ids) for _, row in present), initial=0))
+        self._num_forbidden = list(accumulate((len(row.forbidden) for _, row in present), initial=0))
         none = torch.empty(0, dtype=torch.long, device=device)
         self._bias_rows = torch.cat([none, *(torch.full_like(row.bias_ids, at) for at, row in present)])
         self._bias_ids = torch.cat([none, *(row.bias_ids for _, row in present)])
@@ -81,31 +91,40 @@ class LogitEdits:
         Column c follows the row's output and its first `first + c` draft tokens. draft_ids: [n, >= first + columns - 1].
         """
         logits = logits.float().clone()
-        n = len(logits)
         self._penalise(logits, draft_ids, first)
-        if self._bias.numel():
-            keep = self._bias_rows < n
-            logits[self._bias_rows[keep], :, self._bias_ids[keep]] += self._bias[keep, None]
-        if self._forbidden_ids.numel():
-            keep = self._forbidden_rows < n
-            row, token, until = self._forbidden_rows[keep], self._forbidden_ids[keep], self._until[keep]
+        present = bisect_left(self._present, len(logits))
+        if biased := self._num_biased[present]:
+            logits[self._bias_rows[:biased], :, self._bias_ids[:biased]] += self._bias[:biased, None]
+        if count := self._num_forbidden[present]:
+            row, token, until = self._forbidden_rows[:count], self._forbidden_ids[:count], self._until[:count]
             columns = first + torch.arange(logits.shape[1], device=logits.device)
             early = self.positions[row, None] + columns < until[:, None]
             logits[row, :, token] = logits[row, :, token].masked_fill(early, float("-inf"))
         return logits
 
     def _penalise(self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int) -> None:
-        keep = self._penalised < len(logits)
-        rows = self._penalised[keep]
-        if not rows.numel():
+        count = int(self._penalised.searchsorted(len(logits)))
+        if not count:
             return
+        rows = self._penalised_rows[:count]
         chosen = logits[rows]
-        counts = self._counts[keep][:, None, :] + _drafted(draft_ids[rows], first, chosen.shape[1], chosen.shape[2])
-        repetition, presence, frequency = self._settings[:, keep]
-        seen = self._in_prompt[keep][:, None, :] | (counts > 0)
+        counts = self._counts[:count, None] + _drafted(draft_ids[rows], first, chosen.shape[1], chosen.shape[2])
+        repetition, presence, frequency = self._settings[:, :count]
+        seen = self._in_prompt[:count, None] | (counts > 0)
         repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
         chosen = torch.where(seen, repeated, chosen)
         logits[rows] = chosen - presence * (counts > 0) - frequency * counts
+
+
+def _counts(rows: Sequence[RowEdits]) -> torch.Tensor:
+    """[rows, vocab]: how often each token is in the row's output, of which nothing is uncounted then."""
+    counts = torch.stack([row.counts for row in rows])
+    places = [at * counts.shape[1] + token for at, row in enumerate(rows) for token in row.uncounted]
+    added = torch.ones(len(places), device=counts.device)
+    counts.view(-1).index_add_(0, upload(np.array(places, np.int64), counts.device), added)
+    for row, own in zip(rows, counts, strict=True):
+        row.counts, row.uncounted = own, []
+    return counts
 
 
 def _drafted(draft_ids: torch.Tensor, first: int, columns: int, vocab_size: int) -> torch.Tensor:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from speclen.worker.models.upload import upload
 from speclen.worker.sampling import noise
 from speclen.worker.sampling.grammar import GrammarState, StepGrammars
 from speclen.worker.sampling.host import HostSettings
@@ -97,22 +99,21 @@ class BatchSampling:
     """Settings of a batch's rows as tensors; made once for every change of the batch."""
 
     def __init__(self, rows: Sequence[RowSampling], device: torch.device) -> None:
-        def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, device=device)
+        def column(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
+            return upload(np.array(values, dtype), device)
 
         self.rows = rows
         self.device = device
         self.is_plain_greedy = all(row.is_plain_greedy for row in rows)
-        self.temperature = column([float(row.temperature) for row in rows])
-        self.top_k = column([row.top_k for row in rows]) if any(row.top_k for row in rows) else None
+        self.temperature = column([row.temperature for row in rows])
+        self.top_k = column([row.top_k for row in rows], np.int64) if any(row.top_k for row in rows) else None
         self.top_p = column([row.top_p for row in rows]) if any(row.top_p < 1 for row in rows) else None
         self.min_p = column([row.min_p for row in rows]) if any(row.min_p > 0 for row in rows) else None
-        self.keys = torch.tensor([row.key or 0 for row in rows], dtype=torch.long, device=device)
+        self.keys = column([row.key or 0 for row in rows], np.int64)
         seeded = [row.key is not None for row in rows]
         # Greedy rows have no randomness to reproduce: both rules give them the same tokens.
         matching = [row.key is not None or row.temperature == 0 for row in rows]
-        self.seeded = torch.tensor(seeded, device=device)
-        self.matching = torch.tensor(matching, device=device)
+        self.seeded, self.matching = column(seeded, np.bool_), column(matching, np.bool_)
         self.any_matching, self.all_matching = any(matching), all(matching)
         self.has_edits = any(row.edits is not None for row in rows)
         self.has_grammars = any(row.grammar is not None for row in rows)
@@ -227,13 +228,14 @@ class SamplingRule:
             for column, column_probs in enumerate(self._draft_probs):
                 drafted[: len(column_probs), column] = column_probs[:, 0]
             return drafted
+        # Nothing here is indexed by what only the device knows, for which the host would have to wait.
+        every = torch.arange(rows, device=probs.device)
         for column, column_probs in enumerate(self._draft_probs):
             places = self._num_ngrams[: len(column_probs)] + column
-            (inside,) = torch.where(places < columns - 1)
-            drafted[inside, places[inside]] = column_probs[inside, 0]
-        found = torch.arange(columns - 1, device=probs.device) < self._num_ngrams[:, None]
-        drafted[found] = torch.nn.functional.one_hot(draft_ids[found], vocab_size).to(drafted.dtype)
-        return drafted
+            at = every[: len(column_probs)], places.clamp(max=columns - 2)
+            drafted[at] = torch.where(places[:, None] < columns - 1, column_probs[:, 0], drafted[at])
+        found = (torch.arange(columns - 1, device=probs.device) < self._num_ngrams[:, None])[:, :, None]
+        return drafted.scatter_add_(-1, draft_ids[:, :, None], found.to(drafted.dtype))
 
 
 def choices_of(row: RowSampling, logits: torch.Tensor, first: int) -> torch.Tensor:

@@ -45,6 +45,7 @@ class OpenVinoModel:
     device = CPU
     ragged = True
     slow_changes = True  # every operation is prepared anew
+    asynchronous = False
 
     def __init__(
         self,

@@ -1,0 +1,189 @@
+"""Where the device works by itself, callers are told while it is at the next step, and get what they would get otherwise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import engines
+import pytest
+import tiny_models
+from engines import Collected, RandomArms, RandomLengths, finish, generate, make_engine, make_pair, request
+
+from speclen.worker.backends.recording import Recorder, RerunRecorder
+from speclen.worker.engine.engine import Engine
+from speclen.worker.requests.request import (
+    EngineFailedError,
+    FinishReason,
+    GenerationRequest,
+    SequenceOutput,
+    StructuredOutput,
+)
+from speclen.worker.sampling import grammar as grammar_module
+from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.structured import source, trial
+
+PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 3, "n": 3},
+    {"temperature": 1.2},
+    {"temperature": 0.8, "seed": 4, "top_k": 9, "logprobs": 3},
+    {"stop": ("e", "ab"), "min_tokens": 2},
+    {"stop_token_ids": tuple(range(40, 80)), "logprobs": 0},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {5: 2.0}},
+    {"n": 2, "max_tokens": 1},
+]
+
+
+def a_grammar() -> Grammar:
+    pytest.importorskip("llguidance")
+    tokens = trial.make_tokenizer(tiny_models.tokenizer().backend_tokenizer.to_str(), None, [tiny_models.EOS_ID])
+    matcher = trial.make_matcher(tokens, source.source(StructuredOutput("regex", "[a-c]{2,8}(x|yz)*", "")))
+    return Grammar(matcher, tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
+
+
+def requests_of_all_kinds(grammar: Grammar | None) -> list[GenerationRequest]:
+    """Some with n-gram matches, some with lengths of their own; those with a grammar one after the other."""
+    rng, made = random.Random(5), []
+    for at in range(40):
+        prompt = engines.repeating_prompt(rng) if at % 2 else engines.random_prompt(rng)
+        sampling = {"max_tokens": rng.randint(1, 25), "ignore_eos": at % 3 > 0} | KINDS[at % len(KINDS)]
+        one = request(f"{at}", prompt, rng.choice([None, None, 0, 2]), **sampling)
+        made.append(replace(one, grammar=grammar) if at in (7, 8, 25) else one)
+    return made
+
+
+def told_by(
+    overlapped: bool, chooser: Any, recorder: Recorder | None, grammar: Grammar | None
+) -> dict[tuple[str, int], list[SequenceOutput]]:
+    """What callers are told whose requests join and are aborted while others run, but for the times."""
+    engine = make_engine(chooser=chooser, recorder=recorder, ngram=True, prefill_chunk=24, overlapped=overlapped)
+    collected, rng = Collected(), random.Random(1)
+    for one in requests_of_all_kinds(grammar):
+        engine.submit(one, collected)
+        for _ in range(rng.randint(0, 5)):
+            engine.step()
+            if rng.random() < 0.1:
+                engine.abort(one.request_id)
+    finish(engine)
+    return {
+        name: [replace(output, made_at=0.0, admitted_at=None) for output in outputs]
+        for name, outputs in collected.outputs.items()
+    }
+
+
+@pytest.mark.parametrize("recorder", [None, RerunRecorder()], ids=["plain", "recorded"])
+@pytest.mark.parametrize("choose", [RandomLengths, RandomArms])
+@pytest.mark.parametrize("with_grammars", [False, True])
+def test_callers_are_told_the_same(
+    choose: Any, recorder: Recorder | None, with_grammars: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every output by itself: its tokens, text, log probabilities, reason and counts."""
+    monkeypatch.setattr(grammar_module, "SLOW_MASK_S", math.inf)  # a grammar that is slow by chance proposes nothing
+    grammar = a_grammar() if with_grammars else None
+    overlapped, plain = (told_by(kind, choose(2, longest=4), recorder, grammar) for kind in (True, False))
+    assert overlapped == plain
+    reasons = {outputs[-1].finish_reason for outputs in plain.values()}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
+
+
+@contextmanager
+def events_of(engine: Engine) -> Iterator[list[str]]:
+    """What happens in the engine's steps, in order; callers add to it."""
+    events, launch, read = list[str](), engine.runner.launch, engine.runner.read
+    engine.runner.launch = lambda plan: events.append("launch") or launch(plan)  # type: ignore[method-assign]
+    engine.runner.read = lambda step: events.append("read") or read(step)  # type: ignore[method-assign]
+    yield events
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_callers_are_told_after_the_next_launch_or_at_once_when_there_is_none(overlapped: bool) -> None:
+    engine = make_engine(chooser=0, overlapped=overlapped)
+    with events_of(engine) as events:
+        engine.submit(request("x", PROMPT, max_tokens=4, ignore_eos=True), lambda output: events.append("told"))
+        while not engine.scheduler.is_idle or not events:
+            engine.step()
+    step = ["launch", "told", "read"] if overlapped else ["launch", "read", "told"]
+    first, last = ["launch", "read"], ["told"]
+    # A first token goes out while the draft is fed its prompt.
+    assert events == ([*first, *last, "launch", "read", *step, *step, *last] if overlapped else step * 4)
+
+
+def test_what_a_grammar_waits_for_holds_nobody_s_tokens_back() -> None:
+    engine = make_engine(chooser=0, overlapped=True)
+    with events_of(engine) as events:
+        limits = {"max_tokens": 6, "ignore_eos": True}
+        engine.submit(replace(request("g", PROMPT, **limits), grammar=a_grammar()), lambda output: events.append("g"))
+        engine.submit(request("x", PROMPT, **limits), lambda output: events.append("x"))
+        while not engine.scheduler.is_idle or not events:
+            engine.step()
+    assert events[:12] == ["launch", "read", "g", "x"] * 3
+
+
+def fail(*args: object) -> NoReturn:
+    raise MemoryError("no room")
+
+
+def test_a_row_whose_text_fails_ends_alone_and_is_told_once() -> None:
+    """Its next tokens are under way by then, and nobody gets them."""
+    engine, collected = make_engine(chooser=2, overlapped=True), Collected()
+    for name in ("a", "bad", "b"):
+        engine.submit(request(name, PROMPT, max_tokens=30, ignore_eos=True), collected)
+    for _ in range(3):
+        engine.step()
+    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
+    told = len(collected.ids("bad"))
+    bad._detokenizer.push = fail  # type: ignore[method-assign]
+    engine.step()
+    assert (collected.reason("bad"), collected.last("bad").error) == (FinishReason.ABORT, "MemoryError: no room")
+    assert len(collected.ids("bad")) == told
+    assert bad not in engine.scheduler.rows
+    finish(engine)
+    alone = generate(make_engine(), request("x", PROMPT, max_tokens=30, ignore_eos=True)).ids("x")
+    assert collected.ids("a") == collected.ids("b") == alone
+
+
+@pytest.mark.parametrize("moment", ["aborted", "step failed", "engine failed"])
+def test_what_is_held_back_comes_before_an_end(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, collected = make_engine(chooser=0, overlapped=True), Collected()
+    for name, num_tokens in (("short", 4), ("long", 50)):
+        engine.submit(request(name, PROMPT, max_tokens=num_tokens, ignore_eos=True), collected)
+    for _ in range(4):
+        engine.step()
+    assert collected.reason("short") is None, "its end is held back"
+    if moment == "aborted":
+        assert engine.abort("short")
+        assert engine.abort("long")
+        engine.step()
+    elif moment == "step failed":
+        engine.target.forward = fail  # type: ignore[method-assign]
+        engine.step()
+    else:
+        monkeypatch.setattr(engine.scheduler, "admit", lambda: engine.stop() or fail())
+        engine.run()
+    assert (collected.reason("short"), len(collected.ids("short"))) == (FinishReason.LENGTH, 4)
+    assert (collected.reason("long"), len(collected.ids("long"))) == (FinishReason.ABORT, 4)
+    assert not engine.abort("short")
+    assert not engine.abort("long")
+
+
+def test_a_panic_while_callers_are_told_leaves_nobody_waiting() -> None:
+    engine, collected = make_engine(make_pair(), chooser=0, overlapped=True), Collected()
+    for name in ("a", "bad", "b"):
+        engine.submit(request(name, PROMPT, max_tokens=4, ignore_eos=True), collected)
+    for _ in range(3):
+        engine.step()
+    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
+
+    def panic(*args: object) -> NoReturn:
+        raise SystemExit(3)
+
+    bad._detokenizer.push = panic  # type: ignore[method-assign]
+    with pytest.raises(EngineFailedError, match="engine has ended"):
+        engine.run()
+    assert {collected.reason(name) for name in ("a", "bad", "b")} == {FinishReason.ABORT}
