@@ -24,12 +24,12 @@ from speclen.controller.estimator.features import Prior, shares
 
 Array = np.ndarray
 
-NEIGHBOURS = 12  # steps before a step that it is compared with
-GAIN = 0.4  # weight of the newest of them: slow seconds last for 25 steps and more, noise is averaged over five
+GAIN = 0.4  # weight of the newest step before: slow seconds last for 25 steps and more, noise is averaged over five
+NEIGHBOURS = 12  # follows from GAIN: older steps have a weight below 0.001
 MEMORY = 3000.0  # usable samples of a worker after which evidence has faded to 1/e
 CLIP = 1.5  # standard deviations beyond which a contrast counts as much less as it is longer (Huber)
-CLIPPED_LOSS = 1.3  # the variance of normal noise over that of the same, clipped there
-NEIGHBOUR_NOISE = 1.3  # variance of a contrast over that of a step: the mean that it is compared with has noise, too
+CLIPPED_LOSS = 1.28  # follows from CLIP: the variance of normal noise over that of the same, clipped there
+NEIGHBOUR_NOISE = 2.0 / (2.0 - GAIN)  # variance of a contrast over that of a step: the mean before it has noise, too
 NOISE, LEAST_NOISE, MOST_NOISE = 0.08, 0.02, 0.5  # standard deviation of a log time: at first, and its bounds
 NOISE_MEMORY = 200.0  # samples
 RESIDUAL, LEAST_RESIDUAL, MOST_RESIDUAL = 0.04, 0.02, 0.15  # standard deviation of rho: at first, and its bounds
