@@ -63,10 +63,3 @@ def _row(
         source=source,
         is_best=context.arm(int(group.selection.arms[at])) == arm,
     )
-
-
-def cell_totals(grid_size: int, numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values of cells with evidence, by cell number."""
-    totals = np.zeros(grid_size)
-    totals[numbers[: len(values)]] = values
-    return totals
