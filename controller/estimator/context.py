@@ -8,19 +8,19 @@ import numpy as np
 
 from speclen.controller.estimator.choice import Selection
 from speclen.controller.estimator.features import Prior, features_of, num_slopes, prior_of
+from speclen.controller.estimator.isolation import Worker, is_apart
 from speclen.controller.estimator.load import Traffic, by_size
 from speclen.controller.estimator.model import Estimates, Grid, Saved, estimate
 from speclen.controller.estimator.sizes import Cells, cell_ranges, choice_ranges
 from speclen.controller.estimator.step_time import Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
-from speclen.controller.estimator.workers import MOST_TRACKED, Worker, fair_weights, is_apart
+from speclen.controller.estimator.workers import Workers, fair_weights
 from speclen.records import NGRAM_MAX_TOKENS, Arm, ContextKey, DriftEvent, Limits, RequestClass, StepRecord
 
 Array = np.ndarray
 
 FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 512.0, 0.1  # reports between two solutions: at first, at most, per report
-EXPIRED = 20_000  # reports of others after which a worker without any has left
-POOL = ""  # name of the group that agrees, and of the evidence of workers that are not told apart
+POOL = ""  # name of the group that agrees
 NEAR_PROBE = 1.5  # a probe may run at batch sizes up to so many times larger or smaller
 
 
@@ -63,10 +63,8 @@ class Context:
         self.profiled = np.zeros(len(choices.low), dtype=bool)
         self.cells = Cells(len(self.prior.mean))
         self.traffic = Traffic(len(choices.low))
-        self.workers: dict[str, Worker] = {}
-        self.untracked: dict[str, Worker] = {}  # beyond those that are told apart
+        self.workers = Workers(len(self.prior.mean), len(token_prior.accepted))
         self.has_decided = False
-        self.pool, self.pool_tokens = Evidence(), TokenEvidence(len(token_prior.accepted))
         self.num_reports = 0
         self.num_probes = 0
         self.groups = {POOL: self.new_group()}
@@ -98,7 +96,7 @@ class Context:
 
     def extend_tokens(self, max_length: int) -> None:
         """Make room for longer lengths of the pair."""
-        for tokens in (self.pool_tokens, *(worker.tokens for worker in self.workers.values())):
+        for tokens in self.workers.all_tokens():
             tokens.extend(max_length)
         for group in self.groups.values():
             group.estimates = None
@@ -106,9 +104,9 @@ class Context:
     def go_on_from(self, narrower: Context) -> None:
         """Take over from the context before it was widened: evidence of tokens, arms in use and counts."""
         self.has_decided, self.num_probes = narrower.has_decided, narrower.num_probes
-        self.pool_tokens = narrower.pool_tokens
-        for name, worker in narrower.workers.items():
-            new = self.workers[name] = self.new_worker()
+        self.workers.tokens = narrower.workers.tokens
+        for name, worker in narrower.workers.tracked.items():
+            new = self.workers.tracked[name] = self.workers.new()
             new.tokens, new.tail.level = worker.tokens, worker.tail.level
         old, new_choice = narrower.groups[POOL].selection, self.groups[POOL].selection
         at = narrower.grid.choices.of[np.minimum(self.sizes, narrower.limits.max_batch_size)]
@@ -134,19 +132,20 @@ class Context:
 
     def observe(self, records: Sequence[StepRecord], worker_id: str) -> tuple[list[int], list[DriftEvent]]:
         """Learn from consecutive steps of one worker; returns ranges of sizes whose arm changed, and detected changes."""
-        worker, group = self._worker(worker_id), self.group_of(worker_id)
+        worker = self.workers.find(worker_id, self.num_reports, self.groups)
+        self.groups = {name: each for name, each in self.groups.items() if name in self.workers.tracked or name == POOL}
+        group, (times, tokens) = self.group_of(worker_id), self.workers.evidence_of(worker_id)
         self.num_reports += len(records)
         worker.num_reports += len(records)
         worker.last_seen = self.num_reports
-        tracked = worker_id in self.workers
         if group.estimates is None:
             self.solve(self.group_name(worker_id))
-        events = self._learn_tokens(worker.tokens if tracked else self.pool_tokens, group, records)
+        events = self._learn_tokens(tokens, group, records)
         self.traffic.count(records, self.grid.choices.of)
         if usable := [record for record in records if not record.flags]:
-            self._learn_times(worker, worker.times if tracked else self.pool, group, usable)
+            self._learn_times(worker, times, group, usable)
         self._earn(group, records)
-        if tracked and worker.is_due:
+        if worker_id in self.workers.tracked and worker.is_due:
             events += self._compare(worker_id, worker)
             group = self.group_of(worker_id)
         group.pending += len(records)
@@ -154,31 +153,6 @@ class Context:
         if events or group.pending >= min(FIRST_SOLVE + SOLVE_GROWTH * group.num_learned, LAST_SOLVE):
             return self.solve(self.group_name(worker_id)), events
         return [], events
-
-    def _worker(self, worker_id: str) -> Worker:
-        """The worker of this name; one that is not told apart has samples to compare with alone."""
-        known = self.workers.get(worker_id) or self.untracked.get(worker_id)
-        if known is not None:
-            return known
-        self._expire()
-        among = self.workers if len(self.workers) < MOST_TRACKED else self.untracked
-        return among.setdefault(worker_id, self.new_worker())
-
-    def new_worker(self) -> Worker:
-        """A worker without evidence."""
-        return Worker(len(self.prior.mean), len(self.token_prior.accepted))
-
-    def _expire(self) -> None:
-        """Put the evidence of workers that have left together."""
-        for workers in (self.workers, self.untracked):
-            self._expire_of(workers)
-
-    def _expire_of(self, workers: dict[str, Worker]) -> None:
-        for name in [name for name, worker in workers.items() if self.num_reports - worker.last_seen > EXPIRED]:
-            worker = workers.pop(name)
-            if self.groups.pop(name, None) is None:
-                self.pool.absorb(worker.times)
-                self.pool_tokens.absorb(worker.tokens)
 
     def _learn_tokens(self, tokens: TokenEvidence, group: Group, records: Sequence[StepRecord]) -> list[DriftEvent]:
         assert group.estimates is not None
@@ -223,15 +197,14 @@ class Context:
 
     def _compare(self, worker_id: str, worker: Worker) -> list[DriftEvent]:
         """Hold a worker against the others; isolate it, or let it join them again."""
-        if len(self.workers) < 2:
+        if len(self.workers.tracked) < 2:
             return []
         worker.note(self.cells.features, self.prior, self.token_prior)
         events = []
-        for name, other in self.workers.items():
-            before, other.apart = (
-                other.apart,
-                is_apart(other, self.workers.values()) if other.compared_at else other.apart,
-            )
+        for name, other in self.workers.tracked.items():
+            before = other.apart
+            if other.compared_at:
+                other.apart = is_apart(other, self.workers.tracked.values())
             if any(before) != any(other.apart):
                 events.append(self._regroup(name, other))
         return events
@@ -240,9 +213,8 @@ class Context:
         if any(worker.apart):
             group = self.groups[name] = self.new_group()
             group.selection.go_on_from(self.groups[POOL].selection)
-            what = " and ".join(
-                w for w, apart in zip(("step times", "accepted tokens"), worker.apart, strict=True) if apart
-            )
+            parts = zip(("step times", "accepted tokens"), worker.apart, strict=True)
+            what = " and ".join(part for part, apart in parts if apart)
             sentence = f"{name} differs from the other workers in {what}: it has a table of its own"
         else:
             version = self.groups.pop(name).selection.version
@@ -258,7 +230,7 @@ class Context:
         """Estimate anew for a group and select; returns the ranges of sizes whose arm changed."""
         group = self.groups[name]
         group.pending = 0.0
-        self._drop_cells()
+        self.workers.drop_cells(self.cells)
         times = self._times_of(name)
         weights = fair_weights([float(each.count.sum()) for each in times])
         last = None if group.estimates is None else group.estimates.solution
@@ -270,26 +242,24 @@ class Context:
         return group.selection.choose(group.estimates, self.traffic.seen, self.profiled, self.sizes)
 
     def _times_of(self, name: str) -> list[Evidence]:
-        if name != POOL and self.workers[name].apart[0]:
-            return [self.workers[name].times]
-        return [self.pool, *(worker.times for worker in self.workers.values() if not worker.apart[0])]
+        isolated = name != POOL and self.workers.tracked[name].apart[0]
+        return [self.workers.tracked[name].times] if isolated else self.workers.shared_times()
 
     def _level_of(self, name: str) -> float:
-        if name != POOL and self.workers[name].tail.num_samples:
-            return self.workers[name].tail.level
-        workers = [*self.workers.values(), *self.untracked.values()]
-        tails = [worker.tail for worker in workers if not worker.apart[0] and worker.tail.num_samples]
-        return float(np.mean([tail.level for tail in tails])) if tails else self.level
+        if name != POOL and self.workers.tracked[name].tail.num_samples:
+            return self.workers.tracked[name].tail.level
+        shared = self.workers.shared_level()
+        return self.level if shared is None else shared
 
     def _ratios_of(self, name: str) -> Ratios:
-        if name != POOL and self.workers[name].apart[1]:
-            return ratios_of([self.workers[name].tokens], [1.0], self.token_prior)
-        evidence = [each for sibling in self.siblings for each in sibling.shared_tokens()]
+        if name != POOL and self.workers.tracked[name].apart[1]:
+            return ratios_of([self.workers.tracked[name].tokens], [1.0], self.token_prior)
+        evidence = [each for sibling in self.siblings for each in sibling.workers.shared_tokens()]
         return ratios_of(evidence, fair_weights([each.amount for each in evidence]), self.token_prior)
 
     def shared_amount(self) -> float:
         """Tokens of all contexts of the pair that there is evidence of."""
-        return sum(each.amount for sibling in self.siblings for each in sibling.shared_tokens())
+        return sum(each.amount for sibling in self.siblings for each in sibling.workers.shared_tokens())
 
     def survival(self) -> list[tuple[float, float]]:
         """P(the first i draft tokens are all accepted), and the evidence for it, by position."""
@@ -309,28 +279,7 @@ class Context:
 
     def level_variance(self) -> float:
         """Variance of the level: how far step times wander, over the samples that it is averaged over."""
-        noise = float(np.mean([worker.times.noise for worker in self.workers.values()] or [self.pool.noise]))
-        return noise**2 / max(min(self.num_reports, 300.0) / 10.0, 1.0)
-
-    def shared_tokens(self) -> list[TokenEvidence]:
-        """Evidence of tokens of the workers that agree."""
-        shared = [worker.tokens for worker in self.workers.values() if not worker.apart[1]]
-        return [self.pool_tokens, *shared] if self.pool_tokens.amount else shared
-
-    def _drop_cells(self) -> None:
-        """Forget the cells with the least evidence where there are too many."""
-        evidence = [self.pool, *(worker.times for worker in self.workers.values())]
-        for each in evidence:
-            each.grow(len(self.cells.numbers))
-        kept = self.cells.to_keep(np.sum([each.count for each in evidence], axis=0))
-        if kept is None:
-            return
-        place = self.cells.keep(kept)
-        for each in evidence:
-            each.keep(kept)
-        for worker in [*self.workers.values(), *self.untracked.values()]:
-            worker.tail.keep(place)
-            worker.theta, worker.precision = np.zeros(0), np.zeros(0)
+        return self.workers.noise() ** 2 / max(min(self.num_reports, 300.0) / 10.0, 1.0)
 
     # Exploration
 

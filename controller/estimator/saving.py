@@ -97,8 +97,8 @@ def header_of(context: Context) -> dict[str, Any]:
     return {
         "key": list(context.key),
         "limits": list(context.limits),
-        "workers": list(context.workers),
-        "untracked": list(context.untracked),
+        "workers": list(context.workers.tracked),
+        "untracked": list(context.workers.untracked),
         "groups": list(context.groups),
         "counts": [context.num_reports, context.num_probes, context.has_decided],
         "solved": [name for name, group in context.groups.items() if group.estimates is not None],
@@ -109,8 +109,8 @@ def restore_header(context: Context, header: dict[str, Any]) -> None:
     """Make the workers and groups of a saved state."""
     if list(context.limits) != header["limits"]:
         raise ValueError(f"it was saved with limits {header['limits']}, the context has {list(context.limits)}")
-    context.workers = {name: context.new_worker() for name in header["workers"]}
-    context.untracked = {name: context.new_worker() for name in header["untracked"]}
+    context.workers.tracked = {name: context.workers.new() for name in header["workers"]}
+    context.workers.untracked = {name: context.workers.new() for name in header["untracked"]}
     context.groups = {name: context.new_group() for name in header["groups"]}
     context.num_reports, context.num_probes, context.has_decided = header["counts"]
     for name in header["solved"]:
@@ -120,12 +120,12 @@ def restore_header(context: Context, header: dict[str, Any]) -> None:
 def parts_of(context: Context) -> Iterator[tuple[str, Any]]:
     """Everything with a STATE, by name."""
     yield from (("context", context), ("cells", context.cells), ("traffic", context.traffic))
-    yield from (("pool", context.pool), ("pool-tokens", context.pool_tokens))
-    for kind, workers in (("worker", context.workers), ("untracked", context.untracked)):
+    yield from (("pool", context.workers.times), ("pool-tokens", context.workers.tokens))
+    for kind, workers in (("worker", context.workers.tracked), ("untracked", context.workers.untracked)):
         for at, worker in enumerate(workers.values()):
             yield f"{kind}/{at}", worker
             yield f"{kind}/{at}/tail", worker.tail
-            if workers is context.workers:
+            if workers is context.workers.tracked:
                 yield from ((f"{kind}/{at}/times", worker.times), (f"{kind}/{at}/tokens", worker.tokens))
     for at, group in enumerate(context.groups.values()):
         yield from ((f"group/{at}", group), (f"group/{at}/selection", group.selection))
@@ -147,5 +147,5 @@ def check_restored(context: Context) -> None:
         if group.saved is not None:
             group.estimates = group.saved.spread(context.grid, context.cells, context.offset)
             group.selection.note(group.estimates)
-    if any(len(worker.times.moment) > cells for worker in context.workers.values()):
+    if any(len(worker.times.moment) > cells for worker in context.workers.tracked.values()):
         raise ValueError("it has evidence of cells that it lacks")

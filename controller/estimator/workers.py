@@ -1,92 +1,103 @@
-"""Workers of a context: whose evidence is shared, and who differs.
-
-Workers that agree share their evidence, each with a fair share of the weight. Every COMPARED reports a worker's own step
-times and tokens are held against those of the others; one that agrees with fewer than half of them is isolated: it has a
-table of its own, and no say in that of the others.
-"""
+"""Workers of a context, and whose evidence is shared: that of all that agree, each with a fair share of the weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
-from speclen.controller.estimator.features import Prior
-from speclen.controller.estimator.step_time import Evidence, Tail, solve
-from speclen.controller.estimator.tokens import TokenEvidence, TokenPrior, ratios_of
-
-Array = np.ndarray
+from speclen.controller.estimator.isolation import Worker
+from speclen.controller.estimator.sizes import Cells
+from speclen.controller.estimator.step_time import Evidence
+from speclen.controller.estimator.tokens import TokenEvidence
 
 MOST_TRACKED = 16  # workers told apart; evidence of others is added up, and each of them is a small part of it
-COMPARED = 64  # reports of a worker between two comparisons
+EXPIRED = 20_000  # reports of others after which a worker without any has left
 FAIR_SHARE = 2.0  # of the median worker's evidence that one worker counts for, at most
-UNLIKE_TIMES = 0.12  # root mean square difference of log times, beyond a constant factor
-UNLIKE_TOKENS = 0.2  # difference of log tokens per step
-COMPARED_LENGTH, COMPARED_TRIALS = 4, 200.0  # draft tokens at which tokens are compared, and the evidence that takes
-SIGNIFICANT = 3.0  # standard deviations
-UNKNOWN = 1e6  # variance of what was not seen
 
 
-class Worker:
-    """Evidence of one worker. apart: from the others in step times, in tokens."""
-
-    STATE = ("num_reports", "compared_at", "last_seen", "apart", "theta", "precision", "speed")
+class Workers:
+    """tracked: told apart; untracked: others, with samples to compare with alone. times, tokens: evidence of these, and of
+    workers that have left."""
 
     def __init__(self, num_features: int, max_length: int) -> None:
-        self.tail, self.times, self.tokens = Tail(num_features), Evidence(), TokenEvidence(max_length)
-        self.num_reports = self.compared_at = self.last_seen = 0
-        self.apart = np.zeros(2, dtype=bool)
-        self.theta, self.precision = np.zeros(0), np.zeros(0)  # own step times by cell as of the last comparison
-        self.speed = np.zeros((2, 0))  # own log tokens per step by class, and their variance
+        self._num_features = num_features
+        self.tracked: dict[str, Worker] = {}
+        self.untracked: dict[str, Worker] = {}
+        self.times, self.tokens = Evidence(), TokenEvidence(max_length)
 
     @property
-    def is_due(self) -> bool:
-        """True when it is to be compared."""
-        return self.num_reports - self.compared_at >= COMPARED
+    def everyone(self) -> list[Worker]:
+        """All of them."""
+        return [*self.tracked.values(), *self.untracked.values()]
 
-    def note(self, features: Array, prior: Prior, token_prior: TokenPrior) -> None:
-        """Solve for what this worker alone says."""
-        self.compared_at = self.num_reports
-        self.times.grow(len(features))
-        information = (self.times.information + self.times.information.T) / 2
-        solution = solve(information, self.times.moment, features, prior, prior.mean, UNLIKE_TIMES**2)
-        log_mean = np.log(features @ np.exp(solution.phi))
-        self.theta, self.precision = log_mean + solution.rho, np.diag(information).copy()
-        ratios = ratios_of([self.tokens], [1.0], token_prior)
-        length = min(COMPARED_LENGTH, ratios.steps.shape[2] - 1)
-        trials = self.tokens.reached[:, :1].sum(axis=1) + self.tokens.tokens
-        variance = np.where(trials >= COMPARED_TRIALS, 2.0 / np.maximum(trials, 1.0), UNKNOWN)
-        self.speed = np.stack([-np.log(ratios.steps[:, 0, length]), variance])
+    def new(self) -> Worker:
+        """A worker without evidence."""
+        return Worker(self._num_features, self.tokens.reached.shape[1])
 
-    def agrees_in_times(self, other: Worker) -> bool:
-        """True unless step times of both differ by more than a factor, in cells that both have seen."""
-        count = min(len(self.theta), len(other.theta))
-        weight = np.minimum(self.precision[:count], other.precision[:count])
-        if np.count_nonzero(weight) < 2:
-            return True
-        difference = self.theta[:count] - other.theta[:count]
-        difference = difference - (weight @ difference) / weight.sum()
-        mean_square = float(weight @ difference**2) / float(weight.sum())
-        chance = float(np.count_nonzero(weight)) / float(weight.sum())  # mean square that noise alone explains
-        return mean_square < UNLIKE_TIMES**2 or mean_square < SIGNIFICANT * 2 * chance
+    def find(self, name: str, num_reports: int, isolated: Container[str]) -> Worker:
+        """The worker of this name, which may be new; then those that have left make room."""
+        known = self.tracked.get(name) or self.untracked.get(name)
+        if known is not None:
+            return known
+        self._expire(num_reports, isolated)
+        among = self.tracked if len(self.tracked) < MOST_TRACKED else self.untracked
+        return among.setdefault(name, self.new())
 
-    def agrees_in_tokens(self, other: Worker) -> bool:
-        """True unless accepted tokens of some class differ significantly."""
-        if not self.speed.size or not other.speed.size:
-            return True
-        difference = np.abs(self.speed[0] - other.speed[0])
-        spread = np.sqrt(self.speed[1] + other.speed[1])
-        return bool((difference <= UNLIKE_TOKENS + SIGNIFICANT * spread).all())
+    def _expire(self, num_reports: int, isolated: Container[str]) -> None:
+        """Put the evidence of workers that have left together, but that of isolated ones."""
+        for workers in (self.tracked, self.untracked):
+            for name in [name for name, each in workers.items() if num_reports - each.last_seen > EXPIRED]:
+                worker = workers.pop(name)
+                if name not in isolated:
+                    self.times.absorb(worker.times)
+                    self.tokens.absorb(worker.tokens)
 
+    def evidence_of(self, name: str) -> tuple[Evidence, TokenEvidence]:
+        """Where a worker's reports are counted."""
+        worker = self.tracked.get(name, self)
+        return worker.times, worker.tokens
 
-def is_apart(worker: Worker, others: Iterable[Worker]) -> Array:
-    """Whether a worker differs from more than half of the others: in step times, in tokens."""
-    known = [other for other in others if other is not worker and other.compared_at]
-    if not known:
-        return worker.apart
-    times = sum(worker.agrees_in_times(other) for other in known)
-    tokens = sum(worker.agrees_in_tokens(other) for other in known)
-    return np.array([2 * times < len(known), 2 * tokens < len(known)])
+    def shared_times(self) -> list[Evidence]:
+        """Evidence of step times of the workers that agree."""
+        return [self.times, *(worker.times for worker in self.tracked.values() if not worker.apart[0])]
+
+    def shared_tokens(self) -> list[TokenEvidence]:
+        """Evidence of tokens of the workers that agree."""
+        shared = [worker.tokens for worker in self.tracked.values() if not worker.apart[1]]
+        return [self.tokens, *shared] if self.tokens.amount else shared
+
+    def all_times(self) -> list[Evidence]:
+        """Evidence of step times of all workers."""
+        return [self.times, *(worker.times for worker in self.tracked.values())]
+
+    def all_tokens(self) -> list[TokenEvidence]:
+        """Evidence of tokens of all workers."""
+        return [self.tokens, *(worker.tokens for worker in self.tracked.values())]
+
+    def shared_level(self) -> float | None:
+        """Mean level of the workers that agree; None before their first sample."""
+        levels = [each.tail.level for each in self.everyone if not each.apart[0] and each.tail.num_samples]
+        return float(np.mean(levels)) if levels else None
+
+    def noise(self) -> float:
+        """Standard deviation of a log step time."""
+        return float(np.mean([worker.times.noise for worker in self.tracked.values()] or [self.times.noise]))
+
+    def drop_cells(self, cells: Cells) -> None:
+        """Forget the cells with the least evidence where there are too many."""
+        evidence = self.all_times()
+        for each in evidence:
+            each.grow(len(cells.numbers))
+        kept = cells.to_keep(np.sum([each.count for each in evidence], axis=0))
+        if kept is None:
+            return
+        place = cells.keep(kept)
+        for each in evidence:
+            each.keep(kept)
+        for worker in self.everyone:
+            worker.tail.keep(place)
+            worker.theta, worker.precision = np.zeros(0), np.zeros(0)
 
 
 def fair_weights(amounts: Sequence[float]) -> list[float]:
