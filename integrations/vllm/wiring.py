@@ -10,6 +10,7 @@ import structlog
 
 from speclen.integrations.vllm.background import Reporting
 from speclen.integrations.vllm.context import RAGGED, check_config, configured_table, context_key, limits_of
+from speclen.integrations.vllm.lengths import remark
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker
@@ -61,6 +62,8 @@ def steering_for(
         policy=settings.policy,
         engine=control.card.context.engine_fingerprint,
     )
+    if sentence := remark(engine.vllm_config):
+        log.info(sentence)
     return steering
 
 
