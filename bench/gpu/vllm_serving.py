@@ -158,10 +158,10 @@ class Bench:
     def block(self, policy: str, requests: int, seconds: float, measured: bool = True) -> Block:
         """So many requests at once, half of them greedy, for so many seconds; what is under way at the end is aborted."""
         self.use(policy)
-        dice = itertools.count()
+        numbers = itertools.count()
 
         def another(num_tokens: int = NEW_TOKENS) -> str:
-            number = next(dice)
+            number = next(numbers)
             return self.add(number, num_tokens, 0.7 if number % 2 else 0.0)
 
         # Of different lengths, so that not all of the first end at once.
