@@ -26,8 +26,10 @@ LARGEST, ROWS = 5, 3
 class Counting(StandaloneARSpeculator):
     """As far as a dummy run without attention goes. passes: of the draft model, that over the prompt included."""
 
+    max_model_len = 64  # a property in some versions
+
     def __init__(self) -> None:
-        self.num_speculative_steps, self.max_model_len, self.passes = LARGEST, 64, 0
+        self.num_speculative_steps, self.passes = LARGEST, 0
         self.model = torch.nn.Identity()
         self.draft_tokens = torch.zeros(8, LARGEST, dtype=torch.int64)
         self.last_token_indices = torch.zeros(8, dtype=torch.int64)
