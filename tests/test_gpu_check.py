@@ -37,7 +37,7 @@ def test_a_dry_run_goes_through_everything_but_vllm(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "gpu_check.json").read_text())
     ends = {one["part"]: one["end"] for one in document["parts"]}
     assert ends == {"checks": "done", "own": "done", "vllm-v1": "skipped", "vllm-v2": "skipped"}
-    assert "there is no vLLM here, and no bundle of it" in done.stdout
+    assert "vllm-v1: skipped after 0 s: there is no vLLM here" in done.stdout
     checked = json.loads((tmp_path / "checks.json").read_text())
     assert [one["passed"] for one in checked["checks"]] == [True] * 5
     assert {one["model"] for one in checked["passes"]} == {"target", "draft"}
@@ -136,11 +136,12 @@ def test_a_bundle_is_put_together_from_its_pieces(tmp_path: Path) -> None:
         entry = tarfile.TarInfo("site/package.py")
         entry.size = 5
         archive.addfile(entry, io.BytesIO(b"x = 1"))
+    assert "no bundle of it" in run.unpack(tmp_path, dry=False)
     half = len(whole.getvalue()) // 2
     (tmp_path / "piece-1-of-2").write_bytes(whole.getvalue()[:half])
     assert "1 of the 2 pieces" in run.unpack(tmp_path, dry=False)
     (tmp_path / "piece-2-of-2").write_bytes(whole.getvalue()[half:])
-    assert "there is no vLLM here" in run.unpack(tmp_path, dry=True)
+    assert run.unpack(tmp_path, dry=True) == "there is no vLLM here"
     assert run.unpack(tmp_path, dry=False) == ""
     assert (tmp_path / "packages" / "site" / "package.py").read_text() == "x = 1"
 

@@ -85,7 +85,9 @@ def unpack(bundle: Path, dry: bool) -> str:
     pieces, packages = sorted(bundle.glob("piece-*")), bundle / "packages"
     if find_spec("vllm") is not None or (packages.exists() and not dry):
         return ""
-    if dry or not pieces:
+    if dry:
+        return "there is no vLLM here"
+    if not pieces:
         return f"there is no vLLM here, and no bundle of it in {bundle}: scripts/gpu/bundle.py makes one"
     if len(pieces) < (wanted := int(pieces[0].name.rpartition("-")[2])):
         return f"{bundle} holds {len(pieces)} of the {wanted} pieces of its bundle"
