@@ -78,7 +78,7 @@ ALLOWED = {
     "bench.fleet": {"bench.service", "v1"},
     "bench.simulation": {"console", "controller.estimator"},
     "bench.engine": {"bench.machine", "bench.spread", "console", "worker"},
-    "bench.gpu": {"bench.machine", "bench.engine", "worker", "controller"},
+    "bench.gpu": {"bench.machine", "bench.engine", "bench.serving", "console", "integrations.vllm", "worker"},
     "bench.profile": {"bench.machine", "console", "v1", "worker", "controller", "store"},
     "bench.serving": {
         "bench.profile",
@@ -201,7 +201,8 @@ def test_light_programs_never_import_torch(module):
 
 def test_the_gpu_check_needs_nothing_that_a_bare_machine_with_torch_lacks():
     missing = {"grpc", "google.protobuf", "matplotlib", "rich", "speclen.v1", "structlog", "typer"}
-    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import speclen.bench.gpu.check"
+    modules = "speclen.bench.gpu.check, speclen.bench.gpu.run"
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(missing)})); import {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

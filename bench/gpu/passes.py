@@ -1,14 +1,12 @@
-"""How near single passes come to what the device's memory allows, and where a step's time goes."""
+"""How near single passes come to what the device's memory allows."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -16,8 +14,6 @@ from torch import nn
 
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
-from speclen.worker.engine import step_runner
-from speclen.worker.engine.speculative import speculative_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,34 +122,3 @@ def _time(
         timer.median(lambda: plain(part()), max(3, repeats // 5)),
         read / bandwidth,
     )
-
-
-@dataclass(slots=True)
-class BusyTimes:
-    """Seconds from the first to the last kernel of each step, in order; empty where there are no device events."""
-
-    events: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def seconds(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [1e-3 * start.elapsed_time(end) for start, end in self.events]
-
-
-@contextmanager
-def busy_times(device: torch.device) -> Iterator[BusyTimes]:
-    """Note when the device works on a step, for all engines of this process. What lies between is the host's."""
-    busy = BusyTimes()
-    if device.type != "cuda":
-        yield busy
-        return
-
-    def timed(*arguments: Any) -> Any:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = speculative_step(*arguments)
-        end.record()
-        busy.events.append((start, end))
-        return result
-
-    with mock.patch.object(step_runner, "speculative_step", timed):
-        yield busy

@@ -112,6 +112,7 @@ SCENARIOS: dict[str, TrackRecipe] = {
         settle_steps=1000,
     ),
     "closed": TrackRecipe("mixed requests, always so many at a time", (steady(1.0),), block_s=5.0, at_once=FALLING),
+    "closed-wide": TrackRecipe("as closed, up to 32 at a time", (steady(1.0),), block_s=5.0, at_once=(32, 16, 4, 1)),
     "closed-copying": TrackRecipe(
         "edits, extraction and quotes, always so many at a time",
         (steady(1.0, mix=COPYING),),

@@ -10,6 +10,7 @@ from typing import Any
 
 from speclen.integrations.vllm.settings import VllmSettings
 from speclen.integrations.vllm.steps import Traits
+from speclen.integrations.vllm.v2_runner import is_registered
 from speclen.records import MAX_BATCH_SIZE, MAX_SPECULATION_LENGTH, Arm, Choice, Limits
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.config import parse_policy
@@ -140,7 +141,8 @@ def longest_context(config: Any) -> int:
 
 def fast_lengths(config: Any, lookup: Sequence[int]) -> frozenset[int]:
     """Lengths that run in captured full graphs, where others do not: those of the configured table. Empty: all alike."""
-    if config.use_v2_model_runner and "FULL" in str(config.compilation_config.cudagraph_mode):
+    full_graphs = config.use_v2_model_runner and "FULL" in str(config.compilation_config.cudagraph_mode)
+    if full_graphs and not is_registered():
         return frozenset(lookup[1:])
     return frozenset()
 

@@ -21,6 +21,7 @@ from speclen.integrations.vllm.lengths import CautiousLengths
 from speclen.integrations.vllm.settings import VllmSettings, as_variables, settings_from
 from speclen.integrations.vllm.steering import Steering
 from speclen.integrations.vllm.steps import StepTracker
+from speclen.integrations.vllm.v2_runner import remark
 from speclen.records import Arm
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting.card import WorkerCard
@@ -64,6 +65,8 @@ def steering_for(
         policy=settings.policy,
         engine=control.card.context.engine_fingerprint,
     )
+    if sentence := remark(engine.vllm_config):
+        log.info(sentence)
     return steering
 
 

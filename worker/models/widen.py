@@ -71,10 +71,15 @@ def _copies(name: str, small: int, wide: int | None, default: int = 1) -> int:
     return wide // small
 
 
+def widened_config(config: Any, shape: Shape) -> Any:
+    """The widened model's configuration. Raises ValueError as `widen` does."""
+    return _plan(config, shape).config
+
+
 def count_parameters(config: Any, shape: Shape) -> int:
     """Parameters of the widened model, without building it. Raises ValueError as `widen` does."""
     with torch.device("meta"):
-        return LlamaForCausalLM(_plan(config, shape).config).num_parameters()
+        return LlamaForCausalLM(widened_config(config, shape)).num_parameters()
 
 
 @torch.no_grad()
