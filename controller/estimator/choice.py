@@ -2,7 +2,7 @@
 
 The arm with the most expected tokens per second is in use; it stays until another one is better by STAYS. Probes try the
 arm whose score plus OPTIMISM standard deviations, relative to the arm in use, is largest, when the seconds that it is
-expected to lose have been earned.
+expected to lose have been earned. Policies that do not learn, for `controller --policy`, have their table from the start.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from speclen.controller.estimator.model import Estimates
+from speclen.records import Profile
 
 Array = np.ndarray
+
+ADAPTIVE = "adaptive"
+KNOWN = "adaptive, profile, none or fixed:K with K from 0 to 64"
 
 STAYS = 0.005  # log score by which another arm must be better
 OPTIMISM = 1.0  # standard deviations
@@ -118,3 +122,34 @@ class Selection:
         self.credit_s -= loss
         self.since_probe[index] = 0.0
         return arm
+
+
+def check_policy(name: str) -> str:
+    """The name; ValueError if it is unknown."""
+    fixed = name.removeprefix("fixed:")
+    if name in (ADAPTIVE, "profile", "none") or (name != fixed and fixed.isdigit() and int(fixed) <= 64):
+        return name
+    raise ValueError(f"the policy {name!r} is unknown: use {KNOWN}")
+
+
+def lengths_of(name: str, sizes: np.ndarray, max_length: int, profile: Profile | None) -> np.ndarray:
+    """Length at each batch size by a policy that does not learn; 0 while the paper's table has no profile."""
+    if name == "profile":
+        best = {} if profile is None else best_lengths(profile)
+        known = np.array(sorted(best)) if best else np.zeros(0, int)
+        at = np.minimum(np.searchsorted(known, sizes), len(known) - 1)
+        lengths = np.array([best[size] for size in known[at]]) if best else np.zeros(len(sizes), int)
+    else:
+        lengths = np.full(len(sizes), 0 if name == "none" else int(name.removeprefix("fixed:")))
+    return np.minimum(lengths, max_length)
+
+
+def best_lengths(profile: Profile) -> dict[int, int]:
+    """The length with the most tokens per second at every profiled batch size; others take the next larger size's."""
+    tokens = 1.0 + np.concatenate([[0.0], np.cumsum(profile.survival)])
+    best: dict[int, tuple[float, int]] = {}
+    for cell in profile.cells:
+        if cell.speculation_length < len(tokens):
+            goodput = float(tokens[cell.speculation_length]) / cell.step_s
+            best[cell.batch_size] = max(best.get(cell.batch_size, (0.0, 0)), (goodput, cell.speculation_length))
+    return {size: length for size, (_, length) in best.items()}

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from speclen.controller.estimator.choice import ADAPTIVE, check_policy, lengths_of
 from speclen.controller.estimator.context import POOL, Context
 from speclen.controller.estimator.saving import restore_pair, save_pair
 from speclen.controller.estimator.seeding import check_profile, seed_from, seed_times
 from speclen.controller.estimator.shown import estimates_of, ms_per_token
 from speclen.controller.estimator.tokens import TokenPrior
-from speclen.controller.policies import ADAPTIVE, check_policy, lengths_of
 from speclen.records import (
     ArmEstimate,
     Choice,
@@ -48,7 +48,7 @@ class Pair:
 
 
 class Estimator:
-    """Contexts by key. policy: "adaptive", or one that does not learn, see `policies`. One thread calls it."""
+    """Contexts by key. policy: "adaptive", or one that does not learn, see `choice`. One thread calls it."""
 
     def __init__(self, policy: str = ADAPTIVE) -> None:
         """Raises ValueError for an unknown policy."""
