@@ -135,7 +135,7 @@ SCENARIOS: dict[str, TrackRecipe] = {
     "closed-chat": TrackRecipe(
         "a chat model that ends its answers, always so many requests at a time",
         (steady(1.0, mix=CHAT),),
-        block_s=5.0,
+        block_s=40.0,
         at_once=FALLING,
     ),
 }
