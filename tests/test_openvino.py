@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import engines
@@ -19,18 +20,20 @@ import pytest
 import tiny_models
 import torch
 
-from speclen.worker.backends import openvino
+from speclen.worker.backends import openvino, threads
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import TOLERANCE, check_model, inspect_layers
 from speclen.worker.backends.forward_clock import ForwardClock
 from speclen.worker.backends.packed_linear import private_copy
 from speclen.worker.backends.passes import RaggedPart, StepRows
+from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.models.loading import cpu_has_bfloat16
 from speclen.worker.models.naming import ModelError
 from speclen.worker.requests.request import FinishReason
+from speclen.worker.service import assembly
 
 CPU = torch.device("cpu")
 needs_openvino = pytest.mark.skipif(
@@ -252,6 +255,34 @@ def test_a_number_of_threads_for_which_there_is_no_memory(monkeypatch: pytest.Mo
     monkeypatch.undo()
     loaded.use_threads(2)
     check_model(loaded, model, "llama")
+
+
+@needs_openvino
+def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request on a busy machine took four seconds, the next one 0.3."""
+    monkeypatch.setattr(threads, "default_threads", lambda *_: 2)
+    before = torch.get_num_threads()
+    try:
+        target, _ = tiny_models.save_pair("llama", tmp_path)
+        config = WorkerConfig(target=target, controller="", device="cpu", dtype="float32", backend="openvino")
+        engine = assembly.load(config, lambda line: None)[1]
+        monkeypatch.setattr(pytest.importorskip("openvino").Core, "compile_model", None)
+        engine.use_threads(1)
+        collected = engines.generate(engine, engines.request("a", [3, 4, 5], max_tokens=4, ignore_eos=True))
+        assert collected.last("a").finish_reason is FinishReason.LENGTH
+        assert (engine.num_threads, torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_openvino
+def test_weights_are_laid_out_when_threads_change_and_not_in_the_next_step() -> None:
+    loaded = load(tiny_models.build("llama"), torch.float32)
+    before = loaded.num_first_uses
+    loaded.use_threads(2)
+    assert loaded.num_first_uses == before + 1
 
 
 @needs_openvino

@@ -8,7 +8,7 @@ import pytest
 from fake_generation import FakeService, serving
 
 from speclen.bench.serving.capacity import capacity, capacity_of, is_settled
-from speclen.bench.serving.load import Progress, Yield, closed_loop, make_request, open_loop
+from speclen.bench.serving.load import Progress, Yield, closed_loop, make_request, open_loop, request_of
 from speclen.bench.serving.tracks import Arrival
 from speclen.bench.serving.watch import reached_steps_at, watch
 
@@ -81,6 +81,13 @@ def test_a_request_without_its_full_answer_has_failed_and_says_why(service, time
     assert all(words in outcome.error for outcome in failed)
     assert all(outcome.finished_s is None for outcome in failed)
     assert f"{num_failed} FAILED" in str(progress)
+
+
+def test_an_answer_that_the_model_may_end_is_whole_at_any_length():
+    track = [Arrival(0.0, "chat-code", 0, 0, 10, ends_itself=True)]
+    outcomes, progress = replay(FakeService(step_s=0.001, short_by=4), track)
+    assert (outcomes[0].error, outcomes[0].num_tokens, progress.num_finished) == ("", 6, 1)
+    assert not request_of(track[0], (1,)).sampling_params.ignore_eos
 
 
 def test_no_server_at_all_is_a_failure_of_every_request_and_not_of_the_client():

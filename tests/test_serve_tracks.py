@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import tiny_models
 
+from speclen.bench.serving import chat
 from speclen.bench.serving.prompts import HEAD_TOKENS, KINDS, PromptDrawer
-from speclen.bench.serving.recipes import MIXED, SCENARIOS, scenario_of
-from speclen.bench.serving.tracks import MEAN_OUTPUT_TOKENS, TURN_TOKENS, arrival_times, draw_requests, make_block
+from speclen.bench.serving.recipes import CHAT, MEAN_OUTPUT_TOKENS, MIXED, SCENARIOS, scenario_of
+from speclen.bench.serving.tracks import TURN_TOKENS, arrival_times, draw_requests, make_block
 
 CAPACITY = 1400.0
 
@@ -38,6 +39,14 @@ def test_a_block_asks_for_the_share_of_capacity_that_it_names():
     assert asked / CAPACITY == pytest.approx(0.15, rel=0.05)
     twice = make_block("steady-low", CAPACITY, duration_s=5_000, scale=2.0)
     assert len(twice.arrivals) / len(block.arrivals) == pytest.approx(2.0, rel=0.05)
+
+
+def test_answers_that_the_model_ends_are_asked_for_by_their_expected_length():
+    block = make_block("chat", CAPACITY, duration_s=5_000)
+    assert all(arrival.ends_itself and arrival.output_tokens == CHAT.most_tokens for arrival in block.arrivals)
+    load = sum(segment.share * segment.load for segment in SCENARIOS["chat"].segments)
+    asked = len(block.arrivals) * CHAT.mean_tokens / block.duration_s
+    assert asked / CAPACITY == pytest.approx(load, rel=0.05)
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
@@ -91,7 +100,7 @@ def test_turns_of_a_conversation_begin_with_what_was_said_before():
 
 def test_edits_begin_as_the_file_that_they_edit():
     drawer = PromptDrawer(tiny_models.tokenizer())
-    for kind in KINDS:
+    for kind in set(KINDS) - set(chat.KINDS):
         prompt = drawer.draw(kind, 128, 7)
         assert len(prompt) == 128
         assert prompt == drawer.draw(kind, 128, 7) != drawer.draw(kind, 128, 8)

@@ -113,6 +113,7 @@ def test_the_wheel_holds_every_module_and_all_data(wheel: Path) -> None:
     wanted |= {
         "speclen/store/schema.sql",
         "speclen/cli/dashboard.yaml",
+        "speclen/bench/serving/chat.toml",
         "speclen/worker/bundled/target/model.safetensors",
     }
     assert wanted <= held, sorted(wanted - held)[:10]

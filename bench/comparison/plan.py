@@ -16,7 +16,7 @@ import numpy as np
 from speclen.bench.machine import machine
 from speclen.bench.serving.capacity import AGREE, LENGTHS, capacity, capacity_of, is_settled
 from speclen.bench.serving.deployment import WorkerSettings
-from speclen.bench.serving.load import Yield, closed_loop, explain, make_request
+from speclen.bench.serving.load import Yield, closed_loop, explain, request_of
 from speclen.bench.serving.policies import Policy, parse_policies
 from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.recipes import ALIASES, SCENARIOS, TrackRecipe, scenario_of
@@ -132,7 +132,7 @@ class Visitor:
             drawn = [draw_requests(rng, np.zeros(DRAWN_TOGETHER), mix) for mix in mixes]
             for each in itertools.chain.from_iterable(zip(*drawn, strict=True)):
                 prompt = self._drawer.draw(each.kind, each.prompt_tokens, each.prompt_seed)
-                yield make_request(prompt, each.output_tokens, each.temperature, each.sampling_seed)
+                yield request_of(each, prompt)
 
 
 def digest_of(path: Path) -> str:

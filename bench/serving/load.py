@@ -54,15 +54,22 @@ class RequestOutcome:
 
 
 def make_request(
-    prompt: Prompt, num_tokens: int, temperature: float = 0.0, sampling_seed: int = 0
+    prompt: Prompt, num_tokens: int, temperature: float = 0.0, sampling_seed: int = 0, ends_itself: bool = False
 ) -> pb.GenerateRequest:
-    """With a seed, and past end tokens: every policy then generates the same tokens, and equally many."""
+    """With a seed, so that every policy generates the same tokens; past end tokens, unless the model ends its answer."""
     return pb.GenerateRequest(
         tokenized=pb.TokenizedInput(input_ids=prompt),
         sampling_params=pb.SamplingParams(
-            temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=sampling_seed
+            temperature=temperature, max_tokens=num_tokens, ignore_eos=not ends_itself, seed=sampling_seed
         ),
         stream=True,
+    )
+
+
+def request_of(arrival: Arrival, prompt: Prompt) -> pb.GenerateRequest:
+    """The request of an arrival."""
+    return make_request(
+        *(prompt, arrival.output_tokens, arrival.temperature, arrival.sampling_seed, arrival.ends_itself)
     )
 
 
@@ -149,8 +156,8 @@ async def open_loop(
 
         async def send(outcome: RequestOutcome) -> None:
             arrival = arrivals[outcome.index]
-            num_tokens = arrival.output_tokens
-            request = make_request(prompts[outcome.index], num_tokens, arrival.temperature, arrival.sampling_seed)
+            num_tokens = 1 if arrival.ends_itself else arrival.output_tokens
+            request = request_of(arrival, prompts[outcome.index])
             outcome.sent_s = clock()
             progress.num_sent += 1
             await follow(stub.Generate(request, timeout=timeout_s), outcome, clock, num_tokens)

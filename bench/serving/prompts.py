@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from speclen.bench.serving import chat
 from speclen.bench.serving.tracks import FIRST_TURN_TOKENS, MAX_TURNS, TURN_TOKENS, Arrival
 from speclen.worker.profiling.prompts import PromptSource, held_out_texts
 
@@ -40,7 +41,7 @@ ASKED_OF_TEXTS = {
     "extract": ("code", '\n\n\n__all__ = [\n    "', False),
     "quote": ("prose", '\n\nAs was said above: "', True),
 }
-KINDS = (*TEXTS, *ASKED_OF_TEXTS, "chat")
+KINDS = (*TEXTS, *ASKED_OF_TEXTS, "chat", *chat.KINDS)
 
 
 class PromptDrawer:
@@ -49,9 +50,16 @@ class PromptDrawer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._sources: dict[str, PromptSource] = {}
+        self._chat: chat.ChatPrompts | None = None
 
     def draw(self, kind: str, num_tokens: int, seed: int) -> tuple[int, ...]:
-        """Exactly num_tokens ids. Raises ValueError for an unknown kind, or too few tokens for it."""
+        """Exactly num_tokens ids; for chat models as many as the text has.
+
+        Raises ValueError for an unknown kind, too few tokens for it, or a tokenizer without a chat template.
+        """
+        if kind in chat.KINDS:
+            self._chat = self._chat or chat.ChatPrompts(self._tokenizer)
+            return self._chat.draw(kind, seed)
         if kind in TEXTS:
             return self._text(kind, num_tokens, seed)
         if kind == "chat":

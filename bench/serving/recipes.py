@@ -9,13 +9,23 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from speclen.bench.serving import chat
+
+MEAN_OUTPUT_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What requests are. kinds: with their shares, which add up to 1. temperatures: equally many of each."""
+    """What requests are. kinds: with their shares, which add up to 1. temperatures: equally many of each.
+
+    mean_tokens: of an answer. most_tokens: of an answer that the model ends by itself; None: its length is drawn, and end
+    tokens are ignored.
+    """
 
     kinds: tuple[tuple[str, float], ...]
     temperatures: tuple[float, ...] = (0.0,)
+    mean_tokens: float = MEAN_OUTPUT_TOKENS
+    most_tokens: int | None = None
 
 
 CODE = Mix((("code", 1.0),))
@@ -25,6 +35,7 @@ MIXED = Mix(
 )
 COPYING = Mix((("edit", 0.6), ("extract", 0.2), ("quote", 0.2)))
 SAMPLED = Mix((("code", 0.7), ("chat", 0.3)), (0.7, 1.0))
+CHAT = Mix(tuple((kind, 1 / len(chat.KINDS)) for kind in chat.KINDS), (0.0, 0.7, 1.0), mean_tokens=128, most_tokens=384)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,15 @@ SCENARIOS: dict[str, TrackRecipe] = {
         block_s=5.0,
         at_once=FALLING,
     ),
+    "chat": TrackRecipe(
+        "a chat model that ends its answers; sparse and intense stretches take turns", alternating(CHAT), block_s=40.0
+    ),
+    "closed-chat": TrackRecipe(
+        "a chat model that ends its answers, always so many requests at a time",
+        (steady(1.0, mix=CHAT),),
+        block_s=40.0,
+        at_once=FALLING,
+    ),
 }
 ALIASES = {"mixed-temperature": "mixed"}
 
@@ -146,7 +166,7 @@ def scenario_of(text: str) -> TrackRecipe:
     return TrackRecipe("spelled out", shared, block_s=total)
 
 
-MIXES = {"code": CODE, "prose": PROSE, "mixed": MIXED, "copying": COPYING, "sampled": SAMPLED}
+MIXES = {"code": CODE, "prose": PROSE, "mixed": MIXED, "copying": COPYING, "sampled": SAMPLED, "chat": CHAT}
 
 
 def _parse_segment(text: str) -> tuple[float, Segment]:

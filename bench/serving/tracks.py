@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speclen.bench.serving.recipes import ALIASES, Mix, Segment, TrackRecipe, scenario_of
+from speclen.bench.serving.recipes import ALIASES, MEAN_OUTPUT_TOKENS, Mix, Segment, TrackRecipe, scenario_of
 
 # Output lengths are log-normal, as in traces of chat traffic, and cut so that no request outlasts a block by much.
-MEAN_OUTPUT_TOKENS = 64
 OUTPUT_SIGMA = 0.6
 OUTPUT_RANGE = (8, 192)
 PROMPT_TOKENS = {
@@ -39,7 +38,8 @@ MAX_DRAWS = 20
 class Arrival:
     """One request. prompt_seed draws its prompt: the same seed, kind and number of tokens give the same prompt.
 
-    Turns of one conversation share the seed, and each prompt begins with the one before. sampling_seed: of its noise.
+    Turns of one conversation share the seed, and each prompt begins with the one before. prompt_tokens: 0 where the text
+    decides. output_tokens: at most, where the model ends its answer. sampling_seed: of its noise.
     """
 
     at_s: float
@@ -49,6 +49,7 @@ class Arrival:
     output_tokens: int
     temperature: float = 0.0
     sampling_seed: int = 0
+    ends_itself: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ def make_block(
         if scale != 1.0:
             raise ValueError(f"track {track} has no load that --scale {scale:g} could multiply: leave it out")
         return closed_block(track, recipe, number, seed, seconds)
-    rate = scale * capacity_tokens_per_s / MEAN_OUTPUT_TOKENS
-    expected = rate * seconds * sum(s.share * (s.load + s.load_end) / 2 for s in recipe.segments)
+    rate = scale * capacity_tokens_per_s
+    expected = rate * seconds * sum(s.share * (s.load + s.load_end) / 2 / s.mix.mean_tokens for s in recipe.segments)
     if expected > MAX_ARRIVALS:
         raise ValueError(f"a block has about {expected:.3g} arrivals: use a smaller --scale or --block-s")
     factor = recipe.burstiness[number % len(recipe.burstiness)]
@@ -117,13 +118,14 @@ def closed_block(track: str, recipe: TrackRecipe, number: int, seed: int, second
 def draw_arrivals(
     rng: np.random.Generator, segments: Sequence[Segment], rate: float, seconds: float, burstiness: float
 ) -> list[Arrival]:
-    """rate: requests per second at a load of 1."""
+    """rate: tokens per second at a load of 1."""
     arrivals: list[Arrival] = []
     start, turns = 0.0, Conversations(rng)
     for segment in segments:
         length = segment.share * seconds
         cv = segment.cv * burstiness
-        times = start + arrival_times(rng, rate * segment.load, rate * segment.load_end, length, cv)
+        requests = rate / segment.mix.mean_tokens
+        times = start + arrival_times(rng, requests * segment.load, requests * segment.load_end, length, cv)
         arrivals.extend(draw_requests(rng, times, segment.mix, turns))
         start += length
     return arrivals
@@ -165,10 +167,15 @@ def draw_requests(
     turns = Conversations(rng) if turns is None else turns
     found = []
     for at_s, kind, output, temperature in zip(times, kinds, outputs, temperatures, strict=True):
-        seed, tokens = turns.next() if kind == "chat" else (draw_seed(rng), int(rng.choice(PROMPT_TOKENS[kind])))
-        found.append(
-            Arrival(round(float(at_s), 6), str(kind), seed, tokens, int(output), float(temperature), draw_seed(rng))
+        seed, tokens = (
+            turns.next() if kind == "chat" else (draw_seed(rng), int(rng.choice(PROMPT_TOKENS.get(kind, (0,)))))
         )
+        arrival = Arrival(
+            round(float(at_s), 6), str(kind), seed, tokens, int(output), float(temperature), draw_seed(rng)
+        )
+        if mix.most_tokens is not None:
+            arrival = replace(arrival, output_tokens=mix.most_tokens, ends_itself=True)
+        found.append(arrival)
     return found
 
 

@@ -103,8 +103,24 @@ def load(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[ModelPa
     progress(f"{prepared.backend} runs the models")
     control = make_control(config, pair, prepared.backend)
     engine = Engine(pair, engine_config, control, prepared)
+    if pair.device.type == "cpu" and not config.threads and engine.num_threads > 1:
+        # Else the first request on a busy machine, where one fewer is used, waits for seconds.
+        prepare_threads(engine, engine.num_threads - 1)
     control.card = card_of(control.card, engine)
     return pair, engine, control
+
+
+def prepare_threads(engine: Engine, num_threads: int) -> None:
+    """Let a later change to that many CPU threads hold up no step."""
+    for model in (engine.target, engine.draft):
+        if model is None:
+            continue
+        try:
+            model.use_threads(num_threads)
+        except MemoryError as error:
+            log.info("threads are not prepared", num_threads=num_threads, reason=str(error))
+        finally:
+            model.use_threads(engine.num_threads)
 
 
 def card_of(card: WorkerCard, engine: Engine) -> WorkerCard:

@@ -98,6 +98,8 @@ class OpenVinoModel:
             if free_memory(CPU) < MEMORY_MARGIN * self._num_weight_bytes:
                 raise MemoryError(f"no memory for {num_threads} threads beside {self._threads}: their number stays")
             self._requests[num_threads] = self._make_request(num_threads)
+            self._threads = num_threads
+            self._lay_out_weights()
         self._threads = num_threads
         # The first is that of an idle machine.
         spare = [each for each in list(self._requests)[1:] if each != num_threads]
@@ -105,6 +107,20 @@ class OpenVinoModel:
             del self._requests[old]
             self._new_memory.pop(old, None)
             self._seen = {shape for shape in self._seen if shape[0] != old}
+
+    def _lay_out_weights(self) -> None:
+        """Run the first pass, which brings the weights into their kernels' layout, on tokens that nobody wants."""
+        tokens = FILLER[:FILLED_TOKENS]
+        self._infer(
+            input_ids=tokens,
+            position_ids=tokens,
+            wanted=FILLER[:1],
+            past_lens=FILLER[:1],
+            subsequence_begins=np.array([0, FILLED_TOKENS]),
+            block_indices=np.array([self.pool.spare_block]),
+            block_indices_begins=FILLER[:2],
+            max_context_len=FILLED_TOKENS,
+        )
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel."""
