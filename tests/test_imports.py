@@ -1,6 +1,10 @@
-"""Imports point one way, through folders as well as packages; the estimator and the light programs stay light."""
+"""Imports point one way, through folders as well as packages; the estimator and the light programs stay light.
+
+A docstring names a thing or an action.
+"""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +141,7 @@ def within(name: str, rooms: set[str]) -> bool:
 
 
 SOURCES = sorted(path for top in TOP for path in (ROOT / top).rglob("*.py"))
+UNPACKAGED = sorted(path for top in ("scripts", "tests") for path in (ROOT / top).rglob("*.py"))
 
 
 @pytest.mark.parametrize("room", ALLOWED)
@@ -157,7 +162,7 @@ def test_every_file_belongs_to_a_room():
 
 def test_everything_is_imported_by_its_one_name():
     """`import worker` would work in the root of a checkout, and give every module a second time."""
-    for path in (*SOURCES, *(ROOT / "tests").glob("*.py"), *(ROOT / "scripts").rglob("*.py")):
+    for path in (*SOURCES, *UNPACKAGED):
         assert not {name.partition(".")[0] for name in imported(path)} & set(TOP), path
 
 
@@ -218,3 +223,15 @@ def test_no_folder_holds_more_modules_than_a_reader_can_keep_in_mind():
 
 
 MOST_MODULES = {"cli": 20}  # one module per verb, and as many verbs as there are
+
+
+QUESTIONS = {"That", "What", "Where", "Whether", "Which", "Who", "Whose"}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def test_docstrings_begin_with_a_noun_or_an_imperative():
+    for path in (*SOURCES, *UNPACKAGED):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED)]
+        texts = {node.body[0].lineno: ast.get_docstring(node) for node in nodes if ast.get_docstring(node)}
+        begin = {f"{path.relative_to(ROOT)}:{line}": re.match(r"\w*", text)[0] for line, text in texts.items()}
+        assert not {place: word for place, word in begin.items() if word in QUESTIONS}

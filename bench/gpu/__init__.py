@@ -1,1 +1,1 @@
-"""What `scripts/gpu_check` runs on a machine with a GPU."""
+"""Checks and benchmarks of `scripts/gpu_check`, for a machine with a GPU."""

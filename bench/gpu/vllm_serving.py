@@ -35,7 +35,7 @@ MAX_IN_FLIGHT = 4  # steps that vLLM may have launched when nobody asks for anyt
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a policy made of a closed loop. seconds: since all of the first requests were past their prompts."""
+    """Tokens and time of one policy in a closed loop. seconds: since all of the first requests ended their prefill."""
 
     policy: str
     requests: int

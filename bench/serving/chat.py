@@ -45,7 +45,7 @@ class ChatPrompts:
         return tuple(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
 
     def turns(self, kind: str, seed: int, held_out: bool = True) -> list[str]:
-        """What user and assistant said in turn, the user first and last."""
+        """Messages of user and assistant in turn, the user first and last."""
         rng = random.Random(seed)
         while True:
             template = rng.choice(self._texts[kind]["prompts"])

@@ -30,7 +30,7 @@ Prompt = Sequence[int]
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request. Times in seconds since the track began; None: it never came to that.
+    """Times, counts and output of one request. Times in seconds since the track began; None: it did not happen.
 
     error: empty for a request that got all the tokens it asked for.
     """
@@ -105,7 +105,7 @@ def note_completion(complete: pb.GenerateComplete, outcome: RequestOutcome, now:
 
 @dataclass(slots=True)
 class Progress:
-    """What the live display reads while a track runs."""
+    """Counts for the live display while a track runs."""
 
     num_sent: int = 0
     num_finished: int = 0

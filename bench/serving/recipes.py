@@ -1,7 +1,7 @@
-"""What tracks are made of: mixes of requests, stretches of load, and the tracks by name.
+"""Recipes of tracks: mixes of requests, stretches of load, and the tracks by name.
 
-Rates are given as load, a share of the machine's capacity (generated tokens per second at the best fixed length with
-every row busy), so that a track means the same on a laptop and on a GPU.
+Rates are given as load, a share of the machine's capacity, so that a track means the same on a laptop and on a GPU.
+Capacity: generated tokens per second at the best fixed length with every slot busy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MEAN_OUTPUT_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What requests are. kinds: with their shares, which add up to 1. temperatures: equally many of each.
+    """A mix of requests. kinds: with their shares, which add up to 1. temperatures: equally many of each.
 
-    mean_tokens: of an answer. most_tokens: of an answer that the model ends by itself; None: its length is drawn, and end
-    tokens are ignored.
+    mean_tokens: of an answer. most_tokens: of an answer that the model ends by itself. None: the answer's length is drawn,
+    and end tokens are ignored.
     """
 
     kinds: tuple[tuple[str, float], ...]
@@ -54,12 +54,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TrackRecipe:
-    """What the blocks of a named track are made of.
+    """Recipe for the blocks of a named track.
 
-    at_once: how many requests are under way, taking turns from block to block: the next one is sent when one ends, and
-    loads mean nothing. Empty: requests arrive at the segments' loads. burstiness: factors of the segments' cv, likewise
-    taking turns. throttle_share: of the block, after which another process takes a core. cold: every block starts with
-    an empty database for the policy `cold`, and what came before its settle_steps-th step is told apart. wrong_profile:
+    at_once: numbers of requests under way, one number a block, in turn. The next request is sent when one ends, and loads
+    mean nothing. Empty: requests arrive at the segments' loads. burstiness: factors of the segments' cv, one a block, in
+    turn. throttle_share: of the block, after which another process takes a core. cold: every block starts with an empty
+    database for the policy `cold`. settle_steps: first steps of such a block, which are counted apart. wrong_profile:
     needs a profile that fits other traffic.
     """
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # they import torch, which must see its settings first
 JOIN_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 120.0
 POLL_S = 0.01
-SETTLE_S = 0.05  # for the engine's thread to end the step in which the last row was answered
+SETTLE_S = 0.05  # for the engine's thread to end the step that finished the last request
 Command = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ def table_of(ranges: list[tuple[int, int, str]]) -> FixedTable:
 
 @dataclass(slots=True)
 class Desk:
-    """Where policies are opened, used and closed, one command a line. Every answer is one line, too."""
+    """Opens, uses and closes policies, one command a line. Every answer is one line, too."""
 
     config: WorkerConfig
     front: AsyncEngine
@@ -143,7 +143,7 @@ class Desk:
 
 
 def check_runs(name: str, client: asyncio.Task[None]) -> None:
-    """What does not learn any more must not be measured as if it did. Raises PartFailedError."""
+    """Raises PartFailedError if a policy's control client has ended: without it the policy does not learn."""
     if client.done():
         error = None if client.cancelled() else client.exception()
         raise PartFailedError(f"the control client of {name} has ended: {error or 'without a reason'}")

@@ -158,7 +158,7 @@ def arrival_times(rng: np.random.Generator, rate: float, rate_end: float, length
 def draw_requests(
     rng: np.random.Generator, times: np.ndarray, mix: Mix, turns: Conversations | None = None
 ) -> list[Arrival]:
-    """What is asked at each of these times. turns: of conversations that are going on; None: of none yet."""
+    """One request for each of these times. turns: conversations that are going on; None: none yet."""
     names, shares = zip(*mix.kinds, strict=True)
     kinds = rng.choice(names, size=len(times), p=shares)
     temperatures = rng.choice(mix.temperatures, size=len(times))
@@ -184,7 +184,7 @@ def draw_seed(rng: np.random.Generator) -> int:
 
 
 class Conversations:
-    """Whose turn is next: a new conversation's first, or the next one of a conversation that is going on."""
+    """Draws the next turn: the first of a new conversation, or the next one of a conversation that is going on."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng

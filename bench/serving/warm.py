@@ -84,7 +84,7 @@ class WarmWorker:
         copy_database(self.databases[name], target)
 
     def context(self) -> control_pb2.ContextKey:
-        """What a controller knows this worker's models and machine as."""
+        """The key under which a controller knows this worker's models and machine."""
         with grpc.insecure_channel(self.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             return stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10.0).context

@@ -99,7 +99,7 @@ def random_cpu(rng: np.random.Generator, max_batch: int, max_length: int, bump: 
 
 @dataclass(frozen=True)
 class Requests:
-    """What is decoded. acceptance[class, position]: P(accepted | all earlier ones accepted)."""
+    """A mix of easy and hard requests. acceptance[class, position]: P(accepted | all earlier ones accepted)."""
 
     acceptance: FloatArray
     hard_share: float

@@ -1,4 +1,4 @@
-"""What is learned in one context: hardware, engine and models. One thread calls it."""
+"""Learned state of one context: hardware, engine and models. One thread calls it."""
 
 from __future__ import annotations
 

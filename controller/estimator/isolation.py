@@ -76,7 +76,7 @@ class Worker:
 
 
 def is_apart(worker: Worker, others: Iterable[Worker]) -> Array:
-    """Whether a worker differs from more than half of the others: in step times, in tokens."""
+    """[2] of bool, for step times and for tokens: True if a worker differs from more than half of the others."""
     known = [other for other in others if other is not worker and other.compared_at]
     if not known:
         return worker.apart

@@ -125,7 +125,7 @@ class Evidence:
     def add(self, tail: Tail, samples: Samples, theta: Array, variance: Array) -> None:
         """Learn from the next samples of a worker.
 
-        theta, variance: what is believed of every cell, and the variance of that, for the clipping.
+        theta, variance: estimate of every cell and its variance, for the clipping.
         """
         num_new = len(samples.log_s)
         self.fade(float(np.exp(-num_new / MEMORY)))
@@ -170,9 +170,9 @@ def _rows(num_new: int, num_all: int) -> Array:
 
 
 class Solution(NamedTuple):
-    """What is believed of step times, apart from the level.
+    """Estimated step times, apart from the level.
 
-    phi, covariance: of the surface. theta, rho, shrinkage G and reach G J: of active cells; residual: variance of rho.
+    phi, covariance: of the surface. rho, shrinkage G and reach G J: of active cells; residual: variance of rho.
     """
 
     phi: Array

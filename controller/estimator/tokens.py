@@ -156,7 +156,7 @@ class TokenEvidence:
 
 
 class Ratios(NamedTuple):
-    """What is believed of tokens per step.
+    """Estimated acceptance, and steps and tokens per generated token.
 
     accepted: probability of a draft position given the one before, [classes, positions]; trials: evidence for it, all
     classes together, [positions]. steps, drafted, verified: per token, [classes, 2, lengths]. outputs: evaluated ones.
@@ -198,7 +198,7 @@ class TokenPrior:
 
 
 def ratios_of(evidence: Sequence[TokenEvidence], weights: Sequence[float], prior: TokenPrior) -> Ratios:
-    """What the evidence of some workers says, each with its weight."""
+    """Estimates from the evidence of some workers, each with its weight."""
     if not evidence:
         evidence, weights = [TokenEvidence(len(prior.accepted))], [1.0]
     total = {name: sum(w * getattr(e, name) for e, w in zip(evidence, weights, strict=True)) for name in _SUMMED}

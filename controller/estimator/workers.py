@@ -54,7 +54,7 @@ class Workers:
                     self.tokens.absorb(worker.tokens)
 
     def evidence_of(self, name: str) -> tuple[Evidence, TokenEvidence]:
-        """Where a worker's reports are counted."""
+        """Evidence that a worker's reports are added to: of its own if it is tracked, else of all others together."""
         worker = self.tracked.get(name, self)
         return worker.times, worker.tokens
 

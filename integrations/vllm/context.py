@@ -1,4 +1,4 @@
-"""What step times under vLLM depend on, and which lengths it was configured with, read from its configuration."""
+"""Context of a vLLM engine and the lengths that it was configured with, read from its configuration."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class CautiousLengths:
             self._samples[size] += 1
 
     def choice(self, batch_size: int, wanted: ArmChoice) -> ArmChoice:
-        """What to use where the controller wants this. Probes are how evidence begins, so they are followed."""
+        """The choice to use in place of the controller's. Probes are followed, since evidence begins with them."""
         if not wanted.probe_id and self._samples[batch_size] < MIN_SAMPLES:
             return ArmChoice(self.configured.arms[batch_size])
         length = wanted.arm.speculation_length

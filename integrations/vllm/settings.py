@@ -21,7 +21,7 @@ SECURITY = ClientSecurity(prefix="--controller-")
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """What `speclen worker` is told by flags.
+    """Settings that `speclen worker` takes as flags.
 
     policy: adaptive; profile for the lengths that vLLM was configured with; none or fixed:K. All of them report.
     target, draft: names of the models for the controller; empty for vLLM's own.

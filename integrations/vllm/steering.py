@@ -1,4 +1,4 @@
-"""What the scheduler of vLLM calls at every step: a length to draft, a report of what came of it."""
+"""Hooks that the scheduler of vLLM calls at every step: one sets the length to draft, one reports the outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_US = 2000  # of a step's own cost, in steps of a microsecond; what costs mor
 
 
 class Cost:
-    """What choosing and reporting cost of each step. Written by the engine's thread, read by any."""
+    """Histogram of the time that choosing and reporting take in a step. Written by the engine's thread, read by any."""
 
     def __init__(self) -> None:
         self.counts = [0] * (MAX_US + 1)

@@ -18,7 +18,7 @@ NEAR = 8  # batch sizes are alike if they differ by at most one in so many
 
 @dataclass(slots=True)
 class StepShape:
-    """What the time of a step depends on.
+    """Properties of a step that its time depends on.
 
     verified, drafted: tokens per sequence. is_first: True for the first step of this batch size and these lengths.
     was_queued: True if the step was in flight when the result of the one before it was taken.

@@ -80,7 +80,7 @@ def with_all_lengths(build: Lookup) -> Lookup:
 
 
 def remark(config: Any) -> str:
-    """What this engine cannot do at chosen lengths, in a sentence; "" for nothing. config: VllmConfig."""
+    """A limit of this engine at chosen lengths, in a sentence; "" for none. config: VllmConfig."""
     method, runner = config.speculative_config.method, "vLLM's V2 model runner"
     if not config.use_v2_model_runner:
         piecewise = "PIECEWISE" in str(config.compilation_config.cudagraph_mode)

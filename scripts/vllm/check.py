@@ -1,4 +1,4 @@
-"""What scripts/vllm_check does, stage by stage. Runs in the project's environment; vLLM runs in its own."""
+"""Stages of scripts/vllm_check. Runs in the project's environment; vLLM runs in its own."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def compare_outputs(report: Report, steered: Server, own: Server, prompts: list[
 
 
 def costs(report: Report, steered: Server) -> None:
-    """What vLLM's log says at its end, and that nothing failed on the way."""
+    """Report the cost that vLLM's log states at its end, and check that nothing failed on the way."""
     report.say("", "## Cost, measured inside vLLM", "")
     told = steered.log_lines("steps reported")
     report.check(bool(told) and "left_out=0" in told[-1], "every step was reported")

@@ -14,7 +14,7 @@ NUM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a block of closed load gave. latencies_s: of the requests that ended within it."""
+    """Result of a block of closed load. latencies_s: of the requests that ended within it."""
 
     tokens_per_s: float
     latencies_s: tuple[float, ...]

@@ -22,7 +22,7 @@ print(build_dynamic_sd_schedule_lookup(table, int(sys.argv[2]), given["num_specu
 
 
 def exported(report: Report, database: Path, vllm_python: str) -> dict[str, Any]:
-    """What `speclen export --format vllm` writes, as it goes into --speculative-config."""
+    """The output of `speclen export --format vllm`, as it goes into --speculative-config."""
     report.say("", "## `speclen export --format vllm`", "")
     command = [sys.executable, "-m", "speclen.cli.app", "export", "--format", "vllm", "--db", str(database)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Where the device works by itself, callers are told while it is at the next step, and get what they would get otherwise."""
+"""Overlapped steps: callers get their outputs while the device computes the next step, the same ones as without."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def requests_of_all_kinds(grammar: Grammar | None) -> list[GenerationRequest]:
 def told_by(
     overlapped: bool, chooser: Any, recorder: Recorder | None, grammar: Grammar | None
 ) -> dict[tuple[str, int], list[SequenceOutput]]:
-    """What callers are told whose requests join and are aborted while others run, but for the times."""
+    """Outputs without their times. Requests join and are aborted while others run."""
     engine = make_engine(chooser=chooser, recorder=recorder, ngram=True, prefill_chunk=24, overlapped=overlapped)
     collected, rng = Collected(), random.Random(1)
     for one in requests_of_all_kinds(grammar):
@@ -94,7 +94,7 @@ def test_callers_are_told_the_same(
 
 @contextmanager
 def events_of(engine: Engine) -> Iterator[list[str]]:
-    """What happens in the engine's steps, in order; callers add to it."""
+    """Events in the engine's steps, in order; callers add to it."""
     events, launch, read = list[str](), engine.runner.launch, engine.runner.read
     engine.runner.launch = lambda plan: events.append("launch") or launch(plan)  # type: ignore[method-assign]
     engine.runner.read = lambda step: events.append("read") or read(step)  # type: ignore[method-assign]

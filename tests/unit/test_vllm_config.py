@@ -1,4 +1,4 @@
-"""What of vLLM's configurations the plugin takes: methods that draft as many tokens as a step asks for."""
+"""The plugin takes those configurations of vLLM whose method drafts as many tokens as a step asks for."""
 
 from __future__ import annotations
 

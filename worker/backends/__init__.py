@@ -1,4 +1,4 @@
-"""What runs the models: the seam below the speculative step, and the backends behind it.
+"""Backends that run the models, and their interface to the speculative step.
 
 A step asks a model for one thing: *a pass over ragged rows*. Rows hold different numbers of tokens; a pass feeds some
 tokens of some rows and returns the logits that were asked for. `passes.py` says how that is put: a pass is a list of parts,

@@ -103,7 +103,7 @@ class RowAttention:
         flat.index_copy_(0, value_index, value.reshape(-1, head_dim))
 
     def _indices(self, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where keys and values go in a layer seen as [rows * 2 * kv_heads * max_length, head_dim]."""
+        """Indices of keys and of values to write, in a layer seen as [rows * 2 * kv_heads * max_length, head_dim]."""
         cached = self._write_index.get(kv_heads)
         if cached is None:
             device, length = self.positions.device, self.pool.max_length

@@ -115,7 +115,7 @@ class CachedModel:
         return [*(self._attention(part) for part in parts[:first]), JoinedRows(self.pool, rows, starts, counts)]
 
     def _attention(self, part: PassPart) -> RowAttention:
-        """What the layers need of a part. The rows' masks are made once per step; their pages are noted as written."""
+        """Attention of a part, for the layers. The rows' masks are made once per step; their pages are noted as written."""
         rows, end = part.rows, part.column + part.num_queries
         masks = rows.shared.get(self.pool.dtype)
         if masks is None:
@@ -142,7 +142,7 @@ def without_plans(device: torch.device) -> Iterator[None]:
 
 
 def _may_join(starts: np.ndarray, counts: np.ndarray) -> bool:
-    """Whether rows that hold `starts` tokens and are fed `counts` are alike enough to be fed as one rectangle."""
+    """True if rows that hold `starts` tokens and are fed `counts` are alike enough to be fed as one rectangle."""
     is_small = len(starts) * int((starts + counts).max()) <= MOST_JOINED_TOKENS
     return is_small and len(counts) * int(counts.max()) <= MOST_FED_IN_VAIN * int(counts.sum())
 

@@ -89,8 +89,8 @@ class CapturedModel(CachedModel):
         self._too_large: set[PassShape] = set()  # for the memory
         self._blocks: dict[int, RecordedBlocks] = {}  # by their number
         self._most_blocks = MOST_BLOCKS
-        # Where logits are put, by what they are of. Else each recording held its own, which for hundreds of shapes and a
-        # large vocabulary is gigabytes.
+        # Buffers for logits, by their kind. One per recording would take gigabytes: there are hundreds of shapes, and a
+        # vocabulary may be large.
         self._places: dict[str, torch.Tensor] = {}
         self._all_rows = torch.arange(plain.pool.num_rows, device=plain.device)
         self._spare_position = plain.pool.max_length - max_queries
@@ -109,7 +109,7 @@ class CapturedModel(CachedModel):
         return [logits, *(self._feed(others) if others else ())]
 
     def _is_decoding(self, part: PassPart) -> bool:
-        """Whether a part has a shape of its own; prompts do not, nor does a draft that lacks many tokens of few rows."""
+        """True if a part has a shape of its own. Prompts do not, nor does a draft that lacks many tokens of few rows."""
         if self.recorder is None or part.num_queries > self.max_queries or part.rows.first_row:
             return False
         if not self.has_kernels or part.num_logits > 1 or num_blocks_of([part]) > self._most_blocks:
@@ -195,7 +195,7 @@ class CapturedModel(CachedModel):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether recorded passes go through kernels that others do not."""
+        """True if recorded passes go through kernels that others do not."""
         return getattr(self.model, "kernels", None) is not None
 
     def leave_out_kernels(self, reason: str) -> None:

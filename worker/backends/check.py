@@ -34,7 +34,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.12}
 
 @dataclass(slots=True)
 class _Call:
-    """What one layer handed to its attention function. num_visible: tokens that the mask lets the last query see."""
+    """Arguments of one layer's attention function. num_visible: tokens that the mask lets the last query see."""
 
     key_shape: torch.Size
     value_shape: torch.Size
@@ -114,7 +114,7 @@ def _sharing(config: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line of at most 200 characters."""
+    """Type and first line of an error, at most 200 characters."""
     lines = str(error).strip().splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}"
     return text if len(text) <= 200 else text[:197] + "..."
@@ -161,7 +161,7 @@ def _check_calls(recorder: _Recorder, config: Any, name: str) -> None:
 
 
 def _check_masks(recorder: _Recorder, config: Any, name: str, num_tokens: int) -> None:
-    """Whether the model itself masks by the windows that its layers hand to attention, and by no others."""
+    """Raises ModelError unless the model masks by exactly the windows that its layers hand to attention."""
     for index, call in recorder.calls.items():
         expected = min(num_tokens, call.sliding_window or num_tokens)
         if call.num_visible not in (None, expected):
@@ -234,7 +234,7 @@ def _affordable_tokens(model: Any) -> int:
 
 
 def _check_unseen_windows(config: Any, cached: PassModel, name: str) -> None:
-    """What can be told of windows too long to be looked at. Raises ModelError when layers and configuration disagree."""
+    """Check windows too long to be run. Raises ModelError when layers and configuration disagree."""
     window = getattr(config, "sliding_window", None)
     handed = {shape.window for shape in cached.pool.shapes} - {None}
     known = "sliding_window" in inspect.signature(type(config).__init__).parameters or hasattr(

@@ -28,7 +28,10 @@ SMALLEST_PRODUCT = 16  # rows and columns that Triton multiplies at least
 
 
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels can be built and started. Raises whatever Triton raises where not: it needs a C compiler."""
+    """True if the kernels give the right results. Raises whatever Triton raises if they cannot be built or started.
+
+    Triton needs a C compiler.
+    """
     ones = torch.ones(1, 4, device=device, dtype=dtype)
     total, normed = add_norm(ones, ones, ones[0], 0.0)
     gated = gate(torch.full((1, 8), 20.0, device=device, dtype=dtype))

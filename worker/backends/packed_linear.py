@@ -91,7 +91,7 @@ def _linears(model: Any) -> list[tuple[nn.Module, str, nn.Linear]]:
 @functools.cache
 @torch.no_grad()
 def _works(dtype: torch.dtype) -> bool:
-    """Whether the kernels are there and right, on a small product with a bias."""
+    """True if the kernels are there and right, on a small product with a bias."""
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(shape, generator=generator).to(dtype) for shape in ((48, 32), (5, 32)))
     bias = torch.ones(48, dtype=dtype)

@@ -57,7 +57,7 @@ def cut(parts: Sequence[PassPart], num_places: int) -> Blocks:
 
 
 class BlocksInputs:
-    """What a recorded pass of `num_blocks` blocks reads; as in Blocks."""
+    """Inputs of a recorded pass of `num_blocks` blocks; as in Blocks."""
 
     def __init__(self, num_blocks: int, num_places: int, device: torch.device) -> None:
         self.num_places = num_places

@@ -1,6 +1,6 @@
-"""What a recorded pass is made of: on a GPU, a CUDA graph.
+"""Capture and replay of a pass: on a GPU, by a CUDA graph.
 
-Behind `Recorder`, so that all else of recorded passes runs, and is tested, anywhere.
+`Recorder` is the interface, so that all other code for recorded passes runs, and is tested, on any device.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Usage:
 
 
 def read_usage(cores: Iterable[int], proc: Path = Path("/proc")) -> Usage:
-    """What Linux counts. Raises OSError or ValueError where it does not, and on other systems."""
+    """Read the counters of Linux. Raises OSError or ValueError where there are none, and on other systems."""
     ran, waited = {}, {}
     for thread in os.listdir(proc / "self" / "task"):
         try:

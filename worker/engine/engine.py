@@ -49,9 +49,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineLoad(Totals):
-    """What the engine is doing, and its totals. num_kv_tokens_*: of KV, as held by the rows and as fits at most.
+    """Load of the engine, and its totals.
 
-    num_looked_up_tokens: of prompts, looked for among what is remembered; num_reused_tokens: that were, and were not fed.
+    num_kv_tokens_*: tokens of KV in use, and at most. num_looked_up_tokens: prompt tokens looked up in the prefix cache.
+    num_reused_tokens: those found in it, which need no prefill.
     """
 
     num_running: int = 0
@@ -150,7 +151,7 @@ class Engine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine; None while it can serve."""
+        """The error that ended the engine; None while it can serve."""
         return self._inbox.failure
 
     def use_threads(self, num_threads: int) -> None:

@@ -1,4 +1,4 @@
-"""What callers hand to the engine's thread: sequences, aborts, and the wish that it drain or stop. Safe from any thread."""
+"""Inbox of the engine's thread: sequences, aborts, and requests to drain or stop. Safe from any thread."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _on_openvino(named: Sequence[_Named], config: EngineConfig, pair: ModelPair)
 
 
 def _last_line(error: Exception) -> str:
-    """What an error comes to: OpenVINO puts that last. At most 300 characters."""
+    """Last line of an error, which is where OpenVINO names the cause. At most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1][:300]
 

@@ -1,4 +1,4 @@
-"""Which sequences have rows, and which row is whose. Nobody else places, moves or frees a row.
+"""Assignment of sequences to rows, their slots in the batch. Only the scheduler places, moves or frees a row.
 
 Rows are kept in three regions, so that every pass works on rows 0..n-1 of its pool:
 
@@ -136,7 +136,7 @@ class Scheduler:
         return sequence, source
 
     def next_prompts(self) -> list[PromptChunk]:
-        """What to feed of the prefilling rows' prompts in the next step."""
+        """Chunks of the prefilling sequences' prompts for the next step."""
         return plan_prompts(self.rows[self.num_decoding :], self._prefill_chunk)
 
     # After a step.

@@ -166,7 +166,7 @@ def plan_proposals(
     draft_context_length: int,
     prefilling: Sequence[SequenceState] = (),
 ) -> Proposals:
-    """What each row proposes under an arm. A request's own length goes before the arm.
+    """Proposals of each sequence under an arm. A request's own length goes before the arm.
 
     prefilling: sequences whose prompts are indexed ahead.
     """

@@ -263,13 +263,13 @@ class StepRunner:
             chunk.sequence.draft_length = chunk.end
 
     def _draft_goes_along(self, chunk: PromptChunk) -> bool:
-        """Whether the draft is fed the prompt as well: where it will be asked for tokens next."""
+        """True if the draft prefills this chunk as well, since it will be asked for tokens next."""
         sequence = chunk.sequence
-        # A backend whose rows all draft alike drafts for those beside one that drafts by itself, too.
+        # Without ragged batches, one sequence with a fixed length makes the others draft, too.
         others = self._feeds_draft or (self._speculating and not self.target.ragged)
         wanted = others if sequence.fixed_length is None else sequence.fixed_length > 0
         may = sequence.may_draft and not sequence.finished
-        # It may hold less than the target does: after n-grams, or where nothing was drafted. Then it catches up here.
+        # The draft may hold fewer tokens than the target: after n-gram tokens, or steps without a draft. It catches up here.
         return wanted and may and sequence.draft_length < chunk.end
 
     def _first_tokens(self, completed: Sequence[tuple[SequenceState, torch.Tensor]]) -> Decided:

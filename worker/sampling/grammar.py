@@ -1,4 +1,4 @@
-"""What a grammar allows next: masks over the vocabulary for every position of a step, drafted ones included.
+"""Grammars as masks over the vocabulary, one for every position of a step, drafted ones included.
 
 A mask is laid over the logits of draft and target alike, after the other edits and before temperature and truncation. So a
 token that the grammar forbids is neither proposed nor accepted, and what comes out is the target's distribution restricted
@@ -27,14 +27,14 @@ class Matcher(Protocol):
         """One bit a token, the lowest first; end tokens are allowed where the output may end."""
 
     def consume_token(self, sampled_token: int) -> bool:
-        """Whether the token could follow."""
+        """Read a token; True if it could follow."""
 
     def rollback(self, num_tokens: int) -> bool: ...
 
     def deep_copy(self) -> Matcher: ...
 
     def is_accepting(self) -> bool:
-        """Whether the output may end here."""
+        """True if the output may end here."""
 
     def is_error(self) -> bool: ...
 
@@ -50,7 +50,7 @@ class Grammar:
         self._end_ids = tuple(end_ids)
 
     def start(self, held_back: Sequence[int] = (), min_tokens: int = 0, go_on: bool = False) -> GrammarState:
-        """Where a new output stands.
+        """State of a new output.
 
         held_back: tokens that must not come before output position min_tokens, nor end tokens if go_on says so, unless
         the grammar allows nothing else.
@@ -100,7 +100,7 @@ class GrammarState:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its masks take so long that none should be made in vain: all rows wait for them."""
+        """True if its masks take so long that none should be made in vain: all sequences wait for them."""
         return self._mask_s > SLOW_MASK_S
 
     def append(self, ids: Sequence[int]) -> int:
@@ -136,9 +136,9 @@ class GrammarState:
             del self._masks[num_ahead + 1 :]
 
     def masks(self, draft: Sequence[int], first: int, columns: int) -> list[np.ndarray | None]:
-        """What may follow the output and the draft's first `first`, `first + 1`, ... tokens, for so many columns.
+        """Masks after the output and the draft's first `first`, `first + 1`, ... tokens, for so many columns.
 
-        None where it does not matter, since a token before cannot come, and where it is not known.
+        None where an earlier token cannot come, so that the mask does not matter, and where it is not known.
         """
         began = time.perf_counter()
         try:

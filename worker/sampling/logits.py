@@ -1,7 +1,7 @@
-"""What penalties, logit bias and min_tokens do to logits, for rows that each have their own settings.
+"""Penalties, logit bias and min_tokens, for sequences that each have their own settings.
 
-The same edits apply to draft and target, and every position sees the tokens before it, drafted ones included: so a
-draft is judged by the distribution that the row would have had without speculation.
+The same edits apply to draft and target, and every position sees the tokens before it, drafted ones included. So a draft
+is verified against the distribution that the sequence would have without speculation.
 """
 
 from __future__ import annotations

@@ -39,18 +39,18 @@ class RowSampling:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the token is simply the largest logit, of those that a grammar allows."""
+        """True if the token is simply the largest logit, of those that a grammar allows."""
         return self.temperature == 0 and self.edits is None
 
     @property
     def is_unrestricted(self) -> bool:
-        """Whether all tokens may come, with the probabilities that the temperature gives them, or the most likely one."""
+        """True without edits and grammar, if sampling is greedy or takes any token at the temperature's probability."""
         every = self.top_k == 0 and self.top_p >= 1 and self.min_p <= 0
         return not self.looks_back and (self.temperature == 0 or every)
 
     @property
     def looks_back(self) -> bool:
-        """Whether what may come hangs on the tokens before, beyond what the model makes of them."""
+        """True if edits or a grammar make the next token depend on the earlier ones, beyond the model's own logits."""
         return self.edits is not None or self.grammar is not None
 
 

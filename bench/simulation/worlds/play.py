@@ -44,7 +44,7 @@ class World(Protocol):
 
 
 class Score:
-    """What a learner did, step by step."""
+    """Record of a learner's steps, and its goodput."""
 
     def __init__(self) -> None:
         self.start_s: list[float] = []

@@ -200,7 +200,7 @@ class BlockPool:
 
 
 def begins_of(counts: np.ndarray) -> np.ndarray:
-    """Where each of several runs begins that follow each other, and where the last one ends. int32."""
+    """Beginnings of runs of these lengths, one after the other, and the end of the last one. int32, [runs + 1]."""
     begins = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=begins[1:])
     return begins

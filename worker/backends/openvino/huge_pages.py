@@ -22,7 +22,7 @@ Range = tuple[int, int]  # addresses: the first byte, and the one after the last
 
 
 class NewMemory:
-    """What the process allocates from now on."""
+    """Memory that the process allocates from now on."""
 
     def __init__(self) -> None:
         self._before = _present() if _allowed() else None
@@ -56,7 +56,7 @@ def anonymous(maps: str) -> list[Range]:
 
 
 def without(ranges: list[Range], others: list[Range]) -> list[Range]:
-    """What of the ranges is in none of the others; all ascending, and apart among themselves."""
+    """Parts of the ranges that are in none of the others. Both ascend, and neither overlaps itself."""
     left = []
     for begin, end in ranges:
         for other_begin, other_end in others:
@@ -75,7 +75,7 @@ def whole_pages(ranges: list[Range]) -> list[int]:
 
 
 def _collapse(page: int) -> str | None:
-    """What the system has against it, None for nothing."""
+    """Collapse the memory at this address into a huge page. Returns the system's error, None if there was none."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), MADV_COLLAPSE) == 0:
         return None

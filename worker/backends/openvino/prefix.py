@@ -1,4 +1,4 @@
-"""Which full blocks are known to hold which tokens, so that rows which begin alike share them. Knows no memory.
+"""Prefix cache: full blocks by the tokens they hold, so that sequences which begin alike share them. Knows no memory.
 
 What a block holds depends on all tokens before it, so a block's key is its own tokens and the block before. Keys are
 compared whole: no two texts are ever taken for one another. The least recently used block is given up first, and of a text

@@ -69,7 +69,7 @@ def _embedding(ids: torch.Tensor, weight: int, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PagedInputs:
-    """What attention reads besides queries, keys and values. blocks: see INPUTS; caches: key and value of every layer."""
+    """Inputs of attention besides queries, keys and values. blocks: see INPUTS; caches: key and value of every layer."""
 
     blocks: tuple[torch.Tensor, ...]
     caches: tuple[torch.Tensor, ...]
