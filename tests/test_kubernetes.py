@@ -157,7 +157,7 @@ def test_workers_are_scaled_by_metrics_that_they_have():
     source = Path(worker_metrics.__file__).read_text()
     for metric in scaler["spec"]["metrics"]:
         name = metric["pods"]["metric"]["name"]
-        assert f'gauge("{name.removeprefix("speclen_")}"' in source
+        assert f'"{name.removeprefix("speclen_")}"' in source
 
 
 def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
