@@ -20,7 +20,7 @@ KNOWN = "adaptive, profile, none or fixed:K with K from 0 to 64"
 STAYS = 0.005  # log score by which another arm must be better
 OPTIMISM = 1.0  # standard deviations
 EARNED = 0.01  # seconds of probes per second of steps
-CREDIT = 12.0  # steps' worth of credit to begin with, and that can be saved
+CREDIT = 12.0  # steps' worth of credit to begin with, that can be saved, and that can be owed
 LEAST_GAP, MOST_GAP, GAP_GROWTH = 8.0, 120.0, 0.1  # steps between probes of a size: at first, at most, per step seen
 SEEN = 6.0  # usable samples from which on a size has a choice of its own
 COLD_LENGTH = 2
@@ -38,7 +38,7 @@ class Selection:
         self.frozen = False  # by a policy that does not learn
         self.steps = np.zeros(num_ranges)  # at each range of sizes
         self.since_probe = np.full(num_ranges, LEAST_GAP)
-        self.credit_s = -1.0  # before the first step
+        self.credit_s = 0.0
         self.value = self.step_s = np.zeros((0, 0))
         self.optimism: Array | None = None
 
@@ -49,11 +49,17 @@ class Selection:
     def earn(self, index: int, seconds: float, count: int) -> None:
         """Count steps at a range of sizes."""
         step_s = seconds / count
-        if self.credit_s < 0.0:
+        if not self.steps.any():
             self.credit_s = CREDIT * step_s
         self.credit_s = min(self.credit_s + EARNED * seconds, max(CREDIT * step_s, self.credit_s))
         self.steps[index] += count
         self.since_probe[index] += count
+
+    def pay(self, index: int, arm: int, seconds: float) -> None:
+        """Charge what a step of a probe took beyond its arm's expected time. arm: place in [2 x lengths]."""
+        if self.optimism is not None:
+            expected_s = float(self.step_s[index, arm])
+            self.credit_s = max(self.credit_s - max(0.0, seconds - expected_s), -CREDIT * expected_s)
 
     def go_on_from(self, other: Selection) -> None:
         """Begin with the arms of another group."""

@@ -15,12 +15,14 @@ from speclen.controller.estimator.sizes import Cells, cell_ranges, choice_ranges
 from speclen.controller.estimator.step_time import Evidence, Samples
 from speclen.controller.estimator.tokens import Ratios, TokenEvidence, TokenPrior, ratios_of
 from speclen.controller.estimator.workers import Workers, fair_weights
-from speclen.records import NGRAM_MAX_TOKENS, Arm, ContextKey, DriftEvent, Limits, RequestClass, StepRecord
+from speclen.records import NGRAM_MAX_TOKENS, Arm, ContextKey, DriftEvent, Limits, RequestClass, StepFlag, StepRecord
 
 Array = np.ndarray
 
 FIRST_SOLVE, LAST_SOLVE, SOLVE_GROWTH = 8.0, 512.0, 0.1  # reports between two solutions: at first, at most, per report
 POOL = ""  # name of the group that agrees
+# Of steps that take longer because of a probe, which pays for it; what takes longer once is no cost of exploration.
+CAUSED, ONCE = {StepFlag.CATCH_UP, StepFlag.CHANGED_ARM}, {StepFlag.FIRST_USE, StepFlag.COMPILATION}
 NEAR_PROBE = 1.5  # a probe may run at batch sizes up to so many times larger or smaller
 
 
@@ -194,6 +196,10 @@ class Context:
         for size, same in by_size(usual).items():
             seconds = sum(record.latency_s for record in same)
             group.selection.earn(self.grid.choices.of[size], seconds, len(same))
+        for record in records:
+            if record.probe_id and CAUSED & record.flags and not ONCE & record.flags:
+                place = record.arm.ngram * self.grid.num_lengths + record.arm.speculation_length
+                group.selection.pay(self.grid.choices.of[record.batch_size], place, record.latency_s)
 
     def _compare(self, worker_id: str, worker: Worker) -> list[DriftEvent]:
         """Hold a worker against the others; isolate it, or let it join them again."""

@@ -204,6 +204,22 @@ def test_exploration_spends_about_a_percent_of_the_time_after_the_first_minute(a
     assert worker.lost_s - before[1] < 0.015 * (worker.total_s - before[0])
 
 
+def test_steps_that_a_probe_makes_longer_are_paid_for() -> None:
+    """Catching the draft model up takes as long as ten steps: then there are fewer probes."""
+
+    def with_catch_up(step: StepRecord) -> StepRecord:
+        if not step.probe_id:
+            return step
+        return step._replace(latency_s=10 * step.latency_s, flags=frozenset({StepFlag.CATCH_UP}))
+
+    counts = []
+    for distort in (lambda step: step, with_catch_up):
+        worker = Worker(made(), acceptance=0.1)
+        worker.distort = distort
+        counts.append(sum(isinstance(each, Probe) for each in worker.serve(8, 4000)))
+    assert 0 < counts[1] < counts[0] / 2
+
+
 def test_sizes_never_seen_get_no_longer_arm_than_the_nearest_seen() -> None:
     worker = Worker(made(limits=Limits(128, 8)))
     for number in range(20):
