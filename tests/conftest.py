@@ -13,9 +13,6 @@ if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it: kernels run without a GPU, slowly
 
 
-collect_ignore = ["slow"]  # minutes each: run by name, scripts/test tests/slow
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=100, help="How often test_kill.py kills a controller.")
 

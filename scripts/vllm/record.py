@@ -1,4 +1,4 @@
-"""Record steps of vLLM's real scheduler for tests/test_vllm_steps.py. Runs in vLLM's environment.
+"""Record steps of vLLM's real scheduler for tests/unit/test_vllm_steps.py. Runs in vLLM's environment.
 
     python scripts/vllm/record.py WEIGHTS draft_model | grep "^{" >> tests/data/vllm_steps.jsonl
 

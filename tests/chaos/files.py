@@ -7,11 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from store_rows import rows
-
 from chaos.fault import Place, fault, require, until
 from chaos.fleet import Fleet, Program
 from chaos.reporter import Reporter
+from tests.support.store_rows import rows
 
 NOTICED_S = 5.0
 

@@ -16,11 +16,11 @@ from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from store_rows import rows
 
 from chaos.fault import BreachError, Place, require, until
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
+from tests.support.store_rows import rows
 
 START_S = 90.0
 STOP_S = 40.0

@@ -13,13 +13,13 @@ from collections import Counter
 from pathlib import Path
 
 import grpc
-from test_controller_fuzz import damaged
 
 from chaos.fault import BreachError, CannotRunError, Place, fault, require
 from chaos.fleet import SERVING, Fleet, free_address
 from chaos.load import Load
 from chaos.mutation import mutant
 from chaos.targets import SEEDS, Targets
+from tests.support.damage import damaged
 
 ROOT = Path(__file__).parents[2]
 WANTED = 1_000_000  # messages of a full run

@@ -6,13 +6,13 @@ import signal
 import threading
 
 import grpc
-import kill_harness
-from kill_checks import check
 
 from chaos.fault import Place, fault, until
 from chaos.fleet import SERVING, Fleet, check_database, paused, sleep
 from chaos.load import Load
 from speclen.store.failpoints import FAILPOINTS
+from tests.support import kill_harness
+from tests.support.kill_checks import check
 
 KILLS_PER_S = 1.6  # of one lane, with all that lies between two of them, on a machine with two cores
 

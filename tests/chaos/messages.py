@@ -9,13 +9,13 @@ import threading
 from collections.abc import Iterator
 
 import grpc
-from kill_harness import EPOCH, step_report
 
 from chaos.fault import Place, fault, require
 from chaos.fleet import SERVING, Fleet, check_database, sleep
 from chaos.reporter import CONTEXT, Reporter
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.kill_harness import EPOCH, step_report
 
 LIMITS = pb.WorkerLimits(max_batch_size=32, max_speculation_length=4)
 
@@ -56,7 +56,7 @@ def duplicates_and_reordering(place: Place) -> str:
 
 
 def counts(fleet: Fleet) -> list[tuple[int, int]]:
-    from store_rows import rows
+    from tests.support.store_rows import rows
 
     return rows(fleet.database, "SELECT num_reports, num_repeated FROM workers")
 

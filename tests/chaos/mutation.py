@@ -8,7 +8,8 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from test_controller_fuzz import damaged
+
+from tests.support.damage import damaged
 
 FLOATS = (
     0.0,

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
-from kill_checks import check_reports
-from kill_harness import ReportingWorker
 
 from chaos.fault import BreachError, require, until
 from speclen.store.connection import connect_reader
 from speclen.store.queries import stored_reports
 from speclen.v1 import control_pb2 as pb
+from tests.support.kill_checks import check_reports
+from tests.support.kill_harness import ReportingWorker
 
 CONTEXT = pb.ContextKey(target="t", draft="d", device="cpu:chaos", dtype="float32")
 

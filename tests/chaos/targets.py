@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from control_fakes import group, registration, report
 from google.protobuf.message import Message
 
 from speclen.controller.config import ControllerConfig
@@ -17,6 +16,7 @@ from speclen.v1 import control_pb2 as control
 from speclen.v1 import generation_pb2 as generation
 from speclen.worker.requests.validation import check_request
 from speclen.worker.service.messages import to_request, to_request_id
+from tests.support.control_fakes import group, registration, report
 
 VOCABULARY, CONTEXT_LENGTH, MAX_LENGTH, END_IDS = 2048, 1024, 8, (0, 1)
 PROFILE = control.ImportProfileRequest(

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from database_rows import write_database
-from store_rows import moment, report, rows, spoil_a_value, store_now
 
 from speclen.cli.backup import backup
 from speclen.console.errors import UserError
@@ -19,6 +17,8 @@ from speclen.store.backup import copy as backup_copy
 from speclen.store.backup_place import BackupPlace
 from speclen.store.connection import StoreError, sqlite3
 from speclen.store.database import Store
+from tests.support.database_rows import write_database
+from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now
 
 
 def to_file(target: Path, db: Path, overwrite: bool = False) -> None:

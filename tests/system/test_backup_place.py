@@ -13,14 +13,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from database_rows import write_database
 from fsspec.implementations.memory import MemoryFileSystem
-from store_rows import moment, report, rows, spoil_a_value, store_now
 
 from speclen.store.backup import check_file
 from speclen.store.backup_place import BackupPlace, restore_newest, stamp
 from speclen.store.connection import StoreError, sqlite3
 from speclen.store.database import Store
+from tests.support.database_rows import write_database
+from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 

@@ -5,7 +5,6 @@ import json
 import random
 
 import pytest
-from control_fakes import run, served
 from typer.testing import CliRunner
 
 from speclen.bench.service import swarm
@@ -13,6 +12,7 @@ from speclen.bench.service.controller import controller
 from speclen.bench.service.swarm import SimulatedWorker, round_trips, simulated_steps, throughput
 from speclen.controller.wire.ingest import read_step
 from speclen.records import Limits
+from tests.support.control_fakes import run, served
 
 
 def test_simulated_steps_are_plausible_and_repeatable():

@@ -2,7 +2,6 @@
 
 import random
 
-from control_fakes import group, identity, registration, report, run, served
 from grpc import aio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,8 @@ from speclen.controller.service.servicer import registration as read_registratio
 from speclen.controller.wire.validation import InvalidMessageError, read_profile
 from speclen.store.records import StoredState
 from speclen.v1 import control_pb2 as pb
+from tests.support.control_fakes import group, identity, registration, report, run, served
+from tests.support.damage import damaged
 
 SERVICE = "/speclen.v1.ControlService/"
 # gRPC itself answers UNKNOWN to a unary message that it cannot parse, INTERNAL to one that it cannot even frame.
@@ -62,23 +63,6 @@ profiles = st.builds(
     survival=st.lists(floats, max_size=4),
     num_survival_rows=st.lists(uint64, max_size=4),
 )
-
-
-def damaged(message: bytes, dice: random.Random) -> bytes:
-    """The message with some bytes flipped, cut off or repeated."""
-    data = bytearray(message or b"\0")
-    for _ in range(dice.randint(1, 4)):
-        kind, where = dice.randrange(4), dice.randrange(len(data))
-        if kind == 0:
-            data[where] = dice.randrange(256)
-        elif kind == 1:
-            del data[where:]
-        elif kind == 2:
-            data[where:where] = data[: dice.randrange(len(data) + 1)]
-        else:
-            data += bytes(dice.randrange(256) for _ in range(dice.randrange(20)))
-        data = data or bytearray(b"\0")
-    return bytes(data)
 
 
 def test_damaged_bytes_end_in_a_status_and_the_next_worker_is_served():

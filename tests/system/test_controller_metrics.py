@@ -6,15 +6,15 @@ import threading
 import urllib.request
 from pathlib import Path
 
-from control_fakes import group, identity, registration, report, run, served, status_of
 from prometheus_client import CollectorRegistry, generate_latest
 
 from speclen.controller.config import ControllerConfig
 from speclen.controller.service.metrics import ControllerCollector, bucket_label, serve_metrics
 from speclen.transport.settings import settings_of
 from speclen.v1 import control_pb2 as pb
+from tests.support.control_fakes import group, identity, registration, report, run, served, status_of
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "controller.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "controller.md"
 
 
 def test_every_setting_is_on_the_page_and_no_other():

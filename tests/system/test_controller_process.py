@@ -12,13 +12,13 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from control_fakes import group, identity, registration
 
 from speclen.store.connection import connect_reader, connect_writer
 from speclen.store.database import Store
 from speclen.store.queries import stored_reports, workers
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.control_fakes import group, identity, registration
 
 PATIENCE_S = 90  # a start takes half a second of processor time; the machine may be busy
 
@@ -203,7 +203,7 @@ def test_a_stopped_worker_is_noticed(tmp_path):
     address, page = line.split("serving on ")[1].split(",")[0], line.split("metrics ")[1].strip()
     code = (
         "import sys, time, grpc; sys.path.insert(0, sys.argv[2])\n"
-        "from control_fakes import group, registration, pb, rpc, identity\n"
+        "from tests.support.control_fakes import group, registration, pb, rpc, identity\n"
         "stub = rpc.ControlServiceStub(grpc.insecure_channel(sys.argv[1]))\n"
         "stub.RegisterWorker(registration(), timeout=30)\n"
         "def beats():\n"
@@ -213,7 +213,7 @@ def test_a_stopped_worker_is_noticed(tmp_path):
         "for answer in stub.StreamReports(beats()): print(answer.applied_seq, flush=True)\n"
     )
     worker = subprocess.Popen(
-        [sys.executable, "-c", code, address, str(Path(__file__).parent.parent)],
+        [sys.executable, "-c", code, address, str(Path(__file__).parents[2])],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

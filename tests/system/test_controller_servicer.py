@@ -4,7 +4,6 @@ import asyncio
 import math
 
 import pytest
-from control_fakes import CONTEXT, LIMITS, group, identity, registration, report, run, served, status_of, until_durable
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -14,6 +13,18 @@ from speclen.store.queries import stored_reports, workers
 from speclen.transport.credentials import ServerSecurity
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.control_fakes import (
+    CONTEXT,
+    LIMITS,
+    group,
+    identity,
+    registration,
+    report,
+    run,
+    served,
+    status_of,
+    until_durable,
+)
 
 PROFILE = pb.ImportProfileRequest(
     context=CONTEXT,

@@ -4,13 +4,13 @@ import asyncio
 import time
 
 import pytest
-from control_fakes import group, identity, registration, report, run, served, status_of, until_durable
 from grpc import aio
 
 from speclen.controller.service.streams import StreamSettings
 from speclen.records import Arm, Probe
 from speclen.v1 import control_pb2 as pb
 from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.control_fakes import group, identity, registration, report, run, served, status_of, until_durable
 
 
 async def opened(at, worker_id="w", epoch=7):

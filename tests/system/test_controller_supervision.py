@@ -9,13 +9,13 @@ import threading
 import time
 
 import pytest
-from control_fakes import group, registration, run, served
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from speclen.controller.service.server import end
 from speclen.store.connection import sqlite3
 from speclen.transport.supervision import Supervisor
+from tests.support.control_fakes import group, registration, run, served
 
 PATIENCE_S = 60
 

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from database_rows import write_database
-from store_rows import NOW, context, decision, estimate, report, rows, store_now
 
 from speclen.cli.dashboard import METADATA, address, create_application
 from speclen.console.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
+from tests.support.database_rows import write_database
+from tests.support.store_rows import NOW, context, decision, estimate, report, rows, store_now
 
 pytest.importorskip("datasette_dashboards", reason="needs pip install 'speclen[inspect]'")
 

@@ -12,10 +12,10 @@ import time
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kill_harness import ControllerProcess, ReportingWorker
-from store_rows import rows
 
 from speclen.v1 import control_pb2 as pb
+from tests.support.kill_harness import ControllerProcess, ReportingWorker
+from tests.support.store_rows import rows
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -13,8 +13,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from database_rows import write_database
-from store_rows import moment, report, rows, spoil_a_value, store_now, worker
 from typer.testing import CliRunner
 
 from speclen.cli import doctor as module
@@ -23,6 +21,8 @@ from speclen.cli.doctor import examine
 from speclen.console.errors import UserError
 from speclen.store.connection import APPLICATION_ID, CorruptStoreError, connect_writer, sqlite3
 from speclen.store.database import Store
+from tests.support.database_rows import write_database
+from tests.support.store_rows import moment, report, rows, spoil_a_value, store_now, worker
 
 
 def statuses(path, **options) -> dict[str, str]:
@@ -74,10 +74,14 @@ def test_a_damaged_value_is_found_and_nothing_is_changed_or_left_behind(tmp_path
 
 def killed_while_writing(path: Path) -> None:
     """Leave a database as a controller does that was killed: two reports stand in the WAL alone."""
-    lines = ["import os, sys", "sys.path.insert(0, sys.argv[2])", "from store_rows import moment, store_now"]
+    lines = [
+        "import os, sys",
+        "sys.path.insert(0, sys.argv[2])",
+        "from tests.support.store_rows import moment, store_now",
+    ]
     lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
     lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines), path, Path(__file__).parents[1]], check=True)
+    subprocess.run([sys.executable, "-c", "\n".join(lines), path, Path(__file__).parents[2]], check=True)
 
 
 def test_the_wal_of_a_killed_controller_stays_as_it_is(tmp_path):

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 
 import pytest
-from kill_checks import check
-from kill_harness import Lane
-from store_rows import moment, rows, store_now
 
 from speclen.store.database import Store
 from speclen.store.failpoints import FAILPOINTS, Failpoints
+from tests.support.kill_checks import check
+from tests.support.kill_harness import Lane
+from tests.support.store_rows import moment, rows, store_now
 
 # Reached by every commit. The one left out needs a shrinking file, and has a test of its own below.
 COMMIT_FAILPOINTS = [name for name in FAILPOINTS if name != "after_vacuum"]
@@ -80,7 +80,7 @@ def summary(lanes: list[Lane]) -> str:
 SHRINK = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from store_rows import moment, report, store_now
+from tests.support.store_rows import moment, report, store_now
 from speclen.store.database import Store, StoreConfig
 from speclen.store.retention import Retention
 store = Store.open(sys.argv[1], StoreConfig(retention=Retention(max_report_rows=10)))
@@ -92,7 +92,7 @@ for seq in range(first, first + 100):
 
 def write_until_killed(path: Path, failpoint: str) -> int:
     """Let a process of its own delete most of a file's reports and give the space back; returns its exit code."""
-    command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", SHRINK, str(path), str(Path(__file__).parents[2])]
     return subprocess.run(command, env={**os.environ, "SPECLEN_FAILPOINT": failpoint}, check=False).returncode
 
 

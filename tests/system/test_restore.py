@@ -10,10 +10,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from control_fakes import group, registration
-from controller_process import address_of, report_some, start
-from database_rows import write_database
-from store_rows import rows, spoil_a_value
 
 from speclen.cli.backup import backup
 from speclen.cli.restore import restore
@@ -21,6 +17,10 @@ from speclen.console.errors import UserError
 from speclen.store.backup_place import BackupPlace
 from speclen.store.database import Store
 from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.control_fakes import group, registration
+from tests.support.controller_process import address_of, report_some, start
+from tests.support.database_rows import write_database
+from tests.support.store_rows import rows, spoil_a_value
 
 
 def back_up(db, to, keep: int = 24) -> None:
@@ -69,10 +69,14 @@ def test_commits_lost_by_a_restore_on_the_same_disk_are_told(tmp_path):
 
 def killed(db: Path) -> Path:
     """As the files of a controller lie that was killed: all that was committed stands in the WAL alone."""
-    lines = ["import os, sys, pathlib", "sys.path.insert(0, sys.argv[2])", "from store_rows import moment, store_now"]
+    lines = [
+        "import os, sys, pathlib",
+        "sys.path.insert(0, sys.argv[2])",
+        "from tests.support.store_rows import moment, store_now",
+    ]
     lines += ["from speclen.store.database import Store", "store = Store.open(sys.argv[1])"]
     lines += ["assert store_now(store, moment([1, 2])) is None", "os._exit(0)"]
-    subprocess.run([sys.executable, "-c", "\n".join(lines), db, Path(__file__).parents[1]], check=True)
+    subprocess.run([sys.executable, "-c", "\n".join(lines), db, Path(__file__).parents[2]], check=True)
     assert db.with_name(db.name + "-wal").stat().st_size > 0
     return db
 

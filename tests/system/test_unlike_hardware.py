@@ -2,7 +2,6 @@
 
 import random
 
-from control_fakes import CONTEXT, registration, run, served
 from prometheus_client import CollectorRegistry, generate_latest
 
 from speclen.cli.doctor import examine
@@ -10,6 +9,7 @@ from speclen.controller.service.metrics import ControllerCollector
 from speclen.records import Table
 from speclen.store.connection import connect_reader
 from speclen.v1 import control_pb2 as pb
+from tests.support.control_fakes import CONTEXT, registration, run, served
 
 MACHINES = {"small": (0.020, 0.0002), "large": (0.008, 0.0040)}  # seconds of a pass, and of each token it verifies
 BATCH, LONGEST, ACCEPTANCE = 8, 4, 0.8

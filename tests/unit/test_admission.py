@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-import engines
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -17,6 +16,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest
 from speclen.worker.requests.sequence import OnOutput, SequenceState, make_sequences
 from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.fair_queue import FairQueue
+from tests.support import engines
 
 
 class FakeEngine:

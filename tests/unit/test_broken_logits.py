@@ -8,11 +8,9 @@ import math
 import random
 from typing import Any
 
-import engines
 import numpy as np
 import pytest
 import torch
-from engines import BACKENDS, Collected, generate, make_engine, make_pair, request
 
 from speclen.worker.http.logprobs import completion_logprobs
 from speclen.worker.http.responses import to_json
@@ -21,6 +19,8 @@ from speclen.worker.requests.request import FinishReason, RequestFailedError, To
 from speclen.worker.sampling.host import HostRule
 from speclen.worker.sampling.rules import BatchSampling, GreedyRule, RowSampling, SamplingRule
 from speclen.worker.service.async_engine import error_of
+from tests.support import engines
+from tests.support.engines import BACKENDS, Collected, generate, make_engine, make_pair, request
 
 NAN, INF, DRAFT_NAN = 13, 14, 15  # tokens whose embeddings are not finite
 KINDS: dict[str, dict[str, Any]] = {

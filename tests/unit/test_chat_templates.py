@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny_models
 
 from speclen.worker.http.chat import render, to_dict
 from speclen.worker.http.errors import ApiError
 from speclen.worker.http.schema import Message
+from tests.support import tiny_models
 
 STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
 PARTS = (

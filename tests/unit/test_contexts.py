@@ -7,11 +7,8 @@ import logging
 import random
 from pathlib import Path
 
-import engines
 import pytest
-import tiny_models
 import torch
-from engines import BACKENDS, generate, make_engine, make_pair, request
 
 from speclen.records import Arm
 from speclen.worker.backends.attention import install
@@ -19,6 +16,8 @@ from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.llama import FIRST_POSITIONS, rewrite
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.models.loading import load_pair
+from tests.support import engines, tiny_models
+from tests.support.engines import BACKENDS, generate, make_engine, make_pair, request
 
 DRAFT_CONTEXT = 48
 

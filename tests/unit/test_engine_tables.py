@@ -9,10 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from database_rows import write_database
 from hypothesis import given
 from hypothesis import strategies as st
-from store_rows import estimate, store_now
 
 from speclen.cli.export import export_state
 from speclen.console.engine_tables.chosen import differences, table_from
@@ -20,6 +18,8 @@ from speclen.console.engine_tables.formats import READERS, WRITERS, Range, lengt
 from speclen.console.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
+from tests.support.database_rows import write_database
+from tests.support.store_rows import estimate, store_now
 
 tables = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), min_size=1, max_size=8)
 

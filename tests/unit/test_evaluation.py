@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import Arms, RandomArms, check_greedy, generate, make_engine, make_pair, request
 
 from speclen.records import PLAIN, Arm, Limits, OutputEvaluation
 from speclen.worker.engine.engine import Engine
 from speclen.worker.evaluation import evaluator as evaluating
 from speclen.worker.evaluation.counting import ArmCounts, EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
+from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, make_pair, request
 
 MAX_LENGTH = 4
 LIMITS = Limits(4, MAX_LENGTH, ngram=True)

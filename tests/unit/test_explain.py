@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from database_rows import write_database
-from store_rows import context, decision, store_now
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
@@ -16,6 +14,8 @@ from speclen.controller.analysis.explain import Change, explain, in_words
 from speclen.records import Arm, ArmEstimate
 from speclen.store.database import Store
 from speclen.store.records import Commit
+from tests.support.database_rows import write_database
+from tests.support.store_rows import context, decision, store_now
 
 
 def row(arm: Arm, ms: float, is_best: bool = False, spread: float = 0.1, batch_max: int = 4) -> ArmEstimate:

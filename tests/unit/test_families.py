@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
-from engines import make_engine, make_pair
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speclen.worker.models.naming import ModelError
 from speclen.worker.models.source import ModelSource, refuse_unsuitable
+from tests.support import tiny_models
+from tests.support.engines import make_engine, make_pair
 
 POSITIONS = {"max_position_embeddings": tiny_models.MAX_POSITIONS}
 LAYERED = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64} | POSITIONS

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import tiny_models
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
@@ -21,6 +20,7 @@ from speclen.worker.http.guard import Guard
 from speclen.worker.http.server import listen, make_server, serving
 from speclen.worker.observing.request_metrics import RequestMetrics
 from speclen.worker.requests.request import QueueFullError
+from tests.support import tiny_models
 
 JSON = {"Content-Type": "application/json"}
 

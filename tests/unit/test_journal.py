@@ -5,10 +5,10 @@ import contextlib
 import time
 
 import pytest
-from control_fakes import report
-from service_parts import ELSEWHERE, KEY, Parts, seqs_of
 
 from speclen.store.records import ReportRow
+from tests.support.control_fakes import report
+from tests.support.service_parts import ELSEWHERE, KEY, Parts, seqs_of
 
 
 def story(test):

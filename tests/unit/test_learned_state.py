@@ -6,8 +6,6 @@ import base64
 import json
 
 import pytest
-from database_rows import write_database
-from store_rows import NOW, context, report, rows, store_now, worker
 
 from speclen.cli.export import export_state
 from speclen.cli.import_state import import_state
@@ -17,6 +15,8 @@ from speclen.records import Arm, ContextKey, Limits, StepRecord
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit, StateRow, StoredState
 from speclen.store.retention import KEEP_REPORTS
+from tests.support.database_rows import write_database
+from tests.support.store_rows import NOW, context, report, rows, store_now, worker
 
 KEY = ContextKey("t", "d", "cpu:test", "float32")
 

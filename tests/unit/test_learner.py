@@ -4,12 +4,12 @@ import asyncio
 import math
 
 import pytest
-from control_fakes import report
-from service_parts import ELSEWHERE, KEY, Parts
 
 from speclen.controller.service.learner import FEW_REPORTS, MANY_REPORTS
 from speclen.controller.service.sampling import MAX_SAMPLE_EVERY, PERIOD_S, Sampling
 from speclen.records import Arm, Limits, Profile, ProfileCell
+from tests.support.control_fakes import report
+from tests.support.service_parts import ELSEWHERE, KEY, Parts
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
 from speclen.worker.models.loading import ModelPair, load_pair, load_tokenizer, unused_weights
 from speclen.worker.models.naming import ModelError
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,15 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import engines
 import pytest
-import tiny_models
 import torch
-from engines import (
+
+from speclen.records import PLAIN, Arm, StepFlag
+from speclen.worker.backends.passes import PassPart, RaggedPart
+from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.engine import proposals
+from tests.support import engines, tiny_models
+from tests.support.engines import (
     Arms,
     Collected,
     RandomArms,
@@ -23,11 +27,6 @@ from engines import (
     make_pair,
     request,
 )
-
-from speclen.records import PLAIN, Arm, StepFlag
-from speclen.worker.backends.passes import PassPart, RaggedPart
-from speclen.worker.drafting.arm_chooser import FixedArm
-from speclen.worker.engine import proposals
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 LOOP = [5, 6, 7, 8] * 5

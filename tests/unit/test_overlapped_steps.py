@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import engines
 import pytest
-import tiny_models
-from engines import Collected, RandomArms, RandomLengths, finish, generate, make_engine, make_pair, request
 
 from speclen.worker.backends.recording import Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
@@ -26,6 +23,17 @@ from speclen.worker.requests.request import (
 from speclen.worker.sampling import grammar as grammar_module
 from speclen.worker.sampling.grammar import Grammar
 from speclen.worker.structured import source, trial
+from tests.support import engines, tiny_models
+from tests.support.engines import (
+    Collected,
+    RandomArms,
+    RandomLengths,
+    finish,
+    generate,
+    make_engine,
+    make_pair,
+    request,
+)
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 KINDS: list[dict[str, Any]] = [

@@ -6,7 +6,6 @@ import json
 import random
 
 import pytest
-from store_rows import NOW, context, decision, rows, store_now, worker
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
@@ -18,6 +17,7 @@ from speclen.records import Arm, ContextKey, Decision, Limits, Profile, ProfileC
 from speclen.store.connection import sqlite3
 from speclen.store.database import Store
 from speclen.store.records import Commit, ContextLimitsRow, ProfileCellRow, ProfileRow
+from tests.support.store_rows import NOW, context, decision, rows, store_now, worker
 
 KEY = ContextKey("t", "d", "cpu:test", "float32")
 LIMITS, WIDER = Limits(16, 4), Limits(32, 4)

@@ -5,9 +5,6 @@ import json
 import time
 
 import pytest
-from control_fakes import report
-from fake_estimator import FakeEstimator
-from service_parts import ELSEWHERE, KEY, Parts
 
 from speclen.controller.service.registry import Registry
 from speclen.controller.service.saving.restoring import restore
@@ -16,6 +13,9 @@ from speclen.store.connection import connect_reader
 from speclen.store.database import Store
 from speclen.store.queries import view_rows
 from speclen.store.records import StoredState
+from tests.support.control_fakes import report
+from tests.support.fake_estimator import FakeEstimator
+from tests.support.service_parts import ELSEWHERE, KEY, Parts
 
 
 def saved(path, *more_reports) -> StoredState:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 import torch
-from engines import Collected, finish, make_engine, request
 
 from speclen.worker.backends.passes import PassPart
+from tests.support.engines import Collected, finish, make_engine, request
 
 FAILED_S = 0.5
 

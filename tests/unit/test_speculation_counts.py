@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engines import RandomArms, generate, make_engine, request
 from prometheus_client import CollectorRegistry, generate_latest
 
 from speclen.records import NGRAM_MAX_TOKENS, Arm, Limits
@@ -14,6 +13,7 @@ from speclen.worker.observing.metrics import WorkerMetrics
 from speclen.worker.reporting.card import WorkerCard
 from speclen.worker.reporting.control_client import ControlClient
 from speclen.worker.reporting.table import ArmTable
+from tests.support.engines import RandomArms, generate, make_engine, request
 
 LIMITS = Limits(4, 3, ngram=True)
 LOOP = [3, 4, 5, 6] * 5

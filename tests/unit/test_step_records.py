@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
-from engines import Arms, generate, make_engine, make_pair, request
 
 from speclen.records import PLAIN, Arm, RequestClass, StepFlag
 from speclen.v1 import control_pb2 as pb
 from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
+from tests.support import tiny_models
+from tests.support.engines import Arms, generate, make_engine, make_pair, request
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from store_rows import context, decision, estimate, moment, report, worker
-
 from speclen.store.batch import Batch
 from speclen.store.records import Commit, StateRow
+from tests.support.store_rows import context, decision, estimate, moment, report, worker
 
 
 def absorb_all(*commits: Commit, max_reports: int = 1000) -> Batch:

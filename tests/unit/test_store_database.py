@@ -11,19 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from store_rows import (
-    NOW,
-    context,
-    decision,
-    estimate,
-    moment,
-    open_with_connection,
-    report,
-    rows,
-    store_now,
-    system_sqlite_rows,
-    worker,
-)
 
 from speclen.store.connection import (
     OLDEST_SAFE_SQLITE,
@@ -36,6 +23,19 @@ from speclen.store.connection import (
 from speclen.store.database import Store, StoreConfig
 from speclen.store.queries import stored_reports
 from speclen.store.records import Commit, StateRow, StoredState
+from tests.support.store_rows import (
+    NOW,
+    context,
+    decision,
+    estimate,
+    moment,
+    open_with_connection,
+    report,
+    rows,
+    store_now,
+    system_sqlite_rows,
+    worker,
+)
 
 
 def test_an_empty_store_has_nothing_to_go_on_with(tmp_path):

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from store_rows import context, moment, open_with_connection, report, rows, store_now, worker
 
 from speclen.store.connection import CorruptStoreError, StoreError, connect_reader, sqlite3
 from speclen.store.database import Store, StoreConfig
@@ -20,6 +19,7 @@ from speclen.store.failpoints import Failpoints
 from speclen.store.files import StoreGoneError, is_locked, lock_path
 from speclen.store.records import Commit, StateRow
 from speclen.store.retention import Retention
+from tests.support.store_rows import context, moment, open_with_connection, report, rows, store_now, worker
 
 
 def wait_until(condition, timeout_s: float = 60.0) -> None:

@@ -6,11 +6,11 @@ import contextlib
 from pathlib import Path
 
 import pytest
-import store_rows
 
 import speclen.store
 from speclen.store.connection import APPLICATION_ID, StoreError, connect_reader, connect_writer, sqlite3
 from speclen.store.database import Store
+from tests.support import store_rows
 
 SCHEMA = Path(speclen.store.__file__).with_name("schema.sql").read_text()
 

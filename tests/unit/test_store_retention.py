@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
 
 from speclen.store import retention
 from speclen.store.database import Store, StoreConfig
 from speclen.store.records import Commit
 from speclen.store.retention import EXTRA_ROWS_PER_COMMIT, VACUUM_ABOVE_PAGES, Retention
+from tests.support.store_rows import NOW, context, decision, estimate, moment, report, rows, store_now
 
 DAY = 86400.0
 

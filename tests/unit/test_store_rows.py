@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from store_rows import context, decision, estimate, moment, report, rows, store_now, worker
 
 from speclen.records import Limits
 from speclen.store.database import Store
 from speclen.store.prediction_windows import sums_by_arm
 from speclen.store.records import AcceptanceRow, Commit, ProfileCellRow, ProfileRow, StateRow
 from speclen.store.statements import BLOCKS
+from tests.support.store_rows import context, decision, estimate, moment, report, rows, store_now, worker
 
 
 @pytest.fixture

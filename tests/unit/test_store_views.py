@@ -5,12 +5,23 @@ from __future__ import annotations
 import time
 
 import pytest
-from store_rows import NOW, context, decision, estimate, moment, report, rows, store_now, system_sqlite_rows, worker
 
 from speclen.store.connection import connect_reader
 from speclen.store.database import Store
 from speclen.store.queries import view_rows
 from speclen.store.records import Commit
+from tests.support.store_rows import (
+    NOW,
+    context,
+    decision,
+    estimate,
+    moment,
+    report,
+    rows,
+    store_now,
+    system_sqlite_rows,
+    worker,
+)
 
 LEARNED_TABLE_COLUMNS = [
     *("context", "batch_bucket", "batch_min", "batch_max", "arm", "speculation_length", "ngram", "expected_tokens"),

@@ -7,8 +7,6 @@ import io
 import json
 
 import pytest
-from database_rows import write_database
-from store_rows import context, estimate, rows, store_now
 from typer.testing import CliRunner
 
 from speclen.cli.app import app
@@ -17,6 +15,8 @@ from speclen.console.errors import UserError
 from speclen.store.database import Store
 from speclen.store.records import Commit
 from speclen.v1 import control_pb2, generation_pb2
+from tests.support.database_rows import write_database
+from tests.support.store_rows import context, estimate, rows, store_now
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import fake_vllm
 import pytest
 
 from speclen.integrations.vllm.steps import StepTracker, Traits
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
+from tests.support import fake_vllm
 
 LENGTH = 3
 

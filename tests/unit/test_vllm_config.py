@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fake_vllm
 import pytest
 
 from speclen.integrations.vllm.context import check_config, fast_lengths, traits_of
+from tests.support import fake_vllm
 
 
 @pytest.mark.parametrize("is_v2", [False, True])

@@ -14,7 +14,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import fake_vllm
 import pytest
 
 from speclen.integrations.vllm.steps import StepTracker, Traits
@@ -22,6 +21,7 @@ from speclen.integrations.vllm.timing import StepShape, overlap_flags
 from speclen.integrations.vllm.wiring import OVERLAPPED_PROBE_STEPS
 from speclen.records import Arm, StepFlag, StepRecord
 from speclen.worker.drafting.arm_chooser import ArmChoice
+from tests.support import fake_vllm
 
 LENGTHS = (0, 1, 3, 5)
 ROWS = 8

@@ -1,0 +1,33 @@
+"""A small database as a controller leaves it, for tests of the verbs that read one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from speclen.store.database import Store
+from speclen.store.records import AcceptanceRow, Commit, ContextLimitsRow, StateRow
+from tests.support.store_rows import NOW, context, decision, estimate, report, store_now, worker
+
+
+def write_database(path: Path, state: bytes = b"PK", **worker_changes: float) -> Path:
+    """Two ranges of batch sizes; at 3-4 `draft 2` is in use and twice as fast as plain decoding."""
+    estimates = [
+        estimate(0, 1, 2, step_s=0.010, expected_tokens=1.0, is_best=True, num_steps=7, source="both"),
+        estimate(2, 1, 2, step_s=0.024, expected_tokens=1.6, num_steps=0, source="prior"),
+        estimate(0, step_s=0.020, expected_tokens=1.0, num_steps=0, source="profile"),
+        estimate(2, step_s=0.016, expected_tokens=1.6, is_best=True, num_steps=1200, observed_step_s=0.017),
+    ]
+    store = Store.open(path)
+    commit = Commit(
+        contexts=[context()],
+        context_limits=[ContextLimitsRow(1, 32, 4, True, 0, NOW)],
+        workers=[worker(3, **worker_changes)],
+        arm_estimates=estimates,
+        acceptance=[AcceptanceRow("t", "d", 1, 0.75, 100.0, NOW)],
+        states=[StateRow("t", "d", state, NOW)],
+        decisions=[decision(1, 2)],
+    )
+    assert store_now(store, commit) is None
+    assert store_now(store, Commit(reports=[report(1), report(2), report(3)])) is None
+    store.close()
+    return path

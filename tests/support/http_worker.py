@@ -1,0 +1,143 @@
+"""A worker with both edges, HTTP and gRPC, on one engine of tiny models, for tests in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+
+from speclen.transport.credentials import ServerSecurity
+from speclen.v1 import control_pb2
+from speclen.worker.engine.engine import Engine
+from speclen.worker.http.app import Front, create_app
+from speclen.worker.http.guard import BODY_TIMEOUT_S
+from speclen.worker.http.server import HttpServer, listen, make_server, serving
+from speclen.worker.models.loading import ModelPair
+from speclen.worker.observing.metrics import WorkerMetrics, page_of
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.observing.tracing import Tracing
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
+from speclen.worker.service.admission import Admission
+from speclen.worker.service.assembly import model_facts
+from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.service.server import create_server
+from speclen.worker.service.servicer import GenerationServicer
+from tests.support.engines import make_engine
+
+MODEL = "tiny"
+KEY = "0123456789abcdef"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@dataclass
+class HttpWorker:
+    """Runs in a thread of its own from `running` on. http, grpc: addresses."""
+
+    engine: Engine
+    control: ControlClient
+    security: ServerSecurity = field(default_factory=ServerSecurity)
+    chat_template: str | None = None
+    body_timeout_s: float = BODY_TIMEOUT_S
+    unread_timeout_s: float = 30.0
+    max_waiting: int = 256
+    model: str = MODEL
+    http: str = ""
+    grpc: str = ""
+    healthy: bool = True
+    tracing: Tracing | None = None
+    server: HttpServer | None = None
+    async_engine: AsyncEngine | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def client(self, api_key: str = KEY, **options: Any) -> openai.OpenAI:
+        """The official client, which does not retry."""
+        scheme = "https" if self.security.encrypted else "http"
+        return openai.OpenAI(base_url=f"{scheme}://{self.http}/v1", api_key=api_key, max_retries=0, **options)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.http}"
+
+    async def serve(self, started: threading.Event, stopping: asyncio.Event) -> None:
+        pair = self.engine.pair
+        rows, context = self.engine.max_batch_size, self.engine.max_context_length
+        admission = Admission(pair, context, rows, self.max_waiting)
+        metrics = WorkerMetrics(
+            self.engine, self.control, {"metrics": 0}, num_at_admission=lambda: admission.num_waiting
+        )
+        unread_s = self.unread_timeout_s
+        requests = RequestMetrics(metrics)
+        engine = self.async_engine = AsyncEngine(self.engine, admission, requests, 0.005, unread_s, self.tracing)
+        page = page_of(metrics.registry, self.model)
+        healthy = lambda: self.healthy and engine.serving  # noqa: E731
+        front = Front(engine, self.model, "1.2.3", page, healthy, self.chat_template, 1_700_000_000)
+        facts = model_facts(pair, self.engine, control_pb2.ContextKey())
+        servicer = GenerationServicer(engine, self.control, facts)
+        grpc_server, grpc_port, _ = await create_server("127.0.0.1:0", servicer, ServerSecurity())
+        await grpc_server.start()
+        bound = listen("127.0.0.1:0")
+        self.http, self.grpc = f"127.0.0.1:{bound.getsockname()[1]}", f"127.0.0.1:{grpc_port}"
+        self.server = make_server(create_app(front), self.security, self.body_timeout_s, unread_s, requests.refuse)
+        async with serving(self.server, bound):
+            started.set()
+            await stopping.wait()
+        await grpc_server.stop(None)
+        admission.close()
+
+
+@contextlib.contextmanager
+def http_worker(
+    *,
+    security: ServerSecurity | None = None,
+    chat_template: str | None = CHAT_TEMPLATE,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    unread_timeout_s: float = 30.0,
+    max_batch_size: int = 4,
+    max_waiting: int = 256,
+    pair: ModelPair | None = None,
+    model: str = MODEL,
+    tracing: Tracing | None = None,
+    **settings: Any,
+) -> Iterator[HttpWorker]:
+    """settings: of the engine."""
+    engine = make_engine(pair, max_batch_size=max_batch_size, **settings)
+    card = WorkerCard("w", 1, control_pb2.ContextKey(), engine.limits, "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, engine.limits, "default"), follow=False)
+    timeouts = body_timeout_s, unread_timeout_s
+    worker = HttpWorker(engine, control, security or ServerSecurity(), chat_template, *timeouts, max_waiting, model)
+    worker.tracing = tracing
+    started, stopping = threading.Event(), asyncio.Event()
+    loop = worker.loop = asyncio.new_event_loop()
+    engine_thread = threading.Thread(target=engine.run)
+    loop_thread = threading.Thread(target=loop.run_until_complete, args=(worker.serve(started, stopping),))
+    engine_thread.start()
+    loop_thread.start()
+    assert started.wait(30)
+    try:
+        yield worker
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        loop_thread.join(30)
+        engine.stop()
+        engine_thread.join(30)
+        loop.close()
+        assert not loop_thread.is_alive()
+
+
+def until_idle(engine: Engine, timeout_s: float = 60.0) -> None:
+    """Wait until the engine holds no sequence and no request waits."""
+    deadline = time.monotonic() + timeout_s
+    while (load := engine.load()).num_running or load.num_waiting:
+        assert time.monotonic() < deadline, "rows were not freed"
+        time.sleep(0.01)

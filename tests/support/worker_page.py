@@ -1,0 +1,45 @@
+"""A worker's metrics, without a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speclen.records import PLAIN, Arm, Limits, StepRecord
+from speclen.v1 import control_pb2 as pb
+from speclen.worker.observing.metrics import WorkerMetrics
+from speclen.worker.reporting.card import WorkerCard
+from speclen.worker.reporting.control_client import ControlClient
+from speclen.worker.reporting.table import ArmTable
+
+
+@dataclass
+class Load:
+    num_running: int = 2
+    num_waiting: int = 1
+    num_kv_tokens_used: int = 50
+    num_kv_tokens_total: int = 200
+    num_looked_up_tokens: int = 128
+    num_reused_tokens: int = 96
+    num_steps: int = 7
+    num_generated_tokens: int = 11
+    num_drafts: int = 3
+    num_draft_tokens: int = 6
+    num_ngram_tokens: int = 2
+    num_accepted_tokens: int = 4
+    num_accepted_by_position: tuple[int, ...] = (2, 2)
+
+
+class FakeEngine:
+    num_threads = 3
+
+    def load(self) -> Load:
+        return Load()
+
+
+def worker_metrics() -> WorkerMetrics:
+    """Metrics of a worker with fixed counts."""
+    card = WorkerCard("w", 1, pb.ContextKey(), Limits(4, 2, ngram=True), "127.0.0.1:1", "adaptive")
+    control = ControlClient(card, ArmTable.constant(Arm(2, ngram=True), card.limits, "default"), follow=True)
+    control.report(StepRecord(0, 3, Arm(2), 0.01, (1, 0, 2), 10.0))
+    control.report(StepRecord(0, 3, PLAIN, 0.01, (3,), 10.0))
+    return WorkerMetrics(FakeEngine(), control)  # type: ignore[arg-type]

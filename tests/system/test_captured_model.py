@@ -1,0 +1,243 @@
+"""Recorded passes give the tokens that plain ones give; all but the graph itself is the same here as on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from speclen.records import StepFlag, StepRecord
+from speclen.worker.backends.captured_model import CapturedModel, padded_rows, reach
+from speclen.worker.backends.prompt_blocks import MOST_BLOCKS, sizes_up_to
+from speclen.worker.backends.recording import Recording, RerunRecorder
+from speclen.worker.engine.engine import Engine
+from tests.support import engines
+from tests.support.engines import RandomLengths, check_greedy
+from tests.support.traffic import Traffic
+
+
+class CountingRecorder(RerunRecorder):
+    """Counts recordings."""
+
+    def __init__(self) -> None:
+        self.num_recordings = 0
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        self.num_recordings += 1
+        return super().record(run)
+
+
+class BrokenRecorder:
+    """A driver without graphs, or a device without memory for them."""
+
+    def __init__(self, error: Exception, after: int = 0) -> None:
+        self.error = error
+        self.left = after
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return RerunRecorder().record(run)
+
+
+class PickyRecorder(CountingRecorder):
+    """A device without memory for passes of more than `most` logits."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        if run().shape[:-1].numel() > self.most:
+            raise torch.OutOfMemoryError("full")
+        return super().record(run)
+
+
+def captured(model: object) -> CapturedModel:
+    assert isinstance(model, CapturedModel)
+    return model
+
+
+def texts(engine: Engine, num: int = 9) -> list[list[int]]:
+    """Outputs of a few ragged requests, more than there are rows."""
+    requests = [engines.request(str(n), list(range(1, 3 + 5 * n)), max_tokens=12 + n) for n in range(num)]
+    collected = engines.generate(engine, *requests)
+    return [collected.ids(one.request_id) for one in requests]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
+def test_ragged_schedules_put_out_what_the_target_alone_would(family: str) -> None:
+    """Joining, leaving and prefilling rows beside rows that only fill up, with recordings that come and go."""
+    recorder = CountingRecorder()
+    requests, collected, chooser = Traffic(family, seed=3, recorder=recorder, num_requests=80).run()
+    target, _ = engines.models(family)
+    assert sum(check_greedy(target, one, collected.ids(one.request_id)) for one in requests) <= 1
+    assert recorder.num_recordings > 20
+    recorded = [result for result in chooser.records if StepFlag.COMPILATION in result.flags]
+    assert 0 < len(recorded) < len(chooser.records)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.95}])
+def test_recorded_and_plain_steps_give_the_same_tokens(sampling: dict[str, float]) -> None:
+    outputs = []
+    for recorder in (None, RerunRecorder()):
+        engine = engines.make_engine(chooser=RandomLengths(4, longest=5), recorder=recorder)
+        prompts = [list(range(1, 3 + 7 * n)) for n in range(7)]
+        requests = [engines.request(str(n), prompt, max_tokens=20, **sampling) for n, prompt in enumerate(prompts)]
+        collected = engines.generate(engine, *requests)
+        outputs.append([collected.ids(one.request_id) for one in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_recordings_are_bounded_and_the_oldest_goes() -> None:
+    recorder = CountingRecorder()
+    engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder, max_recordings=3)
+    texts(engine)
+    assert recorder.num_recordings == engine.target.num_first_uses + engine.draft.num_first_uses > 6
+    assert len(captured(engine.target)._passes) == 3
+
+
+def test_what_was_recorded_once_is_not_recorded_again() -> None:
+    recorder = CountingRecorder()
+    engine = engines.make_engine(recorder=recorder)
+    texts(engine)
+    before = recorder.num_recordings
+    texts(engine)
+    assert recorder.num_recordings == before
+
+
+def test_passes_are_recorded_before_anybody_is_served() -> None:
+    """All that steps of these rows and lengths run, those over short rows first; without changing what is put out."""
+    recorder = CountingRecorder()
+    chooser = RandomLengths(1, longest=3)
+    engine = engines.make_engine(
+        chooser=chooser, recorder=recorder, max_speculation_length=3, max_context_length=100, record_ahead_s=60
+    )
+    # 1, 2 and 4 rows of up to 128 tokens: of the target 1 to 4 queries each, of the draft one or two.
+    num_recorded = 3 * 4 + 3 * 2 + num_blocks_recorded(engine)
+    assert recorder.num_recordings == num_recorded
+    expected = engines.make_engine(
+        chooser=RandomLengths(1, longest=3), max_speculation_length=3, max_context_length=100
+    )
+    assert texts(engine) == texts(expected)
+    assert not any(StepFlag.COMPILATION in result.flags for result in chooser.records if not catches_up(result))
+    assert recorder.num_recordings <= num_recorded + sum(map(catches_up, chooser.records))
+
+
+def num_blocks_recorded(engine: Engine) -> int:
+    """Passes of prompts that both models record: where there are kernels."""
+    return 2 * len(sizes_up_to(MOST_BLOCKS)) if captured(engine.target).has_kernels else 0
+
+
+def catches_up(result: StepRecord) -> bool:
+    return StepFlag.CATCH_UP in result.flags
+
+
+def test_what_is_recorded_ahead_is_bounded() -> None:
+    recorder = CountingRecorder()
+    engine = engines.make_engine(recorder=recorder, max_recordings=5, record_ahead_s=60)
+    assert [len(captured(model)._passes) for model in (engine.target, engine.draft)] == [5, 5]
+    assert recorder.num_recordings == 10 + num_blocks_recorded(engine)
+    recorder = CountingRecorder()
+    engines.make_engine(recorder=recorder, record_ahead_s=0)
+    assert recorder.num_recordings == 0
+
+
+def test_recording_ahead_ends_where_memory_does() -> None:
+    recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
+    engine = engines.make_engine(recorder=recorder, record_ahead_s=60)
+    assert len(captured(engine.draft)._passes) == 4
+    assert not captured(engine.target)._passes
+    assert texts(engine) == texts(engines.make_engine())
+
+
+def test_passes_that_memory_is_too_small_for_keep_no_others_from_being_recorded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The largest are tried first: they are told of once, and run unrecorded."""
+    recorder, settings = PickyRecorder(8), {"max_speculation_length": 3, "max_context_length": 100}
+    chooser = RandomLengths(1, longest=3)
+    with caplog.at_level(logging.WARNING):
+        engine = engines.make_engine(chooser=chooser, recorder=recorder, record_ahead_s=60, **settings)
+        passes = captured(engine.target)._passes
+        assert {(shape.num_rows, shape.num_queries) for shape in passes} == {
+            *((rows, queries) for rows in (1, 2) for queries in (1, 2, 3, 4)),
+            *((4, 1), (4, 2)),
+        }
+        before = recorder.num_recordings
+        found = texts(engine)
+    assert found == texts(engines.make_engine(chooser=RandomLengths(1, longest=3), **settings))
+    assert recorder.num_recordings <= before + sum(map(catches_up, chooser.records))
+    told = [record.getMessage() for record in caplog.records if "recording of PassShape" in record.getMessage()]
+    assert len(told) == 2, "each once: 4 rows of 3 and of 4 queries"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no graphs here"), torch.OutOfMemoryError("full")])
+def test_an_engine_starts_where_nothing_can_be_recorded(error: Exception) -> None:
+    engine = engines.make_engine(recorder=BrokenRecorder(error), record_ahead_s=60, check_models=True)
+    assert texts(engine) == texts(engines.make_engine())
+
+
+def test_without_graphs_everything_runs_unrecorded_after_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = engines.make_engine(recorder=BrokenRecorder(RuntimeError("no graphs here\nat all")))
+        assert texts(engine) == texts(engines.make_engine())
+    told = [record.getMessage() for record in caplog.records]
+    told = [message for message in told if "kernels are left out" not in message]  # first, where there are any
+    assert len(told) == 2, "one for the target, one for the draft"
+    assert all(message.endswith("one kernel at a time: RuntimeError: no graphs here") for message in told)
+
+
+def test_without_memory_for_more_the_rest_runs_unrecorded() -> None:
+    recorder = BrokenRecorder(torch.OutOfMemoryError("full"), after=4)
+    engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder)
+    assert texts(engine) == texts(engines.make_engine(chooser=RandomLengths(1, longest=5)))
+    assert engine.target.num_first_uses + engine.draft.num_first_uses == 4
+
+
+def test_a_pool_without_spare_places_is_refused() -> None:
+    plain = engines.make_engine().target
+    with pytest.raises(ValueError, match="spare ones are needed"):
+        CapturedModel(plain, RerunRecorder(), max_queries=plain.pool.max_length, max_recordings=1)
+
+
+def test_rows_and_reach_are_rounded_up_to_few_values() -> None:
+    assert [padded_rows(rows, 30) for rows in (1, 2, 3, 5, 8, 9, 17, 30)] == [1, 2, 4, 8, 8, 16, 24, 30]
+    assert [reach(tokens, 1000) for tokens in (1, 128, 129, 193, 257, 385, 900)] == [128, 128, 192, 256, 384, 512, 1000]
+    for tokens in range(1, 4096):
+        assert tokens <= reach(tokens, 4096) <= max(128, 1.5 * tokens)
+
+
+def test_a_plain_engine_records_nothing() -> None:
+    engine = engines.make_engine(max_recordings=0)
+    assert not isinstance(engine.target, CapturedModel)
+    assert engine.target.num_first_uses == 0
+
+
+def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:
+    """The prompt's logits are kept until all three have a row, while passes of the same shape run."""
+    outputs = []
+    for recorder in (None, RerunRecorder()):
+        engine = engines.make_engine(chooser=0, recorder=recorder, max_batch_size=2)
+        one = engines.request("one", [5], n=3, max_tokens=6, temperature=1.0, seed=3)
+        collected = engines.generate(engine, one)
+        outputs.append([collected.ids("one", index) for index in range(3)])
+    assert outputs[0] == outputs[1]
+
+
+def test_what_rows_that_fill_up_have_written_is_read_by_nobody() -> None:
+    """It need not be finite, and masking adds: 0 times what is not finite spoils the row that has the place next."""
+    engine = engines.make_engine(engines.make_pair(), 3, RerunRecorder(), max_context_length=200)
+    spare = captured(engine.target)._spare_position
+    assert spare < engine.target.pool.max_length == reach(193, engine.target.pool.max_length)
+    for model in (engine.target, engine.draft):
+        for layer in captured(model).pool.layers:
+            with torch.inference_mode():
+                layer[:, :, :, spare:] = torch.nan
+    requests = [engines.request(str(n), [1 + n] * (185 + n), max_tokens=14, ignore_eos=True) for n in range(3)]
+    collected = engines.generate(engine, *requests)
+    target, _ = engines.models("llama")
+    assert sum(check_greedy(target, one, collected.ids(one.request_id)) for one in requests) <= 1

@@ -1,0 +1,370 @@
+"""`speclen profile` from measuring to importing: nothing unfinished or foreign passes for a profile of this context."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+import speclen.bench.profile.run
+import speclen.cli.profile
+from speclen.bench.profile.analysis import analyse, ms_per_token
+from speclen.bench.profile.document import ProfileDocument, read_document
+from speclen.bench.profile.importing import Destination
+from speclen.console.client import Client
+from speclen.console.errors import UserError
+from speclen.records import ContextKey, Limits, Profile, ProfileCell
+from speclen.store.connection import connect_reader
+from speclen.store.database import Store, StoreConfig
+from speclen.store.queries import stored_profiles, view_rows
+from speclen.store.records import Commit
+from speclen.store.retention import KEEP_REPORTS
+from speclen.store.transaction import RefusedError
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+from speclen.worker.profiling.file import foreign_parts, table_from_file
+from speclen.worker.profiling.samples import ProfileSamples
+from speclen.worker.profiling.seeding import knows_context, profile_request
+from speclen.worker.profiling.settings import ProfileSettings
+from speclen.worker.reporting.table import ArmTable
+from tests.support import tiny_models
+from tests.support.store_rows import NOW, context, report, rows, store_now, worker
+
+KEY = ContextKey("t#1", "d#1", "cpu:test", "float32", "threads=1")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), noise=0.05)
+
+
+def call(*arguments: object) -> Any:
+    """Runs the verb; errors of the user are raised."""
+    return CliRunner().invoke(speclen.cli.profile.app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def fail(*arguments: object) -> str:
+    with pytest.raises(UserError) as error:
+        call(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def models(folders: tuple[str, str]) -> list[object]:
+    return ["--target", folders[0], "--draft", folders[1], "--device", "cpu", "--dtype", "float32", "--threads", 1]
+
+
+@pytest.fixture(scope="module")
+def measured(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a database, into which one profile was run."""
+    data = tmp_path_factory.mktemp("data")
+    grid = ["--batch-sizes", "1,2-3", "--lengths", "0-2", "--budget-s", 4, "--precision", 0.5]
+    result = call("run", *models(folders), *grid, "--data-dir", data, "--db", data / "s.db", "--out", data / "p.json")
+    assert result.exit_code == 0
+    assert "gain over 0" in result.stdout
+    assert "The paper's model: accepted" in result.stdout
+    return data
+
+
+def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: Path) -> None:
+    connection = connect_reader(measured / "s.db")
+    (stored,) = stored_profiles(connection)
+    rows = view_rows(connection, "learned_table")
+    connection.close()
+    document = read_document(measured / "p.json")
+    assert tuple((c.batch_size, c.speculation_length) for c in document.profile.cells) == tuple(
+        (b, s) for b in (1, 2, 3) for s in (0, 1, 2)
+    )
+    assert [c.step_s for c in stored.profile.cells] == [c.step_s for c in document.profile.cells]
+    assert stored.profile.survival == document.profile.survival
+    assert not stored.profile.as_prior
+    assert stored.context.target == document.context.target
+    assert {row["source"] for row in rows} == {"profile"}
+    assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
+    assert not list((measured / "profiles").glob("*.partial.json"))
+
+
+def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: Path, tmp_path: Path) -> None:
+    document = read_document(measured / "p.json")
+    assert {"machine", "settings", "command", "commit", "uncommitted_changes"} <= document.details.keys()
+    content = json.loads((measured / "p.json").read_text())
+    assert not {"command", "commit", "uncommitted_changes"} & content.keys()
+    for name in ("command", "commit", "uncommitted_changes"):
+        del content["details"][name]
+    (tmp_path / "earlier.json").write_text(json.dumps(content))
+    assert read_document(tmp_path / "earlier.json").profile == document.profile
+
+
+def test_steps_of_another_commit_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ProfileSettings((1,), (0,), 1.0)
+
+    def name(commit: str) -> Path:
+        monkeypatch.setattr(speclen.bench.profile.run, "provenance", lambda: {"commit": commit})
+        return speclen.bench.profile.run.partial_of(tmp_path, KEY, settings, ["text"]).path
+
+    assert name("a") == name("a") != name("b")
+
+
+def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
+    table = table_from_file(measured / "p.json", Limits(3, 2))
+    assert isinstance(table, ArmTable)
+    best = {batch.batch_size: batch.best_length for batch in analyse(read_document(measured / "p.json")).batches}
+    assert {size: table.arms[size].speculation_length for size in best} == best
+
+
+def test_a_worker_says_when_its_profile_was_measured_elsewhere(measured: Path, tmp_path: Path) -> None:
+    context = pb.ContextKey(**json.loads((measured / "p.json").read_text())["context"])
+    assert foreign_parts(measured / "p.json", context) == []
+    context.dtype = "bfloat16"
+    assert foreign_parts(measured / "p.json", context) == ["dtype 'float32' instead of 'bfloat16'"]
+    nameless = tmp_path / "nameless.json"
+    nameless.write_text(json.dumps({"cells": [], "survival": []}))
+    assert "does not say" in foreign_parts(nameless, context)[0]
+
+
+def test_show_export_and_plot_agree_with_the_file(measured: Path, tmp_path: Path) -> None:
+    shown = json.loads(call("show", "--db", measured / "s.db", "--json").stdout)
+    assert [best["batch_size"] for best in shown["best"]] == [1, 2, 3]
+    assert shown["paper_model"]["gamma"] > 0
+    assert json.loads(call("export", "1", "--db", measured / "s.db").stdout)["cells"] == shown["cells"]
+    assert "* is least" in call("show", measured / "p.json").stdout
+    for suffix in ("png", "svg"):
+        path = tmp_path / f"plot.{suffix}"
+        call("plot", measured / "p.json", "--out", path)
+        assert path.stat().st_size > 5000
+
+
+def test_an_unreadable_place_or_name_is_said(measured: Path, tmp_path: Path) -> None:
+    db = measured / "s.db"
+    assert "holds no profile 9; there are 1" in fail("show", "9", "--db", db)
+    assert "cannot read the profile" in fail("show", tmp_path / "missing.json")
+    assert "use .png, .svg" in fail("plot", "1", "--db", db, "--out", tmp_path / "plot.xyz")
+
+
+def test_import_seeds_the_same_context_elsewhere(measured: Path, folders: tuple[str, str], tmp_path: Path) -> None:
+    db = tmp_path / "other.db"
+    said = call("import", measured / "p.json", *models(folders), "--db", db, "--json")
+    assert json.loads(said.stdout)["num_cells"] == 9
+    connection = connect_reader(db)
+    (stored,) = stored_profiles(connection)
+    connection.close()
+    assert not stored.profile.as_prior
+
+
+def test_a_profile_of_another_context_is_only_taken_as_a_prior(
+    measured: Path, folders: tuple[str, str], tmp_path: Path
+) -> None:
+    db = tmp_path / "other.db"
+    other = [*models(folders)[:-1], 2]
+    message = fail("import", measured / "p.json", *other, "--db", db)
+    assert "engine_fingerprint" in message
+    assert "--as-prior" in message
+    message = fail("import", measured / "p.json", *models((folders[1], folders[0])), "--db", db)
+    assert "target" in message
+    assert not db.exists()
+    call("import", measured / "p.json", *other, "--db", db, "--as-prior")
+    connection = connect_reader(db)
+    (stored,) = stored_profiles(connection)
+    connection.close()
+    assert stored.profile.as_prior
+    assert "threads=2" in stored.context.engine_fingerprint
+    assert "a starting point only" in call("show", "--db", db).stdout
+
+
+def change(content: dict[str, Any], path: Sequence[object], value: object) -> dict[str, Any]:
+    changed = json.loads(json.dumps(content))
+    place = changed
+    for key in path[:-1]:
+        place = place[key]  # type: ignore[index]
+    place[path[-1]] = value  # type: ignore[index]
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["format"], "something"),
+        (["version"], 2),
+        (["format"], "speclen-profile-partial"),
+        (["cells"], []),
+        (["cells", 0, "step_s"], -1.0),
+        (["cells", 0, "step_s"], float("nan")),
+        (["cells", 0, "batch_size"], 0),
+        (["cells", 1, "speculation_length"], 0),
+        (["cells", 0, "colour"], "red"),
+        (["survival"], [0.5, 0.9]),
+        (["survival"], "high"),
+        (["num_survival_rows"], [1]),
+        (["context"], {"target": "t"}),
+    ],
+)
+def test_files_that_are_no_profile_are_refused(
+    measured: Path, tmp_path: Path, path: list[object], value: object
+) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(change(json.loads((measured / "p.json").read_text()), path, value)))
+    assert "bad.json" in fail("show", file)
+    file.write_text("[1, 2]")
+    assert "bad.json" in fail("show", file)
+    file.write_text("{")
+    assert "not JSON" in fail("show", file)
+
+
+def test_an_interrupted_run_is_kept_and_gone_on_with_but_never_used(
+    folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ["run", *models(folders), "--batch-sizes", "1,2", "--lengths", "0,1", "--budget-s", 3, "--precision", 0.5]
+    run += ["--data-dir", tmp_path, "--db", tmp_path / "s.db"]
+    original = ProfileSamples.add
+
+    def interrupted(self: ProfileSamples, step: Any) -> None:
+        original(self, step)
+        if self.num_rounds == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProfileSamples, "add", interrupted)
+    result = call(*run)
+    assert result.exit_code == 130
+    assert "goes on from there" in result.stderr
+    assert not (tmp_path / "s.db").exists()
+    (partial,) = (tmp_path / "profiles").glob("*.json")
+    assert "unfinished profile" in fail("show", partial)
+    assert "unfinished profile" in fail("import", partial, *models(folders), "--db", tmp_path / "s.db")
+    monkeypatch.setattr(ProfileSamples, "add", original)
+    result = call(*run)
+    assert result.exit_code == 0
+    assert "going on with the profile that was interrupted" in result.stderr
+    assert not partial.exists()
+    assert len(list((tmp_path / "profiles").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--batch-sizes", "0"], "--batch-sizes '0'"),
+        (["--batch-sizes", "4-x"], "--batch-sizes '4-x'"),
+        (["--batch-sizes", "1-99999999999999"], "--batch-sizes '1-99999999999999' must lie between"),
+        (["--batch-sizes", "4-2"], "--batch-sizes '4-2' must lie between"),
+        (["--lengths", "0-65"], "--lengths '0-65'"),
+        (["--lengths", "5-2"], "--lengths '5-2'"),
+        (["--lengths", "0,64"], "context of 256"),
+        (["--target", "/nowhere"], "no such directory"),
+        (["--prompts", "/no/prompts.txt"], "/no/prompts.txt"),
+    ],
+)
+def test_bad_settings_are_named(folders: tuple[str, str], tmp_path: Path, arguments: list[str], reason: str) -> None:
+    assert reason in fail("run", *models(folders), "--no-store", "--data-dir", tmp_path, *arguments)
+
+
+def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> ProfileDocument:
+    cells = tuple(
+        ProfileCell(b, s, scale * (0.010 + 0.001 * s + 0.0005 * s * b), 1e-5, 20, 100.0)
+        for b in (1, 2, 8)
+        for s in range(4)
+    )
+    return ProfileDocument(KEY, Profile(cells, survival, (100, 70, 50), source="made up"), "2026-01-01T00:00:00")
+
+
+def test_diff_marks_what_is_certain_and_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
+    paths = []
+    for number, scale in enumerate((1.0, 1.5)):
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(document(scale).to_json()))
+    rows = json.loads(call("diff", *paths, "--json").stdout)
+    assert len(rows) == 12
+    assert all(row["is_certain"] for row in rows)
+    assert rows[0]["second_ms"] / rows[0]["first_ms"] == pytest.approx(1.5)
+    assert not any(row["is_certain"] for row in json.loads(call("diff", paths[0], paths[0], "--json").stdout))
+    assert "+50.0% !" in call("diff", *paths).stdout
+    lonely = document(1.0).to_json()
+    lonely["cells"] = [{**lonely["cells"][0], "batch_size": 64}]
+    paths[0].write_text(json.dumps(lonely))
+    assert "in common" in fail("diff", *paths)
+
+
+def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> None:
+    analysis = analyse(document(1.0))
+    one, _, eight = analysis.batches
+    # Batch 1: 10, 11.5 / 1.7, 13 / 2.2, 14.5 / 2.6 ms per token.
+    assert one.ms_per_token == pytest.approx({0: 10.0, 1: 11.5 / 1.7, 2: 13 / 2.2, 3: 14.5 / 2.6})
+    assert (one.best_length, one.gain) == (3, pytest.approx(10 / (14.5 / 2.6)))
+    # Batch 8: 10, 15 / 1.7, 20 / 2.2, 25 / 2.6.
+    assert eight.best_length == 1
+    for batch in analysis.batches:
+        assert batch.paper_excess is not None
+        assert batch.estimator_excess is not None
+        assert batch.estimator_excess < 0.1
+    assert ms_per_token(document(1.0).profile, document(1.0).profile.cells[3]) == pytest.approx(14.5 / 2.6)
+
+
+def own_import(db: Path, key: ContextKey = KEY) -> int:
+    """Import a made-up profile while no controller runs."""
+    return Destination(db, "", Client()).take(document(1.0).to_request(key, as_prior=False))
+
+
+def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`profile import` said under which number it was stored, and it was nowhere."""
+
+    def refuse(*arguments: object) -> None:
+        raise RefusedError("the database refuses a row of profiles")
+
+    monkeypatch.setattr("speclen.store.transaction._write_rows", refuse)
+    with pytest.raises(UserError, match=r"s\.db lacks what was learned last: the database refuses a row of profiles"):
+        own_import(tmp_path / "s.db")
+    monkeypatch.undo()
+    assert own_import(tmp_path / "s.db") == 1
+
+
+def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> None:
+    """How many are kept is for the controller to say, and it may have been told to keep them for years."""
+    store = Store.open(tmp_path / "s.db", StoreConfig(retention=KEEP_REPORTS))
+    reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
+    assert store_now(store, Commit(contexts=[context()], workers=[worker(3)], reports=reports)) is None
+    store.close()
+    own_import(store.path)
+    assert rows(store.path, "SELECT seq FROM step_reports") == [(1,), (2,), (3,)]
+
+
+class KnowingController(rpc.ControlServiceServicer):
+    """Knows one context by a profile and one only by registration."""
+
+    def GetLearnedTable(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        if request.context.target == "unknown":
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such context")
+        row = pb.LearnedRow(batch_min=1, batch_max=1, source=request.context.target)
+        return pb.GetLearnedTableResponse(tables=[pb.LearnedTable(context=request.context, rows=[row])])
+
+
+def test_a_worker_finds_out_whether_its_context_is_known() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    rpc.add_ControlServiceServicer_to_server(KnowingController(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert knows_context(channel, pb.ContextKey(target="profile")) is True
+        assert knows_context(channel, pb.ContextKey(target="online")) is True
+        assert knows_context(channel, pb.ContextKey(target="prior")) is False
+        assert knows_context(channel, pb.ContextKey(target="unknown")) is False
+    server.stop(0).wait()
+    start = time.monotonic()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert knows_context(channel, pb.ContextKey(target="profile"), timeout_s=0.5) is None
+    assert time.monotonic() - start < 20
+
+
+def test_a_request_of_a_quick_profile_carries_every_cell() -> None:
+    samples = ProfileSamples(
+        steps={(1, 0): [(0.01, 50.0, 0)] * 5, (2, 1): [(0.02, 50.0, 0)] * 5}, histograms={1: [2, 8]}
+    )
+    request = profile_request(pb.ContextKey(target="t"), samples.result(), "quick")
+    assert [(c.batch_size, c.speculation_length, c.num_steps) for c in request.cells] == [(1, 0, 5), (2, 1, 5)]
+    assert list(request.survival) == [0.8]
+    assert list(request.num_survival_rows) == [10]
+    assert not request.as_prior

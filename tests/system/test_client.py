@@ -1,0 +1,192 @@
+"""One configuration reaches every server: with TLS and token on, our own verbs speak with our own servers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speclen.bench.profile.importing import find_destination
+from speclen.cli.app import with_client_defaults
+from speclen.console.client import Client
+from speclen.console.errors import UserError
+from speclen.console.processes import Child
+from speclen.console.whose import check_controller, identity
+from speclen.transport.credentials import ClientSecurity, ServerSecurity
+from tests.support.addresses import free_address
+from tests.support.certificates import Certificates, make_certificates
+from tests.support.controller_process import running_controller
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("token") / "token"
+    path.write_text("0123456789abcdef\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(made: Certificates, token: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A controller with TLS and a token; `Child` waits for it with the same client as every verb."""
+    folder, address = tmp_path_factory.mktemp("guarded"), free_address()
+    arguments = ["controller", "--listen", address, "--data-dir", str(folder), "--run-id", "mine"]
+    arguments += ["--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key), "--token-file", str(token)]
+    client = Client(ca=made.authority.cert, token_file=token)
+    child = Child("controller", arguments, address, folder / "log", run_id="mine", client=client)
+    child.start()
+    try:
+        child.wait_until_serving(30)
+        yield child
+    finally:
+        child.stop(20)
+
+
+def test_a_client_with_authority_and_token_gets_through(guarded: Child, made: Certificates, token: Path):
+    with Client(ca=made.authority.cert, token_file=token).channel(guarded.address) as channel:
+        assert identity(channel, "controller").run_id == "mine"
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_a_proxy_is_no_way_to_this_machine(
+    guarded: Child, made: Certificates, token: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """gRPC sends every call to it, also one that goes no further than this machine."""
+    for each in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    client = Client(ca=made.authority.cert, token_file=token)
+    for channel in (client.channel(guarded.address), client.balanced_channel(guarded.address)):
+        with channel:
+            assert identity(channel, "controller").run_id == "mine"
+
+
+def test_a_profile_goes_to_a_guarded_controller(guarded: Child, made: Certificates, token: Path):
+    client = Client(ca=made.authority.cert, token_file=token)
+    assert find_destination(Path(".speclen/speclen.db"), guarded.address, client).address == guarded.address
+
+
+@pytest.mark.parametrize(
+    ("ca", "given", "words"),
+    [
+        ("authority", None, "wants a token: give the file that holds it with --token-file"),
+        ("authority", "wrong", "does not accept the token in"),
+        ("stranger", "right", "is not one that --ca"),
+        (None, "right", "if it has TLS, give --ca"),
+    ],
+)
+def test_who_is_refused_hears_why(guarded, made, token, tmp_path, ca, given, words):
+    (tmp_path / "wrong").write_text("fedcba9876543210")
+    token_file = {None: None, "right": token, "wrong": tmp_path / "wrong"}[given]
+    client = Client(ca=None if ca is None else getattr(made, ca).cert, token_file=token_file)
+    with pytest.raises(UserError, match=words):
+        find_destination(Path(".speclen/speclen.db"), guarded.address, client)
+
+
+def test_a_worker_with_a_wrong_token_does_not_serve_unlearned(guarded, made, tmp_path):
+    """It served for ever without learning, after one warning, and said SERVING."""
+    (tmp_path / "wrong").write_text("fedcba9876543210")
+    security = ClientSecurity(ca=made.authority.cert, token_file=tmp_path / "wrong", prefix="--controller-")
+    with pytest.raises(UserError, match="does not accept the token in"):
+        check_controller(security, guarded.address, "")
+    with pytest.raises(UserError, match="give the file that holds it with --controller-token-file"):
+        check_controller(ClientSecurity(ca=made.authority.cert, prefix="--controller-"), guarded.address, "")
+    check_controller(ClientSecurity(), free_address(), "")  # none yet: it may come
+
+
+def test_a_server_that_wants_certificates_gets_them(made: Certificates, tmp_path: Path):
+    options = ("--tls-cert", str(made.server.cert), "--tls-key", str(made.server.key))
+    # The child is waited for without a certificate, so it is given up as soon as it says that it serves.
+    refused = pytest.raises(UserError, match="if it has TLS, give --ca")
+    with refused, running_controller(tmp_path, *options, "--tls-client-ca", str(made.authority.cert)):
+        pass
+    assert Client(made.authority.cert, made.client.cert, made.client.key).channel("127.0.0.1:1")
+
+
+def test_pem_that_is_none_is_refused_before_grpc_sees_it(made: Certificates, tmp_path: Path, capfd):
+    junk = tmp_path / "junk.pem"
+    junk.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
+    (tmp_path / "empty").write_text("")
+    for path in (junk, tmp_path / "empty", made.server.key):
+        with pytest.raises(UserError, match=r"--ca .* holds no certificates in PEM"):
+            Client(ca=path)
+    for cert, key, words in (
+        (made.server.key, made.server.key, "holds no certificate in PEM: was it swapped"),
+        (made.server.cert, made.server.cert, "holds no key in PEM: was it swapped"),
+        (made.server.cert, made.client.key, "do not belong together"),
+        (junk, made.server.key, "cannot be used"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ServerSecurity(cert, key).credentials()
+    assert "ssl" not in capfd.readouterr().err.lower()  # gRPC prints pages about what it cannot read
+
+
+@pytest.mark.parametrize("verb", ["worker", "controller"])
+def test_broken_pem_is_not_called_a_taken_port(verb, made, tmp_path):
+    options = ["--listen", free_address(), "--tls-cert", str(made.server.cert), "--tls-key", str(made.client.key)]
+    done = subprocess.run(
+        [sys.executable, "-m", "speclen.cli.app", verb, *options],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "do not belong together" in done.stderr
+    assert "loading" not in done.stderr
+
+
+def test_the_environment_of_all_clients_stands_before_the_file(monkeypatch):
+    monkeypatch.setenv("SPECLEN_CLIENT_WORKER", "a:1 b:2")
+    monkeypatch.delenv("SPECLEN_CLIENT_CA", raising=False)
+    defaults = with_client_defaults({"client": {"worker": "c:3", "ca": "x.pem"}, "generate": {"ca": "y.pem"}})
+    assert defaults["generate"] == {"worker": "a:1,b:2", "ca": "y.pem"}
+    assert defaults["top"]["worker"] == ["a:1", "b:2"]
+    monkeypatch.setenv("SPECLEN_CLIENT_WORKER", "a:1,b:2")
+    either = with_client_defaults({})
+    assert (either["generate"]["worker"], either["top"]["worker"]) == ("a:1,b:2", ["a:1", "b:2"])
+    assert defaults["profile"]["import"] == {"ca": "x.pem"}
+    assert defaults["up"] == {"ca": "x.pem"}  # where it listens is not where clients look
+
+
+def test_a_section_of_a_verb_stands_before_the_environment_of_all_clients(monkeypatch):
+    """For `profile` it did, for the other verbs it did not."""
+    monkeypatch.setenv("SPECLEN_CLIENT_WORKER", "all:1")
+    monkeypatch.setenv("SPECLEN_CLIENT_CA", "all.pem")
+    own = {"generate": {"worker": "own:1"}, "up": {"ca": "own.pem"}, "profile": {"run": {"ca": "own.pem"}}}
+    defaults = with_client_defaults({"client": {"ca": "file.pem"}, **own})
+    assert defaults["generate"] == {"worker": "own:1", "ca": "all.pem"}
+    assert defaults["up"] == {"ca": "own.pem"}
+    assert defaults["profile"] == {"run": {"ca": "own.pem"}, "import": {"ca": "all.pem"}}
+
+
+def test_the_file_reaches_a_verb(guarded, made, token, tmp_path):
+    (tmp_path / "speclen.toml").write_text(
+        f'[client]\nworker = "{guarded.address}"\nca = "{made.authority.cert}"\ntoken-file = "{token}"\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "speclen.cli.app", "--config", "speclen.toml", "generate", "x"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("SPECLEN_CLIENT_")},
+        check=False,
+    )
+    # It got through TLS and token: what answers is a controller, and says that it cannot generate.
+    assert f"what answers at {guarded.address} is no speclen worker" in done.stderr
+
+
+def test_a_container_can_ask_for_health_with_a_token(guarded, made, token):
+    probe = [sys.executable, "-m", "speclen.console.health", "controller", guarded.address]
+    options = ["--ca", str(made.authority.cert), "--token-file", str(token)]
+    assert subprocess.run([*probe, *options], check=False).returncode == 0
+    refused = subprocess.run([*probe, *options[:2]], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.strip() == (
+        f"the controller at {guarded.address} wants a token: give the file that holds it with --token-file"
+    )

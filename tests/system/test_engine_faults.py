@@ -1,0 +1,384 @@
+"""A failure ends only what it must: one prompt, one sequence, one step. The engine's own end is told to everybody."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from speclen.records import Arm
+from speclen.worker.backends.attention import PackedAttention, RowAttention
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.passes import PassPart
+from speclen.worker.engine.engine import Engine
+from speclen.worker.engine.thread import EngineThread
+from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput
+from speclen.worker.requests.sequence import SequenceState
+from tests.support import engines, tiny_models
+from tests.support.engines import Arms, Collected, RandomLengths, finish, generate, make_engine, request
+
+PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+
+
+def fail_once_with_prompts(engine: Engine) -> list[int]:
+    """Let the next pass fail that decodes rows and feeds prompts; returns a list that then holds the parts it had."""
+    honest, failed = engine.target.forward, []
+
+    def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        logits = honest(parts)  # keys and values are written
+        if len(parts) > 1 and not failed:
+            failed.append(len(parts))
+            raise MemoryError
+        return logits
+
+    engine.target.forward = failing  # type: ignore[method-assign]
+    return failed
+
+
+@pytest.mark.parametrize("settings", [{}, {"seed": 3}, {"repetition_penalty": 1.3, "min_tokens": 5}])
+def test_sampled_rows_outlive_a_step_that_failed_together_with_a_prompt(settings: dict[str, float]) -> None:
+    """Story: the step was repeated with a rule that still held the first try's distributions, and every row was aborted."""
+    engine, collected = make_engine(chooser=2), Collected()
+    running = request("running", PROMPT, temperature=1.0, max_tokens=20, ignore_eos=True, **settings)
+    engine.submit(running, collected)
+    for _ in range(3):
+        engine.step()
+    failed = fail_once_with_prompts(engine)
+    engine.submit(request("new", PROMPT, max_tokens=8, ignore_eos=True), collected)
+    finish(engine)
+    assert failed == [2]
+    for name in ("running", "new"):
+        assert collected.reason(name) is FinishReason.LENGTH
+    if "seed" in settings:
+        assert collected.ids("running") == generate(make_engine(chooser=0), running).ids("running")
+
+
+@pytest.mark.parametrize("length", [0, 3])
+@pytest.mark.parametrize("num_prompts", [1, 2, 3])
+def test_prompts_of_a_failed_step_go_to_their_own_rows_when_another_row_ended_in_it(
+    length: int, num_prompts: int
+) -> None:
+    """Story: rows moved up, the prompts went to where theirs had been, and callers got wrong text without an error."""
+    engine, collected, rng = make_engine(chooser=length, max_batch_size=8), Collected(), random.Random(4)
+    others = [request("long", PROMPT, max_tokens=40, ignore_eos=True), request("short", PROMPT[:3], max_tokens=2)]
+    for one in others:
+        engine.submit(one, collected)
+    engine.step()
+    failed = fail_once_with_prompts(engine)
+    new = [
+        request(str(at), engines.random_prompt(rng, 30), max_tokens=12, ignore_eos=True) for at in range(num_prompts)
+    ]
+    for one in new:
+        engine.submit(one, collected)
+    engine.step()
+    assert collected.reason("short") is FinishReason.LENGTH
+    assert failed == [1 + num_prompts]
+    finish(engine)
+    for one in [*others, *new]:
+        assert collected.ids(one.request_id) == generate(make_engine(), one).ids(one.request_id)
+
+
+def test_a_failing_step_ends_its_requests_and_nothing_else() -> None:
+    engine = make_engine(chooser=0)
+    honest, calls = engine.target.forward, []
+
+    def failing(*args: object, **options: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return honest(*args, **options)  # type: ignore[arg-type]
+
+    engine.target.forward = failing  # type: ignore[method-assign]
+    collected = generate(engine, request("x", PROMPT, max_tokens=50, ignore_eos=True))
+    assert collected.reason("x") is FinishReason.ABORT
+    assert engine.load().num_kv_tokens_used == 0
+    good = generate(engine, request("y", PROMPT, max_tokens=8, ignore_eos=True))
+    assert good.ids("y") == generate(make_engine(), request("y", PROMPT, max_tokens=8, ignore_eos=True)).ids("y")
+
+
+def fail_on(engine: Engine, token: int) -> None:
+    """Let every pass fail that has a prompt with the token in it."""
+    honest = engine.target.forward
+
+    def failing(parts: list[PassPart]) -> list[torch.Tensor]:
+        if any((part.ids == token).any() for part in parts):
+            raise MemoryError
+        return honest(parts)
+
+    engine.target.forward = failing  # type: ignore[method-assign]
+
+
+def test_a_failing_prompt_ends_its_request_only() -> None:
+    engine = make_engine()
+    fail_on(engine, 13)
+    requests = [request("bad", [13, 13]), request("good", PROMPT, max_tokens=8, ignore_eos=True)]
+    collected = generate(engine, *requests)
+    assert collected.reason("bad") is FinishReason.ABORT
+    assert len(collected.ids("good")) == 8
+
+
+def test_a_failing_prompt_leaves_the_rows_alone_that_decode_meanwhile() -> None:
+    engine, collected, alone = make_engine(), Collected(), make_engine()
+    running = request("running", PROMPT, max_tokens=30, ignore_eos=True)
+    engine.submit(running, collected)
+    for _ in range(3):
+        engine.step()
+    fail_on(engine, 13)
+    for name, prompt in (("good", PROMPT), ("bad", [13, 13]), ("late", PROMPT)):
+        engine.submit(request(name, prompt, max_tokens=8, ignore_eos=True), collected)
+    finish(engine)
+    assert collected.reason("bad") is FinishReason.ABORT
+    assert collected.ids("running") == generate(alone, running).ids("running")
+    assert collected.ids("good") == collected.ids("late") == collected.ids("running")[:8]
+    assert engine.load().num_kv_tokens_used == 0
+
+
+def test_a_failing_first_token_ends_its_request_only() -> None:
+    engine = make_engine()
+    honest = engine.runner._first_tokens
+
+    def failing(completed: Sequence[tuple[SequenceState, torch.Tensor]]) -> Any:
+        if any(sequence.request.request_id == "bad" for sequence, _ in completed):
+            raise RuntimeError("no token")
+        return honest(completed)
+
+    engine.runner._first_tokens = failing  # type: ignore[method-assign]
+    names = ("first", "bad", "last")
+    collected = generate(engine, *(request(name, PROMPT, max_tokens=8, ignore_eos=True) for name in names))
+    assert collected.reason("bad") is FinishReason.ABORT
+    assert len(collected.ids("first")) == len(collected.ids("last")) == 8
+
+
+@pytest.mark.parametrize("broken", ["draft", "verification"])
+def test_rows_go_on_without_drafts_where_drafting_fails(broken: str) -> None:
+    """Story: every request ended with an error while the worker called itself healthy, though plain decoding worked."""
+    chooser = Arms(Arm(3))
+    engine = make_engine(chooser=chooser)
+    assert engine.draft is not None
+    if broken == "draft":
+        engine.draft.forward = fail  # type: ignore[method-assign]
+    else:
+        honest = engine.target.forward
+
+        def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
+            if parts[0].num_logits > 1:
+                raise MemoryError("no room for so many logits")
+            return honest(parts)
+
+        engine.target.forward = failing  # type: ignore[method-assign]
+    requests = [request(name, PROMPT, max_tokens=20, ignore_eos=True) for name in ("a", "b")]
+    collected = generate(engine, *requests)
+    for one in requests:
+        assert collected.ids(one.request_id) == generate(make_engine(chooser=0), one).ids(one.request_id)
+    assert {result.arm.speculation_length for result in chooser.records} == {0}
+    assert len(chooser.records) == 18, "one try failed, and none after it"
+
+
+def test_a_failing_callback_is_the_callers_problem() -> None:
+    engine = make_engine()
+    collected = Collected()
+
+    def fails(output: SequenceOutput) -> None:
+        raise RuntimeError("closed")
+
+    engine.submit(request("closed", PROMPT, max_tokens=5), fails)
+    engine.submit(request("x", PROMPT, max_tokens=5, ignore_eos=True), collected)
+    finish(engine)
+    assert len(collected.ids("x")) == 5
+
+
+def test_the_engine_survives_what_fails_outside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    collected, ended = Collected(), threading.Event()
+
+    def tell(output: SequenceOutput) -> None:
+        collected(output)
+        if output.finish_reason is not None:
+            ended.set()
+
+    def fails(sequence: SequenceState, *args: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(SequenceState, "start_sampling", fails)
+    runner = threading.Thread(target=engine.run)
+    runner.start()
+    for name, reason in (("x", FinishReason.ABORT), ("y", FinishReason.LENGTH)):
+        ended.clear()
+        engine.submit(request(name, PROMPT, max_tokens=3, ignore_eos=True), tell)
+        assert ended.wait(30)
+        assert collected.reason(name) is reason
+    engine.stop()
+    runner.join(10)
+    assert not runner.is_alive()
+
+
+def test_a_row_whose_text_fails_ends_alone() -> None:
+    """Story: the whole batch was aborted, though every other row had its tokens already."""
+    engine, collected = make_engine(chooser=2), Collected()
+    for name in ("a", "bad", "b"):
+        engine.submit(request(name, PROMPT, max_tokens=30, ignore_eos=True), collected)
+    for _ in range(3):
+        engine.step()
+    bad = next(row for row in engine.scheduler.rows if row.request.request_id == "bad")
+    bad._detokenizer.push = fail  # type: ignore[method-assign]
+    finish(engine)
+    assert (collected.reason("bad"), collected.last("bad").error) == (FinishReason.ABORT, "MemoryError: no room")
+    alone = generate(make_engine(), request("x", PROMPT, max_tokens=30, ignore_eos=True)).ids("x")
+    assert collected.ids("a") == collected.ids("b") == alone
+
+
+def test_what_a_pass_writes_is_noted_before_it_runs() -> None:
+    """Story: a pass that failed had written to pages that nobody knew of, and its rows were freed without them."""
+    chooser, noted = RandomLengths(2, longest=4), Counter[str]()
+    engine = make_engine(chooser=chooser, max_batch_size=6, prefill_chunk=16, max_recordings=0)
+    assert engine.draft is not None
+
+    def check(model: CachedModel, attention: RowAttention | PackedAttention) -> None:
+        for part in attention.parts if isinstance(attention, PackedAttention) else [attention]:
+            for row, positions in enumerate(part.positions, part.first_row):
+                assert model.pool._touched[row] > int(positions.max())
+        noted["target" if model is engine.target else "draft"] += 1
+
+    for model in (engine.target, engine.draft):
+        assert isinstance(model, CachedModel)
+        model.run = lambda ids, positions, attention, kept, m=model, run=model.run: (  # type: ignore[method-assign]
+            check(m, attention) or run(ids, positions, attention, kept)
+        )
+    rng = random.Random(2)
+    requests = [
+        request(str(at), engines.random_prompt(rng), max_tokens=12, fixed_length=rng.choice([None, 0, 3]))
+        for at in range(20)
+    ]
+    generate(engine, *requests)
+    assert min(noted.values()) > 40
+    assert len(noted) == 2
+
+
+# The engine's own end.
+
+
+class Running:
+    """An engine that runs on an EngineThread, and what its callers and its watcher are told."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = make_engine(**settings)
+        self.collected, self.ended = Collected(), threading.Semaphore(0)
+        self.failures: list[BaseException] = []
+        self.thread = EngineThread(self.failures.append)
+        self.thread.start()
+
+    def tell(self, output: SequenceOutput) -> None:
+        self.collected(output)
+        if output.finish_reason is not None:
+            self.ended.release()
+
+    def submit(self, name: str, **sampling: Any) -> None:
+        self.engine.submit(request(name, PROMPT, ignore_eos=True, **sampling), self.tell)
+
+    def start(self) -> Future[None]:
+        return self.thread.serve(self.engine.run)
+
+    def wait(self, num_ended: int = 1) -> None:
+        assert all(self.ended.acquire(timeout=30) for _ in range(num_ended))
+
+    def stop(self) -> None:
+        self.engine.stop()
+        assert self.thread.call(int).result(30) == 0
+
+
+def test_a_sequence_that_cannot_be_admitted_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: what its sampling needs was made unguarded, and the rows that decoded were ended along with it."""
+    running, honest = Running(), SequenceState.start_sampling
+    monkeypatch.setattr(
+        SequenceState, "start_sampling", lambda s, *args: fail() if s.request.request_id == "bad" else honest(s, *args)
+    )
+    for name in ("a", "bad", "b"):
+        running.submit(name, max_tokens=10)
+    running.start()
+    running.wait(3)
+    assert running.collected.last("bad").error == "MemoryError: no room"
+    assert [running.collected.reason(name) for name in "ab"] == [FinishReason.LENGTH] * 2
+    running.stop()
+    assert running.engine.load().num_kv_tokens_used == 0
+    assert running.engine.scheduler.num_reserved_tokens == 0
+    assert running.thread.failure is None
+
+
+def fail(*args: object, **options: object) -> NoReturn:
+    raise MemoryError("no room")
+
+
+def fail_at(
+    owner: object,
+    name: str,
+    calls: Collection[int],
+    monkeypatch: pytest.MonkeyPatch,
+    failing: Callable[[], object] = fail,
+) -> None:
+    """Let the given calls of a method fail, counted from 1."""
+    honest, count = getattr(owner, name), itertools.count(1)
+    monkeypatch.setattr(owner, name, lambda *args: failing() if next(count) in calls else honest(*args))
+
+
+def test_an_exception_outside_a_step_ends_what_there_is_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: rows that decode were to be freed outside inference mode, which failed, and the engine's thread was gone."""
+    running = Running(max_batch_size=2, chooser=0)
+    fail_at(running.engine.scheduler, "admit", [6], monkeypatch)
+    for name in "abcd":
+        running.submit(name, max_tokens=200 if name == "a" else 100)
+    running.start()
+    running.wait(4)
+    for name in "abcd":
+        assert running.collected.reason(name) is FinishReason.ABORT
+        assert running.collected.last(name).error == "MemoryError: no room"
+    running.submit("after", max_tokens=8)
+    running.wait()
+    assert running.collected.ids("after") == generate(
+        make_engine(), request("x", PROMPT, max_tokens=8, ignore_eos=True)
+    ).ids("x")
+    running.stop()
+    assert running.engine.failure is running.thread.failure is None
+    assert engines.DEVICE.type != "cpu" or running.engine.target.pool.num_bytes_held() == 0
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3)])
+def test_when_the_engine_ends_everybody_is_told(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Story: its thread was gone, the worker went on SERVING, and every request waited for ever."""
+    running = Running(max_batch_size=2, chooser=0)
+    engine = running.engine
+
+    def failing(*args: object) -> NoReturn:
+        running.submit("incoming", max_tokens=5)
+        raise error
+
+    if isinstance(error, Exception):
+        fail_at(engine.scheduler, "admit", [4], monkeypatch)
+        monkeypatch.setattr(engine.scheduler, "clear", failing)  # the way back fails as well
+    else:
+        fail_at(engine.scheduler, "admit", [4], monkeypatch, failing)
+    for name in "abc":
+        running.submit(name, max_tokens=100)
+    future = running.start()
+    running.wait(4)
+    for name in ("a", "b", "c", "incoming"):
+        last = running.collected.last(name)
+        assert last.finish_reason is FinishReason.ABORT
+        assert last.error is not None
+        assert last.error.startswith("the engine has ended")
+    with pytest.raises(EngineFailedError, match="start the worker again"):
+        running.submit("late")
+    with pytest.raises(EngineFailedError):
+        future.result(30)
+    assert running.failures == [running.thread.failure] == [engine.failure]
+    assert engine.failure is not None
+    assert engine.failure.__cause__ is error
+    assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)
+    assert not engine.abort("a")

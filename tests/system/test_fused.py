@@ -1,0 +1,262 @@
+"""Triton's kernels compute what the plain operators do. Without a GPU they run in Triton's interpreter, see conftest."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import engines, tiny_models
+
+pytest.importorskip("triton")
+
+from speclen.worker.backends import captured_model, fused, llama
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.captured_model import CapturedModel
+from speclen.worker.backends.check import inspect_layers
+from speclen.worker.backends.kv_cache import KVPool, LayerShape
+from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
+from speclen.worker.backends.recording import RerunRecorder
+
+CONTEXT = 64
+DTYPES = [torch.float32, torch.bfloat16]
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(engines.DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_they_find_out_whether_they_run(dtype: torch.dtype) -> None:
+    assert fused.works_on(engines.DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [32, 48, 200])
+def test_sums_are_normed(size: int, dtype: torch.dtype) -> None:
+    x, change = randn(3, 2, size, dtype=dtype), randn(3, 2, size, dtype=dtype).flip(0)
+    weight = randn(size, dtype=dtype)
+    for other in (None, change):
+        total, normed = fused.add_norm(x, other, weight, 1e-5)
+        expected = x if other is None else x + other
+        # The interpreter cuts what it rounds to bfloat16.
+        torch.testing.assert_close(total, expected, rtol=0 if dtype is torch.float32 else 2**-7, atol=0)
+        wide = total.float()
+        plain = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.float()
+        torch.testing.assert_close(normed.float(), plain, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def test_a_slice_is_normed_too() -> None:
+    x, change, weight = randn(4, 3, 32), randn(4, 3, 32).flip(0), torch.ones(32, device=engines.DEVICE)
+    total, _ = fused.add_norm(x[:, -1:], change[:, -1:], weight, 1e-5)
+    assert torch.equal(total, x[:, -1:] + change[:, -1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 1024, 1100])
+def test_gates(size: int, dtype: torch.dtype) -> None:
+    gate_up = randn(2, 3, 2 * size, dtype=dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    plain = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(fused.gate(gate_up), plain, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 12), (40, 8, 16)])
+def test_queries_are_turned_and_keys_and_values_stored(heads: int, kv_heads: int, head_dim: int) -> None:
+    rows, queries = 3, 2
+    pool = KVPool([LayerShape(kv_heads, head_dim)], 5, 40, torch.float32, engines.DEVICE)
+    projected = randn(rows, queries, heads + 2 * kv_heads, head_dim)
+    turns = randn(rows, queries, 2, head_dim)
+    cos, sin = turns.unsqueeze(2).unbind(3)
+    positions = torch.tensor([[4, 5], [0, 1], [31, 32]], device=engines.DEVICE)
+    numbers = torch.tensor([3, 0, 4], device=engines.DEVICE)
+    query = fused.rotate_and_store(projected, cos, sin, numbers, positions, pool.layers[0])
+
+    turning, value = projected.split([heads + kv_heads, kv_heads], dim=2)
+    turned = turning * cos + turning.roll(head_dim // 2, dims=-1) * sin
+    torch.testing.assert_close(query, turned[:, :, :heads].transpose(1, 2), rtol=1e-5, atol=1e-5)
+    expected = torch.zeros_like(pool.layers[0])
+    for row in range(rows):
+        for column in range(queries):
+            place = int(positions[row, column])
+            expected[numbers[row], 0, :, place] = turned[row, column, heads:]
+            expected[numbers[row], 1, :, place] = value[row, column]
+    torch.testing.assert_close(pool.layers[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(
+    ("queries", "heads", "kv_heads", "head_dim"), [(1, 4, 4, 16), (3, 6, 2, 12), (9, 16, 2, 8), (17, 8, 1, 64)]
+)
+def test_queries_attend_to_what_their_row_holds(
+    queries: int, heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Rows of all lengths up to a full one, one that holds nothing else, and one that is there only to fill up."""
+    places = 300
+    pool = KVPool([LayerShape(kv_heads, head_dim)], 7, places + queries, dtype, engines.DEVICE)
+    layer = pool.layers[0]
+    starts = torch.tensor([0, 1, 15, 100, places - queries, places], device=engines.DEVICE)
+    rows = len(starts)
+    numbers = torch.tensor([6, 1, 0, 2, 5, 3], device=engines.DEVICE)
+    for number, start in zip(numbers.tolist(), starts.tolist(), strict=True):
+        end = start + queries
+        layer[number, :, :, :end] = randn(2, kv_heads, end, head_dim, dtype=dtype)
+        layer[number, :, :, end:] = torch.nan  # nobody reads on
+    query = randn(rows, heads, queries, head_dim, dtype=dtype)
+    positions = starts[:, None] + torch.arange(queries, device=engines.DEVICE)
+    found = fused.attend(query, numbers, positions, layer, 0.3, window, places)
+
+    assert found.shape == (rows, queries, heads, head_dim)
+    assert not found[-1].any(), "rows that fill up get zeros"
+    for row, start in enumerate(starts.tolist()[:-1]):
+        keys, values = (layer[numbers[row], part, :, : start + queries].float() for part in range(2))
+        keys, values = (each.repeat_interleave(heads // kv_heads, dim=0) for each in (keys, values))
+        ages = positions[row, :, None] - torch.arange(start + queries, device=engines.DEVICE)
+        seen = (ages >= 0) & (ages < (window or places))
+        plain = torch.nn.functional.scaled_dot_product_attention(
+            query[row].float(), keys, values, attn_mask=seen, scale=0.3
+        )
+        close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
+        torch.testing.assert_close(found[row].float(), plain.transpose(0, 1), **close)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_recorded_passes_of_them_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows of several lengths, after their prompts; with windows, biases and normed heads."""
+    plain, _ = logits_of_passes(family, None, monkeypatch)
+    found, captured = logits_of_passes(family, fused, monkeypatch)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+    # Rows of all lengths go through one recording, and so do prompts.
+    assert set(captured._blocks) == {4, 6}
+    assert captured.num_first_uses == 3 + 2
+
+
+def logits_of_passes(family: str, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, CapturedModel]:
+    """Logits of passes of all kinds, one after the other."""
+    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: kernels)
+    model: Any = copy.deepcopy(engines.models(family)[0])
+    shapes = inspect_layers(model, family)
+    pool = KVPool(shapes, 4, CONTEXT + 8, torch.float32, engines.DEVICE)
+    decoder = llama.rewrite(model, shapes, CONTEXT)
+    assert decoder is not None
+    captured = CapturedModel(CachedModel(decoder, pool, CONTEXT), RerunRecorder(), 8, 8, [(1, 1)])
+    ids = torch.randint(tiny_models.VOCAB_SIZE, (3, 60), generator=torch.Generator().manual_seed(5))
+    lengths = np.array([20, 3, 11])
+    logits: list[torch.Tensor] = []
+
+    def run(*parts: PassPart) -> None:
+        logits.extend(each.flatten(0, 1).clone() for each in captured.forward(parts))
+
+    def fed(rows: StepRows, first: int, last: int, num_logits: int, column: int = 0) -> PassPart:
+        return PassPart(rows, ids[: rows.num_rows, first:last].to(engines.DEVICE), num_logits, column)
+
+    run(*(prompt_part(row, ids[row, :length].tolist(), 0, pool.device) for row, length in enumerate(lengths)))
+    rows = StepRows(lengths, 4, pool.device)
+    run(fed(rows, 20, 23, num_logits=3))
+    run(fed(rows, 23, 24, num_logits=1, column=3))
+    # A row that decodes beside two prompts that go on, of other rows than blocks have numbers.
+    first = StepRows(lengths[:1] + 4, 1, pool.device)
+    prompts = [prompt_part(row, ids[row, 30:51].tolist(), int(lengths[row]) + 4, pool.device) for row in (1, 2)]
+    run(fed(first, 24, 25, num_logits=1), *prompts)
+    # What a draft lacks is fed like prompts, of all rows alike.
+    lacking = StepRows(np.array([25, 28, 36]), 20, pool.device)
+    run(fed(lacking, 20, 40, num_logits=1))
+    run(fed(StepRows(lacking.starts[:1] + 20, 1, pool.device), 40, 41, num_logits=1))
+    return torch.cat(logits), captured
+
+
+def test_an_engine_with_them_puts_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all passes recorded ahead: more rows than there is room for, whose prompts come while others decode."""
+    settings = {"max_batch_size": 2, "max_speculation_length": 2, "max_context_length": 100, "prefill_chunk": 24}
+    requests = [engines.request(str(at), list(range(1, 3 + 11 * at)), max_tokens=8) for at in range(4)]
+    expected = engines.generate(engines.make_engine(chooser=engines.RandomLengths(1, 2), **settings), *requests)
+    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: fused)
+    monkeypatch.setattr(captured_model, "MOST_BLOCKS", 4)  # the interpreter takes seconds for 32
+    chooser = engines.RandomLengths(1, 2)
+    engine = engines.make_engine(chooser=chooser, recorder=RerunRecorder(), record_ahead_s=600, **settings)
+    models = [engine.target, engine.draft]
+    before = [model.num_first_uses for model in models]
+    found = engines.generate(engine, *requests)
+    assert [model.num_first_uses for model in models] == before, "something was recorded while serving"
+    assert [found.ids(str(at)) for at in range(4)] == [expected.ids(str(at)) for at in range(4)]
+
+
+class Wrong:
+    """As `fused`, but one."""
+
+    gate, rotate_and_store = staticmethod(fused.gate), staticmethod(fused.rotate_and_store)
+    attend = staticmethod(fused.attend)
+
+    @staticmethod
+    def add_norm(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        total, normed = fused.add_norm(*arguments)
+        return total, 1.1 * normed
+
+
+class Refused(Wrong):
+    @staticmethod
+    def add_norm(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise OSError("no compiler\nand more")  # of no kind that CUDA's errors are
+
+
+# What computes something wrong is not noticed where nobody checks.
+@pytest.mark.parametrize(("kernels", "checked"), [(Wrong, True), (Refused, True), (Refused, False)])
+def test_kernels_that_do_not_do_are_left_out(
+    kernels: Any, checked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found wrong before anything is served; found not to run, also later."""
+    prompts = [engines.request(str(at), [*range(1, 4 + 3 * at)], max_tokens=12) for at in range(5)]
+    expected = engines.generate(engines.make_engine(recorder=RerunRecorder()), *prompts)
+    monkeypatch.setattr(llama, "kernels_for", lambda device, dtype: kernels)
+    engine = engines.make_engine(recorder=RerunRecorder(), check_models=checked)
+    found = engines.generate(engine, *prompts)
+    assert [found.ids(str(at)) for at in range(5)] == [expected.ids(str(at)) for at in range(5)]
+    for model in (engine.target, engine.draft):
+        assert isinstance(model, CapturedModel)
+        assert model.model.kernels is None
+        assert model.recorder is not None
+    warnings = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(warnings) == 2  # the target's and the draft's
+    assert all(("no compiler" if kernels is Refused else "other logits") in one for one in warnings)
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from speclen.worker.backends import fused
+
+constants = {"has_change": True, "block": 64, "num_heads": 4, "num_stored": 4, "head_dim": 64}
+constants |= {"block_heads": 16, "block_dim": 64, "kv_heads": 2, "block_queries": 16, "block_keys": 64}
+constants["is_interpreted"] = False
+numbers = {"size": "i32", "eps": "fp32", "queries": "i32", "length": "i32", "angle_stride": "i32", "positions": "*i64"}
+numbers |= {"rows": "*i64", "scaling": "fp32", "window": "i32", "num_places": "i32", "grouped": "i32"}
+large = {"head_dim": 128, "block_dim": 128, "block_queries": 64, "block_keys": 32}
+for kernel, changes, dtype in (
+    *((kernel, {}, "*bf16") for kernel in (fused._add_norm, fused._gate, fused._rotate_and_store)),
+    *((fused._attend, {"has_window": has_window}, "*bf16") for has_window in (False, True)),
+    (fused._attend, {"has_window": True} | large, "*fp32"),
+):
+    constants |= changes
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in constants else numbers.get(name, dtype) for name in names}
+    chosen = {(at,): constants[name] for at, name in enumerate(names) if name in constants}
+    print(len(compile(ASTSource(kernel, signature, chosen), target=GPUTarget("cuda", 90, 32)).asm["ptx"]) > 1000)
+"""
+
+
+def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Story: the interpreter ran what the compiler then refused."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["True"] * 6, done.stderr

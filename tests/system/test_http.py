@@ -1,0 +1,382 @@
+"""The official openai client gets from a worker what it gets elsewhere, and the same tokens as over gRPC."""
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from speclen.transport.credentials import ServerSecurity
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+from tests.support import tiny_models
+from tests.support.http_worker import KEY, MODEL, http_worker, until_idle
+
+PROMPT = "The target verifies what the draft"
+GREEDY = {
+    "model": MODEL,
+    "temperature": 0,
+    "max_tokens": 24,
+    "extra_body": {"ignore_eos": True, "return_token_ids": True},
+}
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with http_worker(max_batch_size=8) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def client(worker):
+    return worker.client()
+
+
+def over_grpc(worker, prompt=PROMPT, speculation=None, **sampling):
+    with grpc.insecure_channel(worker.grpc) as channel:
+        request = pb.GenerateRequest(
+            text=prompt, sampling_params=pb.SamplingParams(**sampling), speculation=speculation
+        )
+        return [r.complete for r in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
+
+
+def text_of(ids):
+    return tiny_models.tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == (MODEL, "model")
+    assert client.models.retrieve(MODEL).max_model_len == tiny_models.MAX_POSITIONS
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_a_chat_without_a_limit_takes_what_a_worker_with_little_kv_can_hold():
+    """Story: room for n-gram tokens was not counted, and such a request was refused."""
+    with http_worker(ngram=True, max_kv_tokens=120) as small:
+        one = small.client()
+        most = one.models.retrieve(MODEL).max_model_len
+        answer = one.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], extra_body={"ignore_eos": True}
+        )
+        assert answer.usage.total_tokens == most < 120
+        with pytest.raises(openai.BadRequestError, match=f"{most}"):
+            one.completions.create(model=MODEL, prompt=PROMPT, max_tokens=most)
+
+
+@pytest.mark.parametrize("speculation", ["auto", "off", 0, 1, 3])
+def test_the_same_request_gives_the_same_tokens_as_over_grpc(worker, client, speculation):
+    (expected,) = over_grpc(worker, max_tokens=24, ignore_eos=True, temperature=0)
+    body = GREEDY | {"extra_body": GREEDY["extra_body"] | {"speculation": speculation}}
+    completion = client.completions.create(prompt=PROMPT, **body)
+    (choice,) = completion.choices
+    assert choice.token_ids == list(expected.output_ids)
+    assert choice.text == expected.text
+    assert choice.finish_reason == "length"
+    usage = completion.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+        expected.usage.prompt_tokens,
+        24,
+        expected.usage.prompt_tokens + 24,
+    )
+
+
+def test_the_same_seed_gives_the_same_tokens_as_over_grpc(worker, client):
+    sampling = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "max_tokens": 20, "presence_penalty": 0.5}
+    further = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True, "min_tokens": 5}
+    expected = over_grpc(worker, n=3, logit_bias={65: 2.0}, **sampling, **further)
+    got = client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        n=3,
+        logit_bias={"65": 2.0},
+        **sampling,
+        extra_body=further | {"return_token_ids": True},
+    )
+    assert [c.index for c in got.choices] == [0, 1, 2]
+    by_index = {c.index: list(c.output_ids) for c in expected}
+    assert {c.index: c.token_ids for c in got.choices} == by_index
+    assert len({tuple(c.prompt_token_ids) for c in got.choices}) == 1
+    assert len({tuple(ids) for ids in by_index.values()}) > 1
+
+
+def test_a_stream_has_the_same_text_and_its_usage_at_the_end(client):
+    whole = client.completions.create(prompt=PROMPT, **GREEDY)
+    chunks = list(
+        client.completions.create(prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **GREEDY)
+    )
+    *pieces, last = chunks
+    assert last.choices == []
+    assert last.usage == whole.usage
+    assert all(chunk.usage is None for chunk in pieces)
+    assert len(pieces) > 2
+    assert "".join(chunk.choices[0].text for chunk in pieces) == whole.choices[0].text
+    assert [t for chunk in pieces for t in chunk.choices[0].token_ids] == whole.choices[0].token_ids
+    assert [c.choices[0].finish_reason for c in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert {chunk.id for chunk in chunks} == {last.id}
+    prompt_ids = tiny_models.tokenizer()(PROMPT)["input_ids"]
+    told = [c.choices[0].model_extra.get("prompt_token_ids") for c in pieces]
+    assert told == [prompt_ids] + [None] * (len(pieces) - 1)
+    assert whole.choices[0].prompt_token_ids == prompt_ids
+
+
+def test_a_stream_is_events_that_end_with_done(worker):
+    with httpx.stream("POST", f"{worker.url}/v1/completions", json={"prompt": PROMPT, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = response.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events[:-2])
+
+
+def test_several_prompts_and_sequences_are_choices_in_order(client):
+    prompts = [PROMPT, "def step(self, batch):", [5, 6, 7]]
+    got = client.completions.create(prompt=prompts[:2], n=2, **GREEDY)
+    assert [c.index for c in got.choices] == [0, 1, 2, 3]
+    alone = [client.completions.create(prompt=p, **GREEDY).choices[0].token_ids for p in prompts]
+    assert [c.token_ids for c in got.choices] == [alone[0], alone[0], alone[1], alone[1]]
+    ids = client.completions.create(prompt=[[5, 6, 7], [5, 6, 7]], **GREEDY)
+    assert [c.token_ids for c in ids.choices] == [alone[2]] * 2
+    streamed = {}
+    for chunk in client.completions.create(prompt=prompts[:2], n=2, stream=True, **GREEDY):
+        streamed.setdefault(chunk.choices[0].index, []).extend(chunk.choices[0].token_ids)
+    assert [streamed[i] for i in range(4)] == [c.token_ids for c in got.choices]
+
+
+def test_stop_strings_and_stop_tokens(client):
+    whole = client.completions.create(prompt=PROMPT, **GREEDY).choices[0]
+    stop = whole.text[6:9]
+    cut = client.completions.create(prompt=PROMPT, stop=stop, **GREEDY).choices[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    kept = GREEDY["extra_body"] | {"include_stop_str_in_output": True}
+    shown = client.completions.create(prompt=PROMPT, stop=[stop, "\0"], **(GREEDY | {"extra_body": kept})).choices[0]
+    assert shown.text == cut.text + stop
+    token = whole.token_ids[3]
+    by_token = GREEDY["extra_body"] | {"stop_token_ids": [token]}
+    ended = client.completions.create(prompt=PROMPT, **(GREEDY | {"extra_body": by_token})).choices[0]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", token)
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+
+
+def test_logprobs_of_completions(worker, client):
+    (expected,) = over_grpc(worker, max_tokens=24, ignore_eos=True, logprobs=3)
+    got = client.completions.create(prompt=PROMPT, logprobs=3, **GREEDY).choices[0]
+    assert got.logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
+    assert len(got.logprobs.tokens) == len(got.logprobs.text_offset) == 24
+    assert got.logprobs.text_offset[0] == 0
+    for token, logprob, top in zip(
+        got.logprobs.tokens, got.logprobs.token_logprobs, got.logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == pytest.approx(logprob)
+        assert max(top.values()) == pytest.approx(logprob)  # greedy
+    streamed = list(client.completions.create(prompt=PROMPT, logprobs=3, stream=True, **GREEDY))
+    offsets = [at for chunk in streamed if chunk.choices[0].logprobs for at in chunk.choices[0].logprobs.text_offset]
+    assert offsets == got.logprobs.text_offset
+
+
+def test_chat(worker, client):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **GREEDY)
+    (expected,) = over_grpc(worker, "<system>Be brief.<user>Hi<assistant>", max_tokens=24, ignore_eos=True)
+    (choice,) = chat.choices
+    assert choice.token_ids == list(expected.output_ids)
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert chat.object == "chat.completion"
+    assert chat.prompt_token_ids == tiny_models.tokenizer()("<system>Be brief.<user>Hi<assistant>")["input_ids"]
+    first = choice.logprobs.content[0]
+    assert bytes(first.bytes).decode("utf-8", "replace") == first.token
+    assert first.top_logprobs[0].logprob == pytest.approx(first.logprob)
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    told = [chunk.model_extra.get("prompt_token_ids") for chunk in chunks]
+    assert told == [chat.prompt_token_ids] + [None] * (len(chunks) - 1)
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_chat_may_fill_the_context(client):
+    chat = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], extra_body={"ignore_eos": True}, temperature=0
+    )
+    assert chat.usage.total_tokens == tiny_models.MAX_POSITIONS
+    short = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hi"}],
+        max_completion_tokens=3,
+        extra_body={"ignore_eos": True},
+    )
+    assert short.usage.completion_tokens == 3
+
+
+def test_a_chat_with_log_probabilities_may_be_as_long_as_its_answer_may_be_large(client, monkeypatch):
+    """On a long context it was refused, whatever it had come to, unless it said max_tokens."""
+    monkeypatch.setattr("speclen.worker.http.translate.MAX_ANSWER_LOGPROBS", 100)
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 5}
+    chat = client.chat.completions.create(n=2, extra_body={"ignore_eos": True}, **asked)
+    assert [len(choice.logprobs.content) for choice in chat.choices] == [10, 10]
+    with pytest.raises(openai.BadRequestError, match="use stream"):
+        client.chat.completions.create(n=2, max_tokens=11, **asked)
+
+
+def test_a_negative_seed_is_the_same_as_that_plus_two_to_the_64th(worker, client):
+    answers = [
+        client.completions.create(model=MODEL, prompt="a", seed=seed, max_tokens=16, extra_body={"ignore_eos": True})
+        for seed in (-2, 2**64 - 2, 2)
+    ]
+    texts = [answer.choices[0].text for answer in answers]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_templates_are_filled_in_one_after_the_other_and_callers_take_turns(monkeypatch):
+    """Any number waited before, for threads that other work needs as well, and the last to come for all before it."""
+    threads = []
+
+    def render(tokenizer, conversation, *_):
+        threads.append(threading.current_thread().name)
+        return conversation[0]["content"]
+
+    monkeypatch.setattr("speclen.worker.http.chat.render", render)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    with http_worker(max_batch_size=1, max_waiting=1) as worker, ThreadPoolExecutor(8) as pool:
+        go_on, templates = threading.Event(), worker.async_engine.admission.templates
+        blocking = asyncio.run_coroutine_threadsafe(templates.do("another", go_on.wait), worker.loop)
+        asked = []
+        for number in range(3):  # of which the one that comes third is refused
+            path = "/tokenize" if number == 0 else "/v1/chat/completions"
+            asked.append(pool.submit(httpx.post, f"{worker.url}{path}", json=body | {"max_tokens": 2}, timeout=30))
+            deadline = time.monotonic() + 30
+            while number < 2 and worker.async_engine.admission.num_waiting < number + 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        assert asked[2].result().status_code == 429
+        go_on.set()
+        assert [one.result().status_code for one in asked[:2]] == [200, 200]
+        assert blocking.result(10)
+    assert [name.partition("_")[0] for name in threads] == ["templates"] * 2
+
+
+def test_a_template_that_refuses_and_a_tokenizer_without_one(client):
+    with pytest.raises(openai.BadRequestError, match="nobody may not speak"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "nobody", "content": "Hi"}])
+    with (
+        http_worker(chat_template=None) as bare,
+        pytest.raises(openai.BadRequestError, match="no chat template") as told,
+    ):
+        bare.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
+    assert (told.value.param, told.value.code) == ("messages", "no_chat_template")
+
+
+def test_statistics_of_speculation_where_asked_for(client):
+    asked = GREEDY | {"extra_body": GREEDY["extra_body"] | {"include_metrics": True}}
+    got = client.completions.create(prompt=PROMPT, n=2, **asked)
+    found = got.metrics["speculative_decoding"]
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == found["num_spec_steps"] > 0
+    assert sum(j * steps for j, steps in enumerate(histogram)) == found["num_accepted_draft_tokens"] > 0
+    assert found["num_draft_tokens"] >= found["num_accepted_draft_tokens"]
+    assert found["mean_acceptance_length"] == pytest.approx(
+        1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+    )
+    *_, last = client.completions.create(prompt=PROMPT, n=2, stream=True, **asked)
+    assert last.metrics["speculative_decoding"] == found
+    plain = GREEDY | {"extra_body": asked["extra_body"] | {"speculation": "off"}}
+    none = client.completions.create(prompt=PROMPT, **plain).metrics["speculative_decoding"]
+    assert (none["num_spec_steps"], none["mean_acceptance_length"], none["draft_acceptance_rate"]) == (0, 1.0, 0.0)
+    assert not hasattr(client.completions.create(prompt=PROMPT, **GREEDY), "metrics")
+
+
+def test_a_client_that_stops_reading_frees_its_row(worker, client):
+    stream = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=200, n=8, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert worker.engine.load().num_running
+    stream.close()
+    until_idle(worker.engine)
+
+
+def test_a_client_that_gives_up_waiting_frees_its_row(worker):
+    before = worker.engine.load().num_generated_tokens
+    with pytest.raises(openai.APITimeoutError):
+        worker.client(timeout=0.05).completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=220, n=32, extra_body={"ignore_eos": True}
+        )
+    until_idle(worker.engine)
+    assert worker.engine.load().num_generated_tokens - before < 220 * 32
+
+
+def test_tokens_and_text(worker):
+    text = "def f(x): ä 😀"
+    url = worker.url
+    got = httpx.post(f"{url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert got["tokens"] == tiny_models.tokenizer()(text)["input_ids"]
+    assert got["count"] == len(got["tokens"]) == len(got["token_strs"])
+    assert httpx.post(f"{url}/detokenize", json={"tokens": got["tokens"]}).json() == {"prompt": text}
+    chat = httpx.post(f"{url}/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert chat["tokens"] == tiny_models.tokenizer()("<user>Hi<assistant>")["input_ids"]
+    assert httpx.post(f"{url}/tokenize", json={}).status_code == 400
+    refused = httpx.post(f"{url}/detokenize", json={"tokens": [tiny_models.VOCAB_SIZE]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+
+
+def test_health_and_version(worker):
+    assert httpx.get(f"{worker.url}/health").status_code == 200
+    assert httpx.get(f"{worker.url}/version").json() == {"version": "1.2.3"}
+    worker.healthy = False
+    try:
+        assert httpx.get(f"{worker.url}/health").status_code == 503
+    finally:
+        worker.healthy = True
+
+
+def test_without_the_key_nothing_is_told(tmp_path):
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    with http_worker(security=ServerSecurity(token_file=file)) as locked:
+        assert locked.client(KEY).models.list().data
+        for key in ("wrong", KEY[:-1], KEY + "0"):
+            with pytest.raises(openai.AuthenticationError):
+                locked.client(key).models.list()
+        for path in ("/health", "/metrics", "/version", "/v1/models", "/openapi.json", "/nowhere"):
+            answer = httpx.get(f"http://{locked.http}{path}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        for scheme in ("bearer ", "BEARER  "):  # no matter to RFC 9110
+            given = {"Authorization": f"{scheme}{KEY}"}
+            assert httpx.get(f"http://{locked.http}/health", headers=given).status_code == 200
+        twice = [("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer no")]
+        assert httpx.get(f"http://{locked.http}/health", headers=twice).status_code == 401
+
+
+def test_metrics_of_requests_over_both_edges(client):
+    with http_worker() as fresh:
+        fresh.client().completions.create(prompt=[3, 4, 5], **GREEDY)
+        over_grpc(fresh, "a", max_tokens=4, ignore_eos=True)
+        with pytest.raises(openai.BadRequestError):
+            fresh.client().completions.create(model=MODEL, prompt=PROMPT, max_tokens=10_000)
+        page = httpx.get(f"http://{fresh.http}/metrics").text.splitlines()
+    label = '{model_name="tiny"}'
+    for line in (
+        f"speclen_prompt_tokens_total{label} 4.0",
+        f"speclen_generation_tokens_total{label} 28.0",
+        'speclen_request_success_total{finished_reason="length",model_name="tiny"} 2.0',
+        'speclen_request_success_total{finished_reason="abort",model_name="tiny"} 0.0',
+        f"speclen_request_queue_time_seconds_count{label} 2.0",
+        f"speclen_request_prefill_time_seconds_count{label} 2.0",
+        f"speclen_request_decode_time_seconds_count{label} 2.0",
+        f"speclen_request_inference_time_seconds_count{label} 2.0",
+        f"speclen_time_to_first_token_seconds_count{label} 2.0",
+        f"speclen_e2e_request_latency_seconds_count{label} 2.0",
+        f"speclen_request_generation_tokens_sum{label} 28.0",
+        f"speclen_num_requests_running{label} 0.0",
+    ):
+        assert line in page
+    assert any(line.startswith("process_resident_memory_bytes ") for line in page)

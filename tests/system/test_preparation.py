@@ -1,0 +1,93 @@
+"""Pools fit the memory there is, and the caller's models stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import speclen.worker.engine.preparation
+from speclen.worker.backends.packed_linear import PackedLinear
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.preparation import prepare
+from speclen.worker.models.naming import ModelError
+from tests.support import engines, tiny_models
+
+
+def test_the_callers_models_stay_as_they_are() -> None:
+    pair = engines.make_pair("llama")
+    prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
+    assert pair.target.config._attn_implementation == "sdpa"
+    assert not any(isinstance(module, PackedLinear) for module in pair.target.modules())
+    assert prepared.target.model is not pair.target
+    assert storages(prepared.target.model) == storages(pair.target)
+
+
+def storages(model: torch.nn.Module) -> set[int]:
+    """Addresses of the memory behind the parameters."""
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+
+def test_weights_are_not_copied_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 2**16)
+    prepared = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2, backend="torch"))
+    assert not any(isinstance(module, PackedLinear) for module in prepared.target.model.modules())
+    # Two layers of two heads of 8 in each model: 512 bytes a token, and half of 64 KiB may be used.
+    assert prepared.max_kv_tokens == 2**15 // 512
+
+
+def test_limits_may_be_set() -> None:
+    config = EngineConfig(
+        backend="torch", max_batch_size=3, max_context_length=100, max_kv_tokens=150, max_speculation_length=4
+    )
+    prepared = prepare(engines.make_pair("llama"), config)
+    assert (prepared.max_context_length, prepared.max_kv_tokens) == (100, 150)
+    assert prepared.target.pool.max_length >= 104
+    config = dataclasses.replace(config, max_context_length=10**6, max_kv_tokens=None)
+    prepared = prepare(engines.make_pair("llama"), config)
+    assert (prepared.max_context_length, prepared.max_kv_tokens) == (tiny_models.MAX_POSITIONS, 3 * (256 + 4))
+
+
+@pytest.mark.parametrize(
+    ("free", "least", "asked", "expected"),
+    [
+        (10**12, 1024, None, (16, 256)),
+        (2**20, 64, None, (16, 89)),  # the context gives way first
+        (2**20, 1024, None, (6, 256)),  # but not below what a request needs: then rows do
+        (2**20, 1024, 80, (16, 80)),
+        (2**20, 64, 200, (7, 200)),  # a context that was asked for is kept
+    ],
+)
+def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
+    free: int, least: int, asked: int | None, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arithmetic alone: 0.8 of 1 MiB in rows of 512 bytes a token, each with 6 tokens more that a step may
+    overshoot and 7 that rows of a recorded pass may write which are only there to fill it up."""
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: free)
+    monkeypatch.setattr(speclen.worker.engine.preparation, "LEAST_CONTEXT", least)
+    pair = engines.make_pair("llama", device=torch.device("cuda:0"))
+    config = EngineConfig(max_batch_size=16, max_speculation_length=6, max_context_length=asked)
+    assert speclen.worker.engine.preparation._rows_and_context(pair, config, 512) == expected
+
+
+def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 1000)
+    pair = engines.make_pair("llama", device=torch.device("cuda:0"))
+    with pytest.raises(ModelError, match=r"a single row of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
+        speclen.worker.engine.preparation._rows_and_context(pair, EngineConfig(max_batch_size=16), 512)
+
+
+def test_an_engine_has_the_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speclen.worker.engine.preparation, "_rows_and_context", lambda pair, config, size: (3, 100))
+    engine = engines.make_engine(max_batch_size=16)
+    assert (engine.max_batch_size, engine.max_context_length) == (3, 100)
+    requests = [engines.request(str(at), [1, 2, 3], max_tokens=5) for at in range(8)]
+    collected = engines.generate(engine, *requests)
+    assert all(collected.reason(str(at)) is not None for at in range(8))
+
+
+def test_models_that_are_refused_are_named() -> None:
+    pair = engines.make_pair("llama", draft=tiny_models.build("bloom"), draft_name="some/bloom")
+    with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
+        prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))

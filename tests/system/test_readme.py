@@ -1,0 +1,111 @@
+"""Every command of README does what README says, in its order, with the one `speclen up` that it starts."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.addresses import free_address
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SHELL = [line for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S) for line in block.splitlines()]
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+# Installed by scripts/newcomer_check from a wheel, into an environment outside of the checkout.
+INSTALL = ["python3 -m venv .venv", ". .venv/bin/activate", "pip install '.[openvino]'"]
+SERVE = "speclen up"
+
+
+class Terminal:
+    """A folder with settings that keep two tests from sharing ports; commands are found as in an active environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.controller, self.worker = free_address(), free_address()
+        (folder / "bin").mkdir()
+        for name, module in (("speclen", "speclen.cli.app"), ("sqlite-utils", "sqlite_utils"), ("python", "")):
+            words = f'"{sys.executable}"' + (f" -m {module}" if module else "")
+            (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+            (folder / "bin" / name).chmod(0o755)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "SPECLEN_UP_CONTROLLER": self.controller,
+            "SPECLEN_UP_LISTEN": self.worker,
+            "SPECLEN_UP_HTTP_LISTEN": free_address(),
+            "SPECLEN_UP_QUICK_PROFILE_S": "2",
+            "SPECLEN_UP_MAX_BATCH_SIZE": "4",
+            "SPECLEN_CLIENT_WORKER": self.worker,
+            "COLUMNS": "80",
+        }
+
+    def start(self, line: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            line.split(),
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(
+            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, (words, done.stderr)
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory):
+    """A terminal beside the one in which README's `speclen up` runs."""
+    terminal = Terminal(tmp_path_factory.mktemp("readme"))
+    up = terminal.start(SERVE)
+    assert up.stdout is not None
+    said = []
+    for line in up.stdout:  # ends when it dies
+        said.append(line)
+        if line.startswith("  speclen tables"):
+            break
+    assert up.poll() is None, "".join(said)
+    yield terminal
+    up.terminate()
+    assert up.wait(60) == 0
+
+
+def test_nothing_in_readme_is_left_untried():
+    tried = {*INSTALL, SERVE, *(" ".join(line.split()) for line in COMMANDS)}
+    assert {" ".join(line.split()) for line in SHELL} == tried
+    assert len(PYTHON) == 1
+
+
+COMMANDS = [
+    'speclen generate "def fibonacci(n):" --max-tokens 64',
+    "speclen tables",
+    "sqlite-utils rows .speclen/speclen.db choices --table -c batch_bucket -c arm -c ms_per_token -c speedup -c num_steps",
+]
+
+
+@pytest.mark.timeout(300)
+def test_the_commands_of_readme_work_and_fit_the_terminal(serving: Terminal):
+    generated, *_ = [serving.run("sh", "-c", COMMANDS[0])]
+    assert len(generated) > 20
+    deadline = time.monotonic() + 60
+    while "vs plain" not in (table := serving.run("sh", "-c", COMMANDS[1])):
+        assert time.monotonic() < deadline, table
+        time.sleep(0.5)
+    assert max(map(len, table.splitlines())) <= 80
+    choices = serving.run("sh", "-c", COMMANDS[2])
+    assert "ms_per_token" in choices
+    assert max(map(len, choices.splitlines())) <= 100
+
+
+def test_the_program_of_readme_works(serving: Terminal):
+    program = PYTHON[0].replace("127.0.0.1:7080", serving.worker)
+    assert program != PYTHON[0]
+    assert len(serving.run("python", "-c", program)) > 20

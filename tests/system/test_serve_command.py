@@ -1,0 +1,160 @@
+"""`speclen bench serve` as a person meets it: real processes once, and one sentence for whatever is wrong."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from speclen.cli.bench import app
+from speclen.console.database import reading
+from speclen.console.errors import UserError
+from speclen.console.history import events
+from speclen.controller.analysis.replay import GroupObserved
+from tests.support import tiny_models
+
+SPELLED = "for=2 load=0.4 mix=mixed"
+
+
+def speclen(*arguments, timeout=280):
+    command = [sys.executable, "-m", "speclen.cli.app", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"), max_position_embeddings=1024)
+
+
+def serve_arguments(pair):
+    target, draft = pair
+    return [
+        *("serve", "--track", SPELLED, "--target", target, "--draft", draft, "--device", "cpu", "--threads", "1"),
+        *("--max-batch-size", "4", "--max-length", "2", "--minutes", "5", "--learn-s", "2"),
+        *("--capacity", "340"),
+    ]
+
+
+def test_one_command_compares_policies_on_one_worker_and_a_second_one_goes_on(pair, tmp_path):
+    out = tmp_path / "results" / "comparison.json"
+    arguments = [
+        *serve_arguments(pair),
+        "--out",
+        str(out),
+        "--compare",
+        "adaptive,none,fixed:2,n-gram",
+    ]
+    done = speclen(*arguments, "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(out.read_text())
+    again = speclen(*arguments, "--repeats", "1", "--add", "--reports", str(tmp_path / "reports.db"))
+    assert again.returncode == 0, again.stderr
+    printed = json.loads(out.read_text())
+    assert [row["number"] for row in printed["rounds"]] == [1, 2]
+    assert printed["num_rounds"] == 2
+    assert printed["errors"] == {}
+    for row in printed["rounds"]:
+        blocks = row["blocks"]
+        assert set(blocks) == {"adaptive", "none", "fixed:2", "n-gram"}
+        assert len({block["num_tokens"] for block in blocks.values()}) == 1
+        assert blocks["none"]["num_proposed"] == 0
+        assert blocks["fixed:2"]["num_proposed"] > 0
+        assert all(block["num_steps"] > 0 and block["latency_sum_s"] > 0 for block in blocks.values())
+    assert len(printed["outputs"]) == 2
+    for checked in printed["outputs"]:
+        assert checked["num_compared"] > 0
+        assert checked["worst_miss_logits"] <= checked["tie_logits"]
+    assert any("too short for its intervals" in note for note in printed["notes"])
+    with reading(tmp_path / "reports.db") as connection:
+        reported = [event for event in events(connection) if isinstance(event, GroupObserved)]
+    assert sum(len(event.steps) for event in reported) > 10
+    other = CliRunner().invoke(app, [*arguments, "--repeats", "1", "--add", "--seed", "5"]).exception
+    assert isinstance(other, UserError)
+    assert "its seed is 0, not 5" in str(other)
+
+
+def test_loads_are_shares_of_the_capacity_that_was_measured_first(pair, tmp_path):
+    """The capacity is measured once; going on keeps the loads."""
+    out = tmp_path / "comparison.json"
+    arguments = [*serve_arguments(pair)[:-2], "--compare", "none", "--repeats", "1", "--scale", "0.05"]
+    arguments += ["--visit-s", "0.4", "--out", str(out), "--add"]
+    capacities = []
+    for _ in range(2):
+        done = speclen(*arguments)
+        assert done.returncode == 0, done.stderr
+        capacities.append(json.loads(out.read_text())["capacity_tokens_per_s"])
+        assert ("capacity:" in done.stderr) is (len(capacities) == 1)
+    assert capacities[0] == capacities[1] > 0
+
+
+def children_of(pid):
+    """Processes that this one has started, by /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text("utf-8", errors="replace").rpartition(")")[2].split()[1]) == pid:
+                found.append(stat.parent)
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_sigterm_leaves_no_processes_behind(pair):
+    command = [
+        sys.executable,
+        "-m",
+        "speclen.cli.app",
+        "bench",
+        *serve_arguments(pair),
+        "--compare",
+        "adaptive",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as bench:
+        deadline = time.monotonic() + 200
+        while len(children := children_of(bench.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(children) == 2, "a controller and a worker"
+        bench.terminate()
+        bench.communicate(timeout=60)
+    assert bench.returncode != 0
+    deadline = time.monotonic() + 60  # a worker that was just being started notices by itself that nobody is there
+    while left := [child for child in children if child.exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--track", "rush-hour"], "'rush-hour'"),
+        (["--compare", "greedy"], "'greedy'"),
+        (["--compare", "cold", "--track", "mixed"], "for the track cold"),
+        (["--track", "wrong-profile"], "--profile FILE"),
+        (["--minutes", "0"], "--minutes is 0"),
+        (["--capacity", "0"], "--capacity is 0"),
+        (["--add"], "--add needs --out"),
+        (["--compare", "none", "--reports", "here.db"], "name it with --compare"),
+        (["--compare", "adaptive", "--reports", f"{__file__}/here.db"], "here.db cannot be written"),
+        (["--compare", "none", "--target", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, words):
+    found = CliRunner().invoke(app, ["serve", *arguments]).exception
+    assert isinstance(found, UserError)  # which the root command prints, and exits with code 2
+    assert words in str(found)
+    assert "\n" not in str(found)
+
+
+def test_the_overview_of_benchmarks_needs_no_model_library():
+    code = (
+        "import sys, typer; from speclen.cli.bench import app; group = typer.main.get_command(app)\n"
+        "try: group(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert all(verb in done.stdout for verb in ("serve", "step", "policy", "controller"))

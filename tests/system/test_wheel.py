@@ -1,0 +1,131 @@
+"""The wheel puts one name into site-packages, and with it everything that a worker and a controller need."""
+
+import ast
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(source: Path, kind: str, out: Path) -> Path:
+    """The wheel or sdist of a source tree, made by its build backend."""
+    code = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, text=True)
+    return out / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is tracked: setuptools leaves build/ and an egg-info behind."""
+    copy = tmp_path_factory.mktemp("wheel") / "checkout"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, files.split("\0")):
+        source, place = ROOT / name, copy / name
+        if not source.exists() and not source.is_symlink():
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(source.readlink()) if source.is_symlink() else place.write_bytes(source.read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path) -> Path:
+    return build(checkout, "wheel", checkout.parent)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+def test_the_sdist_makes_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    sdist = build(checkout, "sdist", tmp_path)
+    with tarfile.open(sdist) as archive:
+        # The first releases of 3.11 know no filters; the archive is our own.
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    again = build(tmp_path / sdist.name.removesuffix(".tar.gz"), "wheel", tmp_path)
+    ours, theirs = contents(wheel), contents(again)
+    assert sorted(ours) == sorted(theirs)
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def test_what_is_imported_is_declared() -> None:
+    """huggingface_hub and uvicorn were there only because something else wanted them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {normal(re.split(r"[^A-Za-z0-9._-]", each)[0]) for group in groups for each in group}
+    tops = [path for path in (ROOT / "proto" / "speclen").iterdir() if path.is_symlink()]
+    found = {name for top in tops for path in top.resolve().rglob("*.py") for name in imported(path)}
+    outside = found - set(sys.stdlib_module_names) - {"speclen"}
+    unnamed = {name for name in outside - HOSTS if normal(DISTRIBUTIONS.get(name, name)) not in declared}
+    assert not unnamed
+
+
+# Engines that load us, and not the other way round: whoever runs one has it, under one of several names.
+HOSTS = {"vllm"}
+# Distributions under another name than what they import as.
+DISTRIBUTIONS = {
+    "opentelemetry": "opentelemetry-api",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "google": "protobuf",
+}
+
+
+def normal(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def imported(path: Path) -> set[str]:
+    """First words of what a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_the_wheel_installs_one_name(wheel: Path) -> None:
+    names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"speclen"}
+
+
+def test_the_wheel_holds_every_module_and_all_data(wheel: Path) -> None:
+    held = set(zipfile.ZipFile(wheel).namelist())
+    tops = [path.name for path in (ROOT / "proto" / "speclen").iterdir() if path.is_symlink()]
+    wanted = {
+        f"speclen/{path.relative_to(ROOT)}"
+        for top in tops
+        for path in (ROOT / top).rglob("*.py")
+        if "__pycache__" not in path.parts
+    }
+    wanted |= {"speclen/py.typed", "speclen/v1/control_pb2.py", "speclen/v1/generation_pb2_grpc.py"}
+    wanted |= {
+        "speclen/store/schema.sql",
+        "speclen/cli/dashboard.yaml",
+        "speclen/bench/serving/chat.toml",
+        "speclen/worker/bundled/target/model.safetensors",
+    }
+    assert wanted <= held, sorted(wanted - held)[:10]
+
+
+def test_an_installed_wheel_answers(wheel: Path, tmp_path: Path) -> None:
+    """Unpacked where nothing else of the project is, every verb's help comes from the wheel."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import speclen.cli.app as app; "
+        f"assert app.__file__.startswith({str(tmp_path)!r}), app.__file__; sys.argv = ['speclen', '--help']; app.main()"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "controller" in done.stdout

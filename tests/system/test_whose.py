@@ -1,0 +1,166 @@
+"""Nobody takes another's server for its own: servers say whose they are, and whoever expects one compares."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from speclen.bench.profile.importing import find_destination
+from speclen.console.client import Client
+from speclen.console.errors import UserError
+from speclen.console.processes import Child
+from speclen.console.whose import identity, owns
+from speclen.v1 import control_pb2 as pb
+from speclen.v1 import control_pb2_grpc as rpc
+from tests.support.addresses import free_address, two_free_ports
+from tests.support.controller_process import running_controller
+
+
+def speclen(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "speclen.cli.app", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+        timeout=60,
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence of a command that was refused."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_a_controller_says_whose_it_is(tmp_path):
+    with running_controller(tmp_path / "a", run_id="one") as running, Client().channel(running.address) as channel:
+        found = identity(channel, "controller")
+        assert (found.run_id, found.database) == ("one", str(tmp_path / "a" / "speclen.db"))
+        assert running.process is not None
+        assert found.process_id == running.process.pid
+        (tmp_path / "other-name.db").hardlink_to(tmp_path / "a" / "speclen.db")
+        assert owns(found, tmp_path / "other-name.db")
+        assert not owns(found, tmp_path / "absent.db")
+
+
+def test_a_second_up_names_who_is_there_and_starts_nothing(tmp_path):
+    """It used to say "the controller is serving", and to restart its own for ever."""
+    with running_controller(tmp_path / "a") as running:
+        said = refused(speclen("up", "--controller", running.address, "--listen", free_address(), cwd=tmp_path))
+        assert "a speclen controller of" in said
+        assert str(tmp_path / "a" / "speclen.db") in said
+        assert not (tmp_path / ".speclen").exists()
+
+
+def test_up_on_a_port_of_another_program_says_so(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        begun = time.monotonic()
+        said = refused(speclen("up", "--controller", free_address(), "--listen", address, cwd=tmp_path))
+        assert f"{address} is taken by another program" in said
+        assert time.monotonic() - begun < 20  # the two seconds are measured by scripts/newcomer_check
+
+
+def test_up_on_a_database_in_use_says_so_before_a_worker_starts(tmp_path):
+    with running_controller(tmp_path / ".speclen"):
+        result = speclen("up", "--controller", free_address(), "--listen", free_address(), cwd=tmp_path)
+        assert "in use by another controller" in refused(result)
+        assert "starting the worker" not in result.stderr
+
+
+def test_a_worker_of_one_run_does_not_join_another(tmp_path):
+    with running_controller(tmp_path / "a", run_id="one") as running:
+        options = ("--controller", running.address, "--run-id", "two", "--listen", free_address())
+        result = speclen("worker", *options, cwd=tmp_path)
+        assert "a speclen controller of" in refused(result)
+        assert "loading" not in result.stderr  # told before torch is imported
+
+
+def test_a_controller_refuses_a_worker_of_another_run(tmp_path):
+    with running_controller(tmp_path / "a", run_id="one") as running, grpc.insecure_channel(running.address) as channel:
+        stub = rpc.ControlServiceStub(channel)
+        request = pb.RegisterWorkerRequest(
+            worker=pb.WorkerIdentity(worker_id="w", epoch=1),
+            context=pb.ContextKey(target="t", draft="d", device="cpu", dtype="float32", engine_fingerprint="e"),
+            limits=pb.WorkerLimits(max_batch_size=4, max_speculation_length=2),
+            run_id="two",
+        )
+        with pytest.raises(grpc.RpcError) as error:
+            stub.RegisterWorker(request, timeout=5)
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "'two'" in error.value.details()
+        request.run_id = "one"
+        assert stub.RegisterWorker(request, timeout=5).controller.run_id == "one"
+        request.run_id = ""  # an older worker, or one that was started by hand
+        assert stub.RegisterWorker(request, timeout=5).controller.run_id == "one"
+
+
+def test_a_child_whose_port_another_took_is_not_taken_for_ours(tmp_path):
+    with running_controller(tmp_path / "a", run_id="one") as running:
+        ours = Child("controller", ["controller"], running.address, tmp_path / "log", run_id="two")
+        with pytest.raises(UserError, match="is taken by a speclen controller of"):
+            ours.is_serving()
+
+
+def test_a_profile_for_one_database_does_not_go_into_another(tmp_path):
+    """`profile import --db B.db` wrote into the controller of A.db, and said that it owned B.db."""
+    with running_controller(tmp_path / "a") as a, running_controller(tmp_path / "b"):
+        with pytest.raises(UserError, match=r"keeps .*a/speclen.db, not .*b/speclen.db"):
+            find_destination(tmp_path / "b" / "speclen.db", a.address, Client())
+        found = find_destination(tmp_path / "a" / "speclen.db", a.address, Client())
+        assert (found.address, found.db) == (a.address, tmp_path / "a" / "speclen.db")
+    assert find_destination(tmp_path / "b" / "speclen.db", "", Client()).address == ""  # nobody keeps it any more
+
+
+def test_two_at_once_use_other_ports(tmp_path):
+    """`scripts/start --once` measured another checkout's system: it needs no fixed ports, so it takes free ones."""
+    from speclen.console.places import Places
+
+    with running_controller(tmp_path / "a") as running:
+        places = Places.choose(running.address, "127.0.0.1:0", 2, Client(), any_port=True)
+        assert running.address not in (places.controller, *places.workers)
+        assert len({places.controller, *places.workers}) == 3
+        assert places.fronts == []
+
+
+def test_every_worker_has_an_http_front_one_port_further(tmp_path):
+    from speclen.cli.up import Run
+    from speclen.console.places import Places
+
+    host, port = "127.0.0.1", two_free_ports()
+    places = Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
+    assert places.fronts == [f"{host}:{port}", f"{host}:{port + 1}"]
+    commands = [worker.arguments for worker in Run(tmp_path, places, "run", Client()).workers([])]
+    assert [command[command.index("--http-listen") + 1] for command in commands] == places.fronts
+    with socket.create_server((host, port + 1)), pytest.raises(UserError, match="another with --http-listen"):
+        Places.choose("127.0.0.1:0", "127.0.0.1:0", 2, Client(), any_port=False, http_listen=f"{host}:{port}")
+
+
+@pytest.mark.parametrize("options", [("--db", "elsewhere.db"), ("--in-memory",)])
+def test_up_names_the_database_that_its_controller_has(tmp_path, monkeypatch, capsys, options):
+    """It read and named the one in its data directory, though the controller was told another by a setting of its own."""
+    from speclen.cli.up import database_of, print_addresses, print_what_is_left
+    from speclen.console.places import Places
+
+    monkeypatch.chdir(tmp_path)
+    with running_controller(tmp_path / "a", *options) as running:
+        database = database_of(running.address, Client())
+    assert database == (Path("elsewhere.db") if options[0] == "--db" else None)
+    print_addresses(Places(running.address, ["127.0.0.1:1"], []), Path("a"), database)
+    print_what_is_left(database)
+    shown = capsys.readouterr().out
+    assert shown.count("speclen tables --db elsewhere.db\n") == (2 if database else 0)
+    assert "a/speclen.db" not in shown
+
+
+def test_top_of_nobody_says_so(tmp_path):
+    address = free_address()
+    told = speclen("top", "--worker", address, "--json", cwd=tmp_path)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert address in told.stderr

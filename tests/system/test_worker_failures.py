@@ -1,0 +1,149 @@
+"""A worker whose engine has ended says so at once, to everybody who asks, and goes; lesser parts are started again."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from speclen.console.processes import Child
+from speclen.v1 import generation_pb2 as pb
+from speclen.v1 import generation_pb2_grpc as rpc
+from tests.support import tiny_models
+
+SCRIPT = Path(__file__).parents[1] / "support" / "failing_worker.py"
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def start(pair: tuple[str, str], tmp_path: Path) -> Iterator[Any]:
+    children: list[Child] = []
+
+    def start_one(part: str, *options: str) -> Child:
+        address = free_address()
+        models = ["--target", pair[0], "--draft", pair[1], "--device", "cpu"]
+        child = Child("worker", ["worker"], address, tmp_path / "log")
+        with child.log_file.open("wb") as log:
+            child.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), part, "worker", "--listen", address, *models, *options],
+                stdout=log,
+                stderr=log,
+            )
+        children.append(child)
+        child.wait_until_serving(120)
+        return child
+
+    yield start_one
+    for child in children:
+        child.stop(timeout_s=10.0)
+
+
+def exits(child: Child, timeout_s: float) -> tuple[int, float]:
+    """Exit code, and how long it took."""
+    assert child.process is not None
+    started = time.monotonic()
+    return child.process.wait(timeout_s), time.monotonic() - started
+
+
+def test_a_dead_engine_ends_requests_with_an_error_and_the_process_at_once(start: Any) -> None:
+    worker = start("engine", "--controller", "")
+    with grpc.insecure_channel(worker.address) as channel:
+        with pytest.raises(grpc.RpcError) as raised:
+            list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"), timeout=30))
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "the engine has failed: MemoryError: no room" in raised.value.details()
+    code, seconds = exits(worker, 20)
+    assert (code, seconds < 10) == (1, True)
+    lines = worker.log_file.read_text().splitlines()
+    assert "Traceback" not in "".join(lines)
+    assert sum("the worker cannot go on and ends" in line for line in lines) == 1
+
+
+def test_a_worker_without_a_controller_does_not_keep_its_reports_for_ever(start: Any) -> None:
+    page = free_address()
+    worker = start("few", "--controller", "", "--metrics-listen", page)
+
+    def number(name: str) -> float:
+        text = httpx.get(f"http://{page}/metrics").text
+        return float(re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+    with grpc.insecure_channel(worker.address) as channel:
+        sampling = pb.SamplingParams(max_tokens=60, ignore_eos=True)
+        list(rpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a", sampling_params=sampling)))
+    assert number("speclen_decode_steps_total") > 10
+    deadline = time.monotonic() + 30
+    while number("speclen_reports_buffered") > 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_dead_engine_is_told_over_http_too(start: Any) -> None:
+    http = free_address()
+    worker = start("engine", "--controller", "", "--http-listen", http)
+    place = ("127.0.0.1", int(http.rpartition(":")[2]))
+    with httpx.Client(base_url=f"http://{http}", timeout=30) as idle, socket.create_connection(place) as slow:
+        assert idle.get("/health").status_code == 200
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = httpx.post(f"http://{http}/v1/completions", json={"prompt": "a"}, timeout=30)
+        code, seconds = exits(worker, 20)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+    assert "the engine has failed: MemoryError: no room" in answer.json()["error"]["message"]
+    assert (code, seconds < 10) == (1, True)
+    assert "Traceback" not in worker.log_file.read_text()
+
+
+def test_an_engine_that_does_not_stop_is_left_behind(start: Any) -> None:
+    worker = start("hang", "--controller", "", "--drain-timeout-s", "0.1")
+    worker.process.send_signal(signal.SIGTERM)
+    code, seconds = exits(worker, 30)
+    assert (code, seconds < 8.0) == (1, True)
+    assert "has not stopped" in worker.last_line()
+
+
+def test_reporting_that_fails_is_started_again_counted_and_no_reason_to_stop(start: Any) -> None:
+    metrics = free_address()
+    worker = start("reporting", "--controller", free_address(), "--metrics-listen", metrics)
+
+    def num_failures() -> float:
+        page = urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5).read().decode()
+        line = next(
+            line for line in page.splitlines() if re.match(r'speclen_part_failures_total\{.*part="reporting"\}', line)
+        )
+        return float(line.split()[-1])
+
+    deadline = time.monotonic() + 60
+    while num_failures() < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert worker.is_serving()
+    worker.process.send_signal(signal.SIGTERM)
+    assert exits(worker, 15)[0] == 0
+    said = worker.log_file.read_text()
+    assert "Traceback" not in said
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    restarts = [event for event in events if event["event"] == "a part has ended and is started again"]
+    assert len(restarts) >= 2
+    assert {event["level"] for event in restarts} == {"error"}
+    assert "ZeroDivisionError: sabotage (failing_worker.py:" in restarts[0]["reason"]

@@ -1,0 +1,80 @@
+"""The page has the names that dashboards for other engines use, and the numbers of the engine and the control client."""
+
+import ssl
+import urllib.request
+
+import pytest
+from prometheus_client import generate_latest
+
+from speclen.transport.credentials import ServerSecurity, check_pages
+from speclen.worker.observing.metrics import WorkerMetrics
+from tests.support.addresses import free_address
+from tests.support.certificates import make_certificates
+from tests.support.engines import generate, make_engine, request
+from tests.support.worker_page import worker_metrics
+
+
+@pytest.fixture
+def metrics() -> WorkerMetrics:
+    return worker_metrics()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "speclen_num_requests_running 2.0",
+        "speclen_num_requests_waiting 1.0",
+        "speclen_kv_cache_usage_perc 0.25",
+        "speclen_prefix_cache_queries_total 128.0",
+        "speclen_prefix_cache_hits_total 96.0",
+        "speclen_spec_decode_num_drafts_total 3.0",
+        "speclen_spec_decode_num_draft_tokens_total 6.0",
+        "speclen_spec_decode_num_ngram_tokens_total 2.0",
+        "speclen_spec_decode_num_accepted_tokens_total 4.0",
+        'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="0"} 2.0',
+        'speclen_spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0',
+        'speclen_speculation_length{batch_max="4",batch_min="1"} 2.0',
+        'speclen_ngram{batch_max="4",batch_min="1"} 1.0',
+        "speclen_decode_steps_total 7.0",
+        "speclen_decode_step_seconds_total 0.02",
+        "speclen_cpu_threads 3.0",
+        "speclen_controller_connected 0.0",
+        "speclen_reports_buffered 2.0",
+    ],
+)
+def test_page(metrics, line):
+    assert line in generate_latest(metrics.registry).decode().splitlines()
+
+
+def test_rows_for_which_nothing_was_drafted_are_no_drafts():
+    """Beside a request without speculation half of the drafts looked as if the target had rejected all of them."""
+    drafts = request("drafts", [3, 4, 5], max_tokens=20, ignore_eos=True)
+    counted = []
+    for others in ([], [request("off", [5, 4, 3], max_tokens=40, ignore_eos=True, fixed_length=0)]):
+        engine = make_engine(chooser=3, max_batch_size=2)
+        generate(engine, drafts, *others)
+        load = engine.load()
+        counted.append((load.num_drafts, load.num_accepted_by_position))
+    assert counted[0] == counted[1]
+    assert counted[0][0] > 3
+
+
+def test_an_address_without_port_is_refused(metrics):
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        metrics.serve("9090")
+
+
+def test_the_page_beyond_loopback_is_read_with_a_certificate(metrics, tmp_path):
+    """It was refused, with advice (--tls-cert, --token-file) that did not help."""
+    made, address = make_certificates(tmp_path), free_address()
+    security = ServerSecurity(made.server.cert, made.server.key, made.authority.cert)
+    with pytest.raises(ValueError, match="--tls-client-ca, use"):
+        check_pages("0.0.0.0:9090", ServerSecurity(made.server.cert, made.server.key), insecure=False)
+    check_pages("0.0.0.0:9090", security, insecure=False)
+    metrics.serve(address, security)
+    context = ssl.create_default_context(cafile=made.authority.cert)
+    with pytest.raises(OSError, match=r"(?i)certificate|closed|reset|EOF|EOF"):
+        urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read()
+    context.load_cert_chain(made.client.cert, made.client.key)
+    page = urllib.request.urlopen(f"https://{address}/metrics", context=context, timeout=5).read().decode()
+    assert "speclen_cpu_threads 3.0" in page

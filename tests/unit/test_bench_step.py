@@ -1,0 +1,145 @@
+"""The step benchmark times what it says: full batches, the lengths asked for, and the same tokens as transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import speclen.bench.engine.step
+from speclen.bench.engine.run import EngineBench
+from speclen.bench.engine.transformers_baseline import TransformersBaseline
+from speclen.bench.spread import ratio, spread
+from speclen.console.errors import UserError
+from speclen.worker.models.loading import ModelPair, load_pair
+from tests.support import engines, tiny_models
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return tiny_models.save_pair("llama", tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def pair(folders: tuple[str, str]) -> ModelPair:
+    return load_pair(*folders, "cpu", "float32")
+
+
+PROMPTS = [tuple(range(5, 17)), tuple(range(40, 52)), tuple(range(90, 102))]
+
+
+def test_an_engine_leaves_the_models_that_transformers_is_timed_with_alone(pair: ModelPair) -> None:
+    EngineBench(pair, 2, 2)
+    with torch.no_grad():
+        plain = tiny_models.build("llama")(torch.tensor([PROMPTS[0]])).logits
+        assert torch.equal(TransformersBaseline(pair).target(torch.tensor([PROMPTS[0]])).logits, plain)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_run_generates_what_the_target_generates_and_keeps_full_steps_only(pair: ModelPair, length: int) -> None:
+    engine = EngineBench(pair, 3, 4, backend="torch")
+    run = engine.run(PROMPTS, 20, length)
+    truth = tiny_models.build("llama")
+    assert run.outputs == {n: tiny_models.greedy(truth, list(p), 20) for n, p in enumerate(PROMPTS)}
+    assert run.steps
+    for timed in run.steps:
+        assert (timed.record.batch_size, timed.record.arm.speculation_length) == (3, length)
+        assert not timed.record.flags
+        assert timed.draft_s is not None
+        assert timed.verify_s is not None
+        assert (timed.draft_s > 0) == (length > 0)
+        assert 0 < timed.draft_s + timed.verify_s < timed.record.latency_s
+
+
+def test_transformers_really_generates_as_many_tokens(pair: ModelPair) -> None:
+    baseline = TransformersBaseline(pair)
+    assert baseline.generate(PROMPTS, 9) > 0
+    assert baseline.assisted(PROMPTS[:1], 9, None) > 0
+    assert baseline.draft.generation_config.num_assistant_tokens != 3
+    assert baseline.assisted(PROMPTS[:1], 9, 3) > 0
+    assert baseline.draft.generation_config.num_assistant_tokens == 3
+
+
+def test_ratios_are_taken_repeat_by_repeat() -> None:
+    """A repeat in which the machine was half as fast leaves each ratio as it was."""
+    assert ratio([200, 100], [100, 50]) == spread([2.0, 2.0])
+    figures = spread([3.0, 1.0, 2.0])
+    assert (figures.median, figures.low, figures.high, figures.repeats) == (2.0, 1.0, 3.0, 3)
+
+
+def test_the_command_prints_cells_baselines_and_ratios(folders: tuple[str, str], tmp_path: Path) -> None:
+    app = speclen.bench.engine.step.typer.Typer()
+    app.command()(speclen.bench.engine.step.step)
+    out = tmp_path / "result.json"
+    arguments = ["--target", folders[0], "--draft", folders[1], "--dtype", "float32", "--device", "cpu"]
+    arguments += ["--batch-sizes", "2,1", "--lengths", "2", "--prompt-tokens", "8", "--new-tokens", "12"]
+    arguments += ["--backend", "torch", "--repeats", "2", "--json", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    content = json.loads(result.stdout)
+    assert content == json.loads(out.read_text())
+    assert [(c["batch_size"], c["speculation_length"]) for c in content["cells"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    for cell in content["cells"]:
+        parts = cell["draft_ms"] + cell["verify_ms"] + cell["other_ms"]
+        assert parts == pytest.approx(cell["step_ms"])
+        assert 1 <= cell["tokens_per_step"] <= cell["speculation_length"] + 1
+        assert cell["tokens_per_s"]["repeats"] == 2
+        full = cell["batch_size"] * cell["tokens_per_step"] / (cell["step_ms"] / 1e3)
+        assert cell["full_batch_tokens_per_s"] == pytest.approx(full)
+    assert [b["batch_size"] for b in content["baselines"]] == [1, 2, 1, 1, 1]
+    assert {r["what"] for r in content["ratios"]} >= {f"torch, length 0 / generate, batch {size}" for size in (1, 2)}
+    memory = content["memory"]
+    assert memory["least_pass_ms"] == pytest.approx(memory["weight_mb_per_pass"] / memory["read_gb_per_s"]["median"])
+    assert memory["pass_over_least"]["torch"] > 1  # tiny models: starting operators is what takes the time
+    shown = CliRunner().invoke(app, [*arguments[:-3], "--no-baselines"], catch_exceptions=False)
+    assert "per step" in shown.stdout
+    assert "a pass over one row takes that times torch" in " ".join(shown.stdout.split())
+
+
+@pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
+def test_backends_are_measured_side_by_side(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32", "threads": 1}
+    arguments |= {"batch_sizes": "2", "lengths": "2", "prompt_tokens": 8, "new_tokens": 12, "repeats": 1, "seed": 0}
+    arguments |= {
+        "prompts": None,
+        "baselines": False,
+        "as_json": True,
+        "out": None,
+        "backend": "torch,openvino",
+    }
+    speclen.bench.engine.step.step(**arguments)
+    content = json.loads(capsys.readouterr().out)
+    cells = [(cell["backend"], cell["speculation_length"]) for cell in content["cells"]]
+    assert cells == [("torch", 0), ("openvino", 0), ("torch", 2), ("openvino", 2)]
+    assert content["backends"]["openvino"].startswith("openvino 2026.")
+    assert "best length, openvino / torch, batch 2" in [ratio["what"] for ratio in content["ratios"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"batch_sizes": "0,1"}, "--batch-sizes '0,1'"),
+        ({"batch_sizes": "one"}, "--batch-sizes 'one'"),
+        ({"backend": "numpy"}, "--backend 'numpy' is not known; use auto, torch, openvino"),
+        ({"lengths": "99"}, "--lengths '99'"),
+        ({"new_tokens": 5000}, "the models hold 256"),
+        ({"target": "/nowhere"}, "no such directory"),
+        ({"draft": "none", "lengths": "2"}, "need a draft"),
+        ({"prompts": Path("/no/prompts.txt")}, "/no/prompts.txt"),
+    ],
+)
+def test_bad_input_names_the_value(folders: tuple[str, str], arguments: dict[str, object], reason: str) -> None:
+    defaults: dict[str, object] = {"target": folders[0], "draft": folders[1], "device": "cpu", "dtype": "float32"}
+    defaults |= {"batch_sizes": "1", "lengths": "2", "prompt_tokens": 8, "new_tokens": 8, "repeats": 1, "threads": 0}
+    defaults |= {
+        "prompts": None,
+        "seed": 0,
+        "backend": "torch",
+        "baselines": False,
+        "as_json": False,
+        "out": None,
+    }
+    with pytest.raises(UserError, match=reason):
+        speclen.bench.engine.step.step(**(defaults | arguments))

@@ -1,0 +1,265 @@
+"""Pieces put together are the text of all tokens; no piece ends inside a character or shows part of a stop string."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from speclen.worker.http.logprobs import chat_logprobs
+from speclen.worker.requests.detokenize import REPLACEMENT, Detokenizer, StopStrings, make_decode, make_token_bytes
+from speclen.worker.requests.request import TokenLogprobs
+from tests.support import tiny_models
+
+TEXTS = ["plain words, and more", "naïve café", "北京 и Москва", "🙂🙃 two", "tab\tnewline\n  spaces", "é"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_put_together_are_the_text(text: str) -> None:
+    ids = tiny_models.tokenizer().encode(text)
+    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True))
+    pieces = [detokenizer.push([token]) for token in ids]
+    assert "".join(pieces) + detokenizer.flush() == text
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("text", ["🙂 é北", "naïve", "tab\t\x85\xad"])
+def test_the_bytes_of_tokens_put_together_are_the_texts(text: str) -> None:
+    """Also of those that have no text by themselves, being a part of a character."""
+    tokenizer = tiny_models.tokenizer()
+    token_bytes = make_token_bytes(tokenizer)
+    ids = tokenizer.encode(text)
+    assert b"".join(token_bytes(token) or b"" for token in ids) == text.encode()
+    told = chat_logprobs(ids, [TokenLogprobs(-1.0, (), ())] * len(ids), make_decode(tokenizer, False), token_bytes)
+    assert bytes(byte for each in told["content"] for byte in each["bytes"]) == text.encode()
+
+
+def test_a_byte_that_has_a_number_for_a_name() -> None:
+    class Vocabulary:
+        def convert_ids_to_tokens(self, token: int) -> str | None:
+            return ["<0xE2>", "▁word", None][token]
+
+    assert [make_token_bytes(Vocabulary())(token) for token in range(3)] == [b"\xe2", None, None]
+
+
+def test_any_cutting_into_steps_gives_the_same_text() -> None:
+    ids = tiny_models.tokenizer().encode("a 🙂 é 北 z")
+    for cuts in itertools.product([1, 2, 3], repeat=5):
+        detokenizer, rest, text = Detokenizer(make_decode(tiny_models.tokenizer(), True)), list(ids), ""
+        for cut in cuts:
+            text += detokenizer.push(rest[:cut])
+            rest = rest[cut:]
+        text += detokenizer.push(rest)
+        assert text == "a 🙂 é 北 z"
+
+
+def test_random_tokens_give_what_the_tokenizer_gives() -> None:
+    """Half characters and bytes that are no text at all included: then the decoder's replacement characters."""
+    decode = make_decode(tiny_models.tokenizer(), True)
+    generator = random.Random(0)
+    for _ in range(300):
+        ids = [generator.randrange(tiny_models.VOCAB_SIZE) for _ in range(generator.randrange(1, 30))]
+        detokenizer = Detokenizer(decode)
+        pieces = [detokenizer.push([token]) for token in ids]
+        assert "".join(pieces) + detokenizer.flush() == decode(ids)
+
+
+def test_a_character_begun_in_the_prompt_is_finished_in_the_output() -> None:
+    ids = tiny_models.tokenizer().encode("🙂")
+    assert len(ids) > 2
+    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True), ids[:2])
+    assert "".join(detokenizer.push([token]) for token in ids[2:]) == "🙂"
+
+
+def sentencepiece_style() -> PreTrainedTokenizerFast:
+    """Words begin with ▁, the first space is dropped, unknown characters are bytes: as in Llama 2 and Mistral."""
+    words = ["<unk>", "▁the", "▁draft", "ing", "▁"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    bpe = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[], byte_fallback=True))
+    bpe.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def test_spaces_between_words_survive_where_the_first_one_is_dropped() -> None:
+    decode = make_decode(sentencepiece_style(), True)
+    ids = [1, 2, 3, *(5 + byte for byte in " é".encode()), 1, 2]
+    detokenizer = Detokenizer(decode)
+    assert "".join(detokenizer.push([token]) for token in ids) == decode(ids) == "the drafting é the draft"
+    # After a prompt, the first word keeps its space.
+    assert Detokenizer(decode, [1, 2]).push([1]) == " the"
+
+
+@pytest.mark.parametrize("together", [1, 8, 45])
+def test_a_long_run_of_spaces_survives_in_any_cut(together: int) -> None:
+    """Tokens that show nothing alone, of which no more than some are held as context."""
+    decode = make_decode(sentencepiece_style(), True)
+    ids = [1] + [4] * 42 + [2, 1]
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.push(ids[at : at + together]) for at in range(0, len(ids), together)]
+    assert "".join(pieces) + detokenizer.flush() == decode(ids) == "the" + 42 * " " + " draft the"
+
+
+def test_characters_of_several_byte_tokens_may_follow_each_other() -> None:
+    """Byte tokens in a row are decoded as one run there, which is no text at all until its last byte has come."""
+    decode = make_decode(sentencepiece_style(), True)
+    text = "é北🙂é"
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.push([5 + byte]) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert [piece for piece in pieces if piece] == list(text)
+
+
+def test_bytes_that_never_become_a_character_are_not_held_for_ever() -> None:
+    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True))
+    broken = tiny_models.tokenizer().encode("é")[:1]
+    shown = "".join(detokenizer.push(broken) for _ in range(200))
+    assert len(shown) > 150
+    assert set(shown) == {REPLACEMENT}
+
+
+def test_a_word_after_a_skipped_special_token_keeps_its_space() -> None:
+    """True in one step or in two: alone after the special token, the word would have been taken for the first."""
+    decode = make_decode(with_special(sentencepiece_style()), True)
+    for cuts in ([1, 1, 1, 1], [2, 2], [1, 3], [3, 1], [4]):
+        detokenizer, ids = Detokenizer(decode), [1, 2, SPECIAL, 1]
+        pieces = []
+        for cut in cuts:
+            pieces.append(detokenizer.push(ids[:cut]))
+            ids = ids[cut:]
+        assert "".join(pieces) == "the draft the", cuts
+
+
+@pytest.mark.parametrize("num_output", [0, 1, 2])
+def test_half_a_character_at_the_end_of_the_prompt_is_not_the_outputs(num_output: int) -> None:
+    half = tiny_models.tokenizer().encode("a🙂")[:-1]
+    detokenizer = Detokenizer(make_decode(tiny_models.tokenizer(), True), half)
+    output = tiny_models.tokenizer().encode("bc")[:num_output]
+    assert "".join(detokenizer.push([token]) for token in output) + detokenizer.flush() == "bc"[:num_output]
+
+
+def test_half_a_character_of_byte_tokens_is_not_the_outputs_and_what_is_before_it_neither() -> None:
+    decode = make_decode(sentencepiece_style(), True)
+    prompt = [1, *(5 + byte for byte in "é🙂".encode()[:-2])]
+    assert Detokenizer(decode, prompt).push([1]) == " the"
+    assert Detokenizer(decode, prompt).push([5 + byte for byte in "🙂".encode()[-2:]]) == "🙂"
+
+
+def test_a_long_prompt_of_byte_tokens_is_not_cut_inside_a_character() -> None:
+    """Six tokens of context would begin inside a character, and the whole run of bytes would be no text."""
+    prompt = [5 + byte for byte in "北京北京é".encode()[:-1]]
+    assert Detokenizer(make_decode(sentencepiece_style(), True), prompt).push([5 + "é".encode()[-1]]) == "é"
+
+
+SPECIAL = 261
+
+
+def with_special(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    return tokenizer
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """Spaces between words, none before ##pieces: as in BERT."""
+    words = ["[UNK]", "the", "draft", "##ing", "##s", ".", "a"]
+    one = Tokenizer(models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
+    one.decoder = decoders.WordPiece(cleanup=True)
+    return PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    words = ["<unk>", "▁the", "▁draft", "ing", "▁", "▁a", "s"]
+    one = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges=[]))
+    one.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+def word_ends() -> PreTrainedTokenizerFast:
+    """A mark at the end of words becomes a space, but for the last word: as in GPT-1."""
+    words = ["<unk>", "the</w>", "draft", "ing</w>", "s</w>", "a</w>"]
+    one = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges=[]))
+    one.decoder = decoders.BPEDecoder(suffix="</w>")
+    return PreTrainedTokenizerFast(tokenizer_object=one)
+
+
+TOKENIZERS = {
+    "byte level": tiny_models.tokenizer(),
+    **{make.__name__: with_special(make()) for make in (sentencepiece_style, word_pieces, metaspace, word_ends)},
+}
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_text_is_that_of_all_tokens_however_they_are_cut(name: str, skip: bool) -> None:
+    """Random ids, a random part of them as prompt, in random steps; special tokens more often than others.
+
+    Where bytes are no text, all cuts agree with each other; elsewhere with the tokenizer, too.
+    """
+    tokenizer, generator = TOKENIZERS[name], random.Random(f"{name} {skip}")
+    decode, special = make_decode(tokenizer, skip), tokenizer.eos_token_id
+    for _ in range(400):
+        ids = [generator.choice([special, *range(len(tokenizer))]) for _ in range(generator.randrange(1, 24))]
+        if generator.random() < 0.5:  # without bytes that are no text
+            ids = [token for token in ids if REPLACEMENT not in decode([token])]
+        at = generator.randrange(len(ids) + 1)
+        texts = {cut_randomly(Detokenizer(decode, ids[:at]), ids[at:], generator) for _ in range(4)}
+        assert len(texts) == 1, (ids[:at], ids[at:])
+        if REPLACEMENT not in decode(ids):
+            while REPLACEMENT in decode(ids[:at]):
+                at -= 1  # a character that the output finishes
+            assert texts == {decode(ids)[len(decode(ids[:at])) :]}, (ids[:at], ids[at:])
+
+
+def cut_randomly(detokenizer: Detokenizer, ids: list[int], generator: random.Random) -> str:
+    text, start = "", 0
+    while start < len(ids):
+        end = start + generator.choice([1, 1, 2, 3, 8])
+        text += detokenizer.push(ids[start:end])
+        start = end
+    return text + detokenizer.flush()
+
+
+def test_special_tokens_are_left_out_unless_asked_for() -> None:
+    ids = [tiny_models.EOS_ID, *tiny_models.tokenizer().encode("x")]
+    assert Detokenizer(make_decode(tiny_models.tokenizer(), True)).push(ids) == "x"
+    assert Detokenizer(make_decode(tiny_models.tokenizer(), False)).push(ids) == "<|endoftext|>x"
+
+
+@pytest.mark.parametrize("stops", [("END",), ("ND!", "END"), ("aab", "ab"), ("\n\n",), ("xyz", "yz", "z")])
+def test_stop_strings_are_found_whatever_the_pieces(stops: tuple[str, ...]) -> None:
+    """Against str.find on the whole text, for every way of cutting it."""
+    texts = ["abEND!cd", "aaab", "EN", "ENEND", "x\n\ny", "xxyzz", "nothing here", "E"]
+    for text in texts:
+        found = [text.find(stop) for stop in stops if stop in text]
+        expected = text[: min(found)] if found else text
+        for cuts in itertools.product([True, False], repeat=len(text) - 1):
+            pieces, start = [], 0
+            for at, cut in enumerate(cuts, start=1):
+                if cut:
+                    pieces.append(text[start:at])
+                    start = at
+            pieces.append(text[start:])
+            matcher, shown, stop = StopStrings(stops, include=False), "", None
+            for piece in pieces:
+                new, stop = matcher.push(piece)
+                shown += new
+                assert text.startswith(shown)
+                assert expected.startswith(shown)
+                if stop is not None:
+                    break
+            assert (stop is not None) == bool(found)
+            assert shown + ("" if stop else matcher.flush()) == expected
+
+
+def test_the_stop_string_may_be_kept() -> None:
+    matcher = StopStrings(("END",), include=True)
+    assert matcher.push("ab EN") == ("ab ", None)
+    assert matcher.push("D more") == ("END", "END")

@@ -1,0 +1,463 @@
+"""Promises to callers: reproducible seeds, exact distributions, prompt refusals, cancelling, draining."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from speclen.records import Arm, StepFlag
+from speclen.worker.backends.passes import PassPart
+from speclen.worker.drafting.arm_chooser import FixedArm
+from speclen.worker.engine.engine import Engine
+from speclen.worker.requests.request import DrainingError, FinishReason, SequenceOutput
+from tests.support import engines, tiny_models
+from tests.support.engines import (
+    Arms,
+    Collected,
+    RandomArms,
+    RandomLengths,
+    check_counts,
+    finish,
+    generate,
+    make_engine,
+    make_pair,
+    request,
+)
+
+PROMPT = tiny_models.tokenizer().encode("The target verifies what")
+
+
+def test_totals_agree_with_what_requests_were_told() -> None:
+    """Also where a request's end cuts off accepted tokens: mean batch size and mean length are made from these."""
+    engine = make_engine(chooser=RandomLengths(3))
+    names = [str(at) for at in range(7)]
+    collected = generate(engine, *(request(name, PROMPT, max_tokens=5 + int(name)) for name in names))
+    last, load = [collected.last(name) for name in names], engine.load()
+    assert load.num_row_steps == sum(each.num_steps for each in last)
+    assert load.num_draft_tokens == sum(each.num_draft_tokens for each in last)
+    assert load.num_generated_tokens == sum(each.num_completion_tokens for each in last)
+    assert load.num_accepted_tokens == sum(each.num_accepted_tokens for each in last)
+    assert load.num_steps < load.num_row_steps <= 4 * load.num_steps
+    # The first token of a request comes from its prompt's pass; a row's step gives one, and what its draft was worth.
+    assert load.num_generated_tokens == len(names) + load.num_row_steps + load.num_accepted_tokens
+
+
+def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
+    """Nobody gets it, so it must not make a length look better. The draft is the target: nothing is rejected."""
+    target, _ = engines.models("llama")
+    script = script_of(5, 5)
+    requests = [request(str(at), PROMPT, max_tokens=wanted, ignore_eos=True) for at, wanted in enumerate((4, 7))]
+    generate(make_engine(make_pair(draft=target), script), *requests)
+    assert [result.accepted_histogram for result in script.records] == [(0, 0, 1, 0, 0, 1)]
+
+
+# Sampling.
+
+
+@pytest.mark.parametrize("length", [0, 2])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_sampled_outputs_follow_the_targets_distribution(length: int, seeded: bool) -> None:
+    """Chi-square of the first token, and of the second one given the most frequent first one, over 1,500 outputs.
+
+    The first token comes from the prompt's pass, the second is drafted. top_k leaves 6 tokens, so there are 5 degrees of
+    freedom: a correct engine exceeds 20.5 once in 1,000 seeds, and the seeds are fixed.
+    """
+    settings = {"temperature": 1.1, "top_k": 6, "max_tokens": 3, "n": 50, "ignore_eos": True}
+    requests = [request(str(at), PROMPT, **settings, seed=at if seeded else None) for at in range(30)]
+    engine = make_engine(chooser=length, max_batch_size=32)
+    collected = generate(engine, *requests)
+    pairs = Counter(tuple(collected.ids(str(at), index)[:2]) for at in range(30) for index in range(50))
+    assert sum(pairs.values()) == 1500
+    target, _ = engines.models("llama")
+    first = Counter(pair[0] for pair in pairs.elements())
+    check_counts(first, PROMPT, target)
+    most = first.most_common(1)[0][0]
+    check_counts(Counter({pair[1]: count for pair, count in pairs.items() if pair[0] == most}), [*PROMPT, most], target)
+    if length:
+        assert engine.load().num_accepted_tokens > 300
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> None:
+    """Promised in float32 on one machine: noise goes by seed, sequence and position, and drafts do not change a choice."""
+    settings = {"temperature": 0.9, "top_p": 0.95, "min_p": 0.01, "max_tokens": 24, "seed": 5, "n": 2}
+    alone = generate(make_engine(chooser=0), request("x", PROMPT, **settings))
+    generator = random.Random(0)
+    choosers = (FixedArm(Arm(4)), RandomLengths(1), RandomLengths(2), FixedArm(Arm(0, True)), RandomArms(3))
+    for lengths in choosers:
+        others = [
+            request(str(at), engines.random_prompt(generator), max_tokens=20, temperature=generator.choice([0, 1.0]))
+            for at in range(6)
+        ]
+        engine = make_engine(chooser=lengths, ngram=True)
+        busy = generate(engine, *others[:3], request("x", PROMPT, **settings), *others[3:])
+        for index in range(2):
+            assert busy.ids("x", index) == alone.ids("x", index)
+    assert alone.ids("x", 0) != alone.ids("x", 1)
+    other = generate(make_engine(chooser=0), request("x", PROMPT, **(settings | {"seed": 6})))
+    assert other.ids("x", 0) != alone.ids("x", 0)
+
+
+def test_without_a_seed_runs_differ() -> None:
+    engine = make_engine(seed=None)
+    outputs = [generate(engine, request(str(at), PROMPT, temperature=1.5, max_tokens=12)) for at in range(2)]
+    assert outputs[0].ids("0") != outputs[1].ids("1")
+
+
+def test_penalties_and_bias_act_the_same_with_and_without_drafts() -> None:
+    """Greedy decoding under edits, against a loop that applies them one token at a time."""
+    settings = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7, "max_tokens": 30}
+    edits = {**settings, "logit_bias": {7: 2.0, 8: -100.0}, "min_tokens": 20}
+    target, _ = engines.models("llama")
+    ids = list(PROMPT)
+    for position in range(30):
+        logits = engines.plain_logits(target, ids)[-1].clone()
+        output = ids[len(PROMPT) :]
+        for token in range(tiny_models.VOCAB_SIZE):
+            if token in ids:
+                logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+            logits[token] -= 0.5 * (token in output) + 0.7 * output.count(token)
+        logits[7] += 2.0
+        logits[8] -= 100.0
+        if position < 20:
+            logits[tiny_models.EOS_ID] = -torch.inf
+        ids.append(int(logits.argmax()))
+        if ids[-1] == tiny_models.EOS_ID:
+            break
+    for length in (0, 4):
+        engine = make_engine(chooser=length)
+        collected = generate(engine, request("x", PROMPT, **edits), request("plain", PROMPT, max_tokens=30))
+        assert collected.ids("x") == ids[len(PROMPT) :]
+    assert engine.load().num_accepted_tokens > 0
+
+
+def test_edits_of_one_row_leave_the_others_alone() -> None:
+    alone = generate(make_engine(), request("plain", PROMPT, max_tokens=20)).ids("plain")
+    forced = request("forced", PROMPT, max_tokens=20, logit_bias={9: 100.0})
+    together = generate(make_engine(), request("plain", PROMPT, max_tokens=20), forced)
+    assert together.ids("plain") == alone
+    assert together.ids("forced") == [9] * 20
+
+
+def test_log_probabilities_are_the_targets() -> None:
+    settings = {"temperature": 0.8, "top_k": 5, "max_tokens": 12, "ignore_eos": True, "seed": 3}
+    requests = [request(str(k), PROMPT, **settings, logprobs=k) for k in (0, 3)]
+    collected = generate(make_engine(chooser=3), *requests, request("none", PROMPT, **settings))
+    target, _ = engines.models("llama")
+    ids = collected.ids("3")
+    expected = torch.log_softmax(engines.plain_logits(target, [*PROMPT, *ids])[len(PROMPT) - 1 : -1], -1)
+    entries = [entry for output in collected.outputs["3", 0] for entry in output.logprobs]
+    assert len(entries) == len(ids)
+    for at, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(expected[at, ids[at]]), abs=1e-4)
+        assert list(entry.top_logprobs) == pytest.approx(expected[at].topk(3).values.tolist(), abs=1e-4)
+        assert list(entry.top_ids) == expected[at].topk(3).indices.tolist()
+    assert all(len(e.top_ids) == 0 for output in collected.outputs["0", 0] for e in output.logprobs)
+    assert not any(output.logprobs for output in collected.outputs["none", 0])
+
+
+def prompt_tokens_fed(engine: Engine) -> list[int]:
+    """Of every part of a prompt that the target is fed from now on, how many."""
+    fed: list[int] = []
+    honest = engine.target.forward
+
+    def counting(parts: list[PassPart]) -> list[torch.Tensor]:
+        fed.extend(part.num_queries for part in parts if part.num_queries > 1 == part.num_logits)
+        return honest(parts)
+
+    engine.target.forward = counting  # type: ignore[method-assign]
+    return fed
+
+
+def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
+    """Greedy copies are identical, and the prompt is fed once, not five times."""
+    engine = make_engine(max_batch_size=5)
+    fed = prompt_tokens_fed(engine)
+    collected = generate(engine, request("x", PROMPT, n=5, max_tokens=15))
+    assert sum(fed) == len(PROMPT)
+    outputs = {tuple(collected.ids("x", index)) for index in range(5)}
+    assert len(outputs) == 1
+    assert outputs == {tuple(generate(make_engine(), request("x", PROMPT, max_tokens=15)).ids("x"))}
+
+
+def test_sequences_of_one_token_share_the_logits_after_their_prompt() -> None:
+    """Also when the one that fed it has ended by then."""
+    engine = make_engine(max_batch_size=5)
+    fed = prompt_tokens_fed(engine)
+    wanted = {"temperature": 1.5, "seed": 3, "max_tokens": 1, "ignore_eos": True}
+    collected = generate(engine, request("x", PROMPT, n=5, **wanted))
+    assert sum(fed) == len(PROMPT)
+    apart = generate(make_engine(max_batch_size=1), request("x", PROMPT, n=5, **wanted))
+    assert [collected.ids("x", index) for index in range(5)] == [apart.ids("x", index) for index in range(5)]
+
+
+# Speculation lengths.
+
+
+def test_length_0_does_no_draft_work_at_all() -> None:
+    engine = make_engine(chooser=0)
+    generate(engine, request("first", PROMPT, max_tokens=3))  # the first step has yet to learn that nothing is drafted
+    assert engine.draft is not None
+
+    def forbidden(*args: object, **options: object) -> None:
+        raise AssertionError("the draft ran")
+
+    engine.draft.forward = forbidden  # type: ignore[method-assign]
+    assert generate(engine, request("x", PROMPT, max_tokens=20)).reason("x") is not FinishReason.ABORT
+    assert engine.load().num_draft_tokens == 0
+
+
+def script_of(*lengths: int) -> Arms:
+    """Given lengths, then the last one for ever."""
+    return Arms(*map(Arm, lengths))
+
+
+@pytest.mark.parametrize("num_plain", [2, 30])
+def test_the_draft_catches_up_after_length_0_and_the_step_is_flagged(num_plain: int) -> None:
+    """Story: a stale draft made acceptance look low for good. A draft that is the target must stay perfect."""
+    target, _ = engines.models("llama")
+    script = script_of(2, *[0] * num_plain, 3)
+    engine = make_engine(make_pair(draft=target), script)
+    requests = [request(str(at), PROMPT[: at + 1], max_tokens=60, ignore_eos=True) for at in range(3)]
+    generate(engine, *requests)
+    flagged = [at for at, result in enumerate(script.records) if StepFlag.CATCH_UP in result.flags]
+    assert flagged == [1 + num_plain]
+    drafted = [result for result in script.records if result.arm.speculation_length]
+    assert all(sum(result.accepted_histogram[:-1]) == 0 for result in drafted)
+
+
+@pytest.mark.parametrize("slow_changes", [False, True])
+def test_the_first_step_of_another_length_is_flagged_where_the_backend_takes_longer_for_it(slow_changes: bool) -> None:
+    """Unless rows went, which is a part of what steps take."""
+    script = script_of(2, 2, 3, 3, 0, 0, 2)
+    engine = make_engine(chooser=script)
+    engine.target.slow_changes = slow_changes
+    requests = [request(str(at), PROMPT, max_tokens=2000, ignore_eos=True) for at in range(2)]
+    for each in requests:
+        engine.submit(each, lambda event: None)
+    while len(script.records) < 9:
+        engine.step()
+    engine.abort("0")
+    script.arms = [Arm(3)]
+    while len(script.records) < 12:
+        engine.step()
+    flagged = [at for at, result in enumerate(script.records) if StepFlag.CHANGED_ARM in result.flags]
+    assert flagged == ([2, 4, 6] if slow_changes else [])
+    assert script.records[9].batch_size == 1
+
+
+def test_every_row_keeps_to_its_own_length() -> None:
+    engine = make_engine(chooser=3, max_batch_size=4)
+    requests = [
+        request(str(length), PROMPT, fixed_length=length, max_tokens=30, ignore_eos=True) for length in (0, 1, 5)
+    ]
+    collected = generate(engine, *requests, request("table", PROMPT, max_tokens=30, ignore_eos=True))
+    assert collected.last("0").num_draft_tokens == 0
+    for name, length in (("1", 1), ("5", 5), ("table", 3)):
+        last = collected.last(name)
+        # Fewer at the end, where no row can use more.
+        assert length * (last.num_steps - 3) < last.num_draft_tokens <= length * last.num_steps
+    assert len({tuple(collected.ids(name)) for name in ("0", "1", "5", "table")}) == 1
+    assert len(collected.ids("0")) == 30
+    assert collected.last("0").num_steps == 29  # the first token came with the prompt
+
+
+def test_nothing_is_drafted_that_no_row_could_use() -> None:
+    script = script_of(6)
+    collected = generate(make_engine(chooser=script), request("x", PROMPT, max_tokens=3, ignore_eos=True))
+    assert script.records[0].arm.speculation_length == 1  # two tokens are left
+    assert len(collected.ids("x")) == 3
+    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
+
+
+def test_a_row_near_its_end_does_not_keep_the_step_from_teaching() -> None:
+    """It drafts with the others, and what it does not need is cut from its output."""
+    script = script_of(4)
+    requests = [request("short", PROMPT, max_tokens=2), request("long", PROMPT, max_tokens=30, ignore_eos=True)]
+    collected = generate(make_engine(chooser=script), *requests)
+    assert len(collected.ids("short")) == 2
+    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
+    assert script.records[0].batch_size == 2
+    assert script.records[0].arm.speculation_length == 4
+
+
+def test_first_use_of_a_shape_is_flagged_once() -> None:
+    script = script_of(2)
+    engine = make_engine(chooser=script)
+    for name in ("a", "b"):
+        generate(engine, request(name, PROMPT, max_tokens=20, ignore_eos=True))
+    first = [(r.batch_size, r.arm.speculation_length) for r in script.records if StepFlag.FIRST_USE in r.flags]
+    assert len(first) == len(set(first))
+    assert (1, 2) in first
+
+
+def test_without_a_draft_lengths_are_0() -> None:
+    script = script_of(5)
+    pair = make_pair()
+    pair.draft = None
+    generate(make_engine(pair, script), request("x", PROMPT, max_tokens=5))
+    assert {result.arm.speculation_length for result in script.records} == {0}
+
+
+# Joining, leaving, refusing.
+
+
+def test_a_step_that_waited_for_a_copied_prompt_does_not_teach() -> None:
+    script = script_of(0)
+    engine = make_engine(chooser=script, max_batch_size=2)
+    generate(engine, request("x", PROMPT, n=2, max_tokens=6, ignore_eos=True))
+    assert [StepFlag.PREFILL in result.flags for result in script.records][:2] == [True, False]
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
+    script = script_of(0)
+    engine = make_engine(chooser=script, prefill_chunk=16)
+    collected = Collected()
+    engine.submit(request("short", PROMPT, max_tokens=60, ignore_eos=True), collected)
+    for _ in range(5):
+        engine.step()
+    before = len(collected.ids("short"))
+    engine.submit(request("long", engines.random_prompt(random.Random(0), 1) * 200, max_tokens=5), collected)
+    for _ in range(200 // 16):
+        engine.step()
+    assert len(collected.ids("short")) == before + 200 // 16
+    assert not collected.outputs["long", 0]
+    assert all(StepFlag.PREFILL in result.flags for result in script.records[-12:])
+    finish(engine)
+    assert len(collected.ids("long")) <= 5
+
+
+def test_bad_requests_name_their_field_and_leave_the_others_alone() -> None:
+    engine = make_engine()
+    collected = Collected()
+    engine.submit(request("good", PROMPT, max_tokens=8, ignore_eos=True), collected)
+    for bad, field in (
+        (request("bad", []), "prompt"),
+        (request("bad", PROMPT, temperature=float("nan")), "temperature"),
+        (request("bad", [*PROMPT, 320]), "prompt token 320"),
+        (request("bad", PROMPT, n=10**9), "n is"),
+        (request("good", PROMPT), "request_id"),
+        (request("bad", PROMPT, fixed_length=9), "speculation.length"),
+    ):
+        with pytest.raises(ValueError, match=field):
+            engine.submit(bad, collected)
+    finish(engine)
+    assert len(collected.ids("good")) == 8
+    assert set(collected.outputs) == {("good", 0)}
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_tokens is 100.*113 tokens of KV.*only 64"):
+        make_engine(max_kv_tokens=64).submit(request("x", [1] * 5, max_tokens=100), Collected())
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding"])
+def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
+    engine = make_engine(max_batch_size=1 if moment == "waiting" else 4, prefill_chunk=4)
+    collected = Collected()
+    engine.submit(request("other", PROMPT[:2], max_tokens=40, ignore_eos=True), collected)
+    engine.step()
+    engine.submit(request("x", [5] * 30, max_tokens=40, n=2, ignore_eos=True), collected)
+    for _ in range(20 if moment == "decoding" else 2):
+        engine.step()
+    assert engine.abort("x")
+    engine.step()
+    assert not engine.abort("x")
+    assert all(s.request.request_id == "other" for s in engine.scheduler.rows)
+    for index in range(2):
+        assert collected.reason("x", index) is FinishReason.ABORT
+    finish(engine)
+    assert len(collected.ids("other")) == 40
+    assert not engine.abort("never heard of")
+
+
+def test_draining_refuses_new_requests_and_finishes_the_running_ones() -> None:
+    engine = make_engine()
+    collected = Collected()
+    engine.submit(request("x", PROMPT, max_tokens=10, ignore_eos=True), collected)
+    engine.drain()
+    with pytest.raises(DrainingError, match="draining"):
+        engine.submit(request("y", PROMPT), collected)
+    finish(engine)
+    assert len(collected.ids("x")) == 10
+
+
+def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_decode() -> None:
+    engine, collected = make_engine(chooser=1, max_batch_size=8), Collected()
+    passes: list[list[tuple[int, ...]]] = []
+    honest = engine.target.forward
+
+    def noting(parts: list[PassPart]) -> list[torch.Tensor]:
+        passes.append([tuple(part.ids.shape) for part in parts])
+        return honest(parts)
+
+    engine.target.forward = noting  # type: ignore[method-assign]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(20, tiny_models.VOCAB_SIZE) for _ in range(size)] for size in (5, 9, 12, 7, 4)]
+    for number, prompt in enumerate(prompts[:2]):
+        engine.submit(request(f"{number}", prompt, max_tokens=30, ignore_eos=True), collected)
+    engine.step()
+    for number, prompt in enumerate(prompts[2:], 2):
+        engine.submit(request(f"{number}", prompt, max_tokens=30, ignore_eos=True), collected)
+    engine.step()
+    assert passes[0] == [(1, 5), (1, 9)]
+    assert passes[-1] == [(2, 2), (1, 12), (1, 7), (1, 4)]
+    finish(engine)
+    for number, prompt in enumerate(prompts):
+        alone = generate(make_engine(), request("x", prompt, max_tokens=30, ignore_eos=True))
+        assert collected.ids(f"{number}") == alone.ids("x")
+
+
+# Threads.
+
+
+def test_many_threads_submit_and_abort_while_the_engine_runs() -> None:
+    engine = make_engine(chooser=RandomLengths(0), max_batch_size=6)
+    runner = threading.Thread(target=engine.run)
+    runner.start()
+    done: dict[str, threading.Event] = {f"{thread}-{at}": threading.Event() for thread in range(4) for at in range(15)}
+    collected = Collected()
+    lock = threading.Lock()
+
+    def tell(output: SequenceOutput) -> None:
+        with lock:
+            collected(output)
+        if output.finish_reason is not None:
+            done[output.request_id].set()
+
+    def client(thread: int) -> None:
+        generator = random.Random(thread)
+        for at in range(15):
+            name = f"{thread}-{at}"
+            engine.submit(
+                request(name, engines.random_prompt(generator, 20), max_tokens=generator.randint(1, 15)), tell
+            )
+            if generator.random() < 0.2:
+                engine.abort(name)
+
+    threads = [threading.Thread(target=client, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(event.wait(60) for event in done.values())
+    engine.stop()
+    runner.join(10)
+    assert not runner.is_alive()
+
+
+def test_stop_ends_what_is_unfinished() -> None:
+    engine = make_engine()
+    collected = Collected()
+    runner = threading.Thread(target=engine.run)
+    runner.start()
+    engine.submit(request("x", PROMPT, max_tokens=240, ignore_eos=True), collected)
+    engine.stop()
+    runner.join(10)
+    assert not runner.is_alive()
+    assert collected.reason("x") in (FinishReason.ABORT, FinishReason.LENGTH)
+    with pytest.raises(DrainingError):
+        engine.submit(request("y", PROMPT), collected)

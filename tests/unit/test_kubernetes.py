@@ -1,0 +1,190 @@
+"""The manifests: valid by Kubernetes' own schemas, restricted, and made of settings, ports and metrics that exist."""
+
+import asyncio
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import speclen.worker.observing.metrics as worker_metrics
+from speclen.controller.config import ControllerConfig
+from speclen.controller.service.server import running
+from speclen.worker.config import WorkerConfig
+from tests.support.addresses import free_address
+from tests.support.control_fakes import run
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILES = [*sorted((DEPLOY / "kubernetes").glob("*.yaml")), DEPLOY / "envoy" / "proxy.yaml"]
+DOCUMENTS = [
+    document for path in FILES if path.name != "kustomization.yaml" for document in yaml.safe_load_all(path.read_text())
+]
+NAMES = [f"{document['kind']} {document['metadata']['name']}" for document in DOCUMENTS]
+SCHEMAS = importlib.util.find_spec("kubernetes_validate")
+KUBERNETES = "1.33"
+WORKLOADS = [document for document in DOCUMENTS if document["kind"] in ("StatefulSet", "Deployment")]
+CONFIGS = {"controller": ControllerConfig, "worker": WorkerConfig}
+DRAIN = "SPECLEN_WORKER_DRAIN_TIMEOUT_S"
+
+
+@pytest.mark.skipif(SCHEMAS is None, reason="no schemas here: pip install kubernetes-validate")
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_a_manifest_is_what_kubernetes_expects(document):
+    """A ServiceMonitor is the Prometheus Operator's: its schema is not among Kubernetes' own."""
+    import kubernetes_validate
+
+    if document["kind"] != "ServiceMonitor":
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_every_manifest_is_in_the_kustomization():
+    for folder in ("kubernetes", "envoy"):
+        listed = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())
+        there = {path.name for path in (DEPLOY / folder).glob("*.yaml")} - {"kustomization.yaml"}
+        kept = {name for made in listed.get("configMapGenerator", []) for name in made["files"]}
+        assert {name for name in listed["resources"] if name.endswith(".yaml")} | kept == there
+        for name in set(listed["resources"]) - there:
+            assert (DEPLOY / folder / name / "kustomization.yaml").exists()
+
+
+def containers():
+    for workload in WORKLOADS:
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            yield pytest.param(workload, container, id=container["name"])
+
+
+@pytest.mark.parametrize(("workload", "container"), list(containers()))
+def test_a_container_may_do_nothing_that_it_need_not(workload, container):
+    """Kubernetes' restricted profile, and a root file system that cannot be written."""
+    pod = workload["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] == 10001
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    may = container["securityContext"]
+    assert (may["allowPrivilegeEscalation"], may["readOnlyRootFilesystem"]) == (False, True)
+    assert may["capabilities"] == {"drop": ["ALL"]}
+    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    claimed = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+    assert mounted == {volume["name"] for volume in pod["volumes"]} | claimed
+
+
+def pod_and_container(name):
+    """The pod with a container of that name, and the container."""
+    (found,) = (
+        (workload["spec"]["template"]["spec"], container)
+        for workload in WORKLOADS
+        for container in workload["spec"]["template"]["spec"]["containers"]
+        if container["name"] == name
+    )
+    return found
+
+
+@pytest.mark.parametrize("kind", ["controller", "worker"])
+def test_settings_ports_and_probes_belong_together(kind):
+    _, container = pod_and_container(kind)
+    prefix = f"SPECLEN_{kind.upper()}_"
+    given = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    fields = {field.name for field in dataclasses.fields(CONFIGS[kind])}
+    assert {name.removeprefix(prefix).lower() for name in given} <= fields
+    listening = {int(value.rpartition(":")[2]) for name, value in given.items() if name.endswith("LISTEN")}
+    assert listening == {port["containerPort"] for port in container["ports"]}
+    probed = int(given[f"{prefix}PROBE_LISTEN"].rpartition(":")[2])
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == probed
+    settings = {name.removeprefix(prefix).lower(): value for name, value in given.items() if value}
+    settings = {name: value for name, value in settings.items() if name not in ("insecure", "worker_id")}
+    numbers = {"drain_timeout_s", "quick_profile_s"}
+    CONFIGS[kind](
+        **{
+            name: float(value) if name in numbers else Path(value) if value.startswith("/") else value
+            for name, value in settings.items()
+        },
+        insecure=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["worker", "envoy"])
+def test_a_pod_that_is_to_end_waits_until_nobody_sends_to_it(name):
+    """The grace period begins with preStop: what runs then has to end within it, too."""
+    pod, container = pod_and_container(name)
+    waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drains_s = {entry["name"]: entry.get("value") for entry in container.get("env", [])}.get(DRAIN, 0)
+    assert waits_s + float(drains_s) + 10 <= pod["terminationGracePeriodSeconds"]
+
+
+def test_clients_have_another_token_than_the_controller():
+    workers, theirs = secret_behind("worker", "TOKEN_FILE"), secret_behind("worker", "CONTROLLER_TOKEN_FILE")
+    assert theirs == secret_behind("controller", "TOKEN_FILE") != workers
+    page = (DEPLOY.parent / "docs" / "kubernetes.md").read_text()
+    for secret in (workers, theirs, "speclen-tls"):
+        assert f"| `{secret}` |" in page
+
+
+def secret_behind(kind, setting):
+    """Name of the secret that holds the file of a setting."""
+    pod, container = pod_and_container(kind)
+    (file,) = (each["value"] for each in container["env"] if each["name"] == f"SPECLEN_{kind.upper()}_{setting}")
+    (volume,) = (each["name"] for each in container["volumeMounts"] if each["mountPath"] == str(Path(file).parent))
+    return next(each["secret"]["secretName"] for each in pod["volumes"] if each["name"] == volume)
+
+
+def test_a_worker_with_a_gpu_does_not_serve_without_it():
+    _, container = pod_and_container("worker")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {"name": "SPECLEN_WORKER_DEVICE", "value": "cuda"} in container["env"]
+
+
+def test_selectors_find_what_they_are_for():
+    labels = [workload["spec"]["template"]["metadata"]["labels"] for workload in WORKLOADS]
+    selectors = [document["spec"]["selector"] for document in DOCUMENTS if document["kind"] == "Service"]
+    selectors += [
+        document["spec"]["selector"]["matchLabels"]
+        for document in DOCUMENTS
+        if document["kind"] == "PodDisruptionBudget"
+    ]
+    selectors += [workload["spec"]["selector"]["matchLabels"] for workload in WORKLOADS]
+    for selector in selectors:
+        assert sum(selector.items() <= each.items() for each in labels) == 1
+
+
+def test_workers_are_scaled_by_metrics_that_they_have():
+    (scaler,) = (document for document in DOCUMENTS if document["kind"] == "HorizontalPodAutoscaler")
+    source = Path(worker_metrics.__file__).read_text()
+    for metric in scaler["spec"]["metrics"]:
+        name = metric["pods"]["metric"]["name"]
+        assert f'"{name.removeprefix("speclen_")}"' in source
+
+
+def test_a_probe_needs_no_token_and_reaches_nothing_else(tmp_path):
+    """Kubernetes' gRPC probes know neither TLS nor tokens; what they reach is health alone."""
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+
+    async def story():
+        with_port = free_address()
+        config = ControllerConfig(
+            listen="127.0.0.1:0", in_memory=True, token_file=tmp_path / "token", probe_listen=with_port
+        )
+        async with running(config) as controller:
+            async with aio.insecure_channel(with_port) as channel:
+                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                other = channel.unary_unary("/speclen.v1.ControlService/GetControllerInfo")
+                with pytest.raises(aio.AioRpcError, match="UNIMPLEMENTED"):
+                    await other(b"", timeout=10)
+            async with aio.insecure_channel(with_port) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(20)]  # kept, they would fill it
+                for watch in watches:
+                    with pytest.raises(aio.AioRpcError, match=r"UNIMPLEMENTED|RESOURCE_EXHAUSTED"):
+                        await asyncio.wait_for(watch.read(), 10)
+                assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
+            async with aio.insecure_channel(f"127.0.0.1:{controller.port}") as channel:
+                with pytest.raises(aio.AioRpcError, match="UNAUTHENTICATED"):
+                    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+    run(story)

@@ -1,0 +1,141 @@
+"""Models in fewer operators give the logits of transformers' own code, and share its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import speclen.worker.engine.preparation
+from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.check import check_model, inspect_layers
+from speclen.worker.backends.kv_cache import KVPool
+from speclen.worker.backends.llama import LlamaDecoder, RMSNorm, merge, rewrite
+from speclen.worker.backends.packed_linear import PackedLinear, private_copy
+from speclen.worker.backends.passes import PassPart, StepRows
+from speclen.worker.engine.config import EngineConfig
+from speclen.worker.engine.preparation import prepare
+from tests.support import tiny_models
+from tests.support.engines import make_engine, make_pair
+
+CPU = torch.device("cpu")
+CONTEXT = 200
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "own activation": ("llama", {"hidden_act": "gelu"}),
+    "scaled rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "window": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "window in one layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "normed heads": ("qwen3", {}),
+}
+
+
+def rewritten(model: Any, dtype: torch.dtype = torch.float32) -> CachedModel:
+    copy = private_copy(model)
+    pool = KVPool(inspect_layers(copy, "model"), 2, CONTEXT, dtype, CPU)
+    decoder = rewrite(copy, pool.shapes, CONTEXT)
+    assert isinstance(decoder, LlamaDecoder)
+    return CachedModel(decoder, pool, CONTEXT)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_those_of_transformers(variant: str, dtype: torch.dtype) -> None:
+    family, settings = VARIANTS[variant]
+    model = tiny_models.build(family, **settings).to(dtype)
+    check_model(rewritten(model, dtype), model, variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_logits_agree_to_the_last_digits(variant: str) -> None:
+    """A prompt that fills the context, so that every angle is used."""
+    family, settings = VARIANTS[variant]
+    model = tiny_models.build(family, **settings)
+    ids = torch.randint(tiny_models.VOCAB_SIZE, (1, CONTEXT), generator=torch.Generator().manual_seed(3))
+    one = rewritten(model)
+    part = PassPart(StepRows(np.array([0]), CONTEXT, CPU), ids, num_logits=CONTEXT)
+    with torch.inference_mode():
+        logits = one.forward_batch(part)
+    torch.testing.assert_close(logits, model(input_ids=ids).logits, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_neox", "gemma2", "gemma3"])
+def test_other_families_stay_as_they_are(family: str) -> None:
+    model = private_copy(tiny_models.build(family))
+    assert rewrite(model, inspect_layers(model, family), CONTEXT) is None
+
+
+def test_layers_that_do_more_than_multiply_are_not_merged() -> None:
+    model = private_copy(tiny_models.build("llama"))
+    model.model.layers[0].mlp.up_proj = PackedLinear(model.model.layers[0].mlp.up_proj)
+    assert rewrite(model, inspect_layers(model, "model"), CONTEXT) is None
+
+
+def test_a_class_of_the_same_name_from_elsewhere_is_not_touched() -> None:
+    class LlamaForCausalLM(nn.Module):
+        pass
+
+    assert rewrite(LlamaForCausalLM(), [], CONTEXT) is None
+
+
+def test_merged_weights_take_no_memory_of_their_own() -> None:
+    first, second = nn.Linear(8, 3), nn.Linear(8, 5)
+    expected = torch.cat([first.weight, second.weight])
+    merged = merge([first, second])
+    torch.testing.assert_close(merged.weight, expected)
+    assert merged.weight.untyped_storage().data_ptr() == first.weight.untyped_storage().data_ptr()
+    assert merged.weight.untyped_storage().data_ptr() == second.weight.untyped_storage().data_ptr()
+    inputs = torch.randn(4, 8)
+    torch.testing.assert_close(merged(inputs), torch.cat([first(inputs), second(inputs)], dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_norm_is_right_where_its_eps_matters_too(dtype: torch.dtype, scale: float) -> None:
+    norm = nn.Module()
+    norm.weight = nn.Parameter(torch.rand(48).to(dtype))
+    norm.variance_epsilon = 1e-6
+    x = (torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            RMSNorm(norm)(x), exact.to(dtype), atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 8e-3
+        )
+
+
+def test_the_engine_uses_it_unless_told_otherwise() -> None:
+    assert isinstance(make_engine().target.model, LlamaDecoder)
+    assert not isinstance(make_engine(rewrite_models=False).target.model, LlamaDecoder)
+
+
+def halved_angles(model: Any, *others: Any) -> Any:
+    decoder = rewrite(model, *others)
+    assert decoder is not None
+    decoder.angles.mul_(0.5)
+    return decoder
+
+
+def no_longer_there(model: Any, *others: Any) -> Any:
+    raise AttributeError("'LlamaAttention' object has no attribute 'scaling'")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"), [(halved_angles, "gives other logits"), (no_longer_there, "no attribute 'scaling'")]
+)
+def test_a_rewritten_model_that_is_wrong_is_replaced(
+    wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(speclen.worker.engine.preparation, "rewrite", wrong)
+    pair = make_pair("llama")
+    prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
+    assert type(prepared.target.model) is type(pair.target)
+    assert "llama runs in transformers' own operators, which is slower" in caplog.text
+    assert reason in caplog.text

@@ -1,0 +1,228 @@
+"""A pair that is loaded fits together; what cannot work is refused with one sentence that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import speclen.worker.models.loading
+import speclen.worker.models.naming
+import speclen.worker.models.source
+from speclen.worker.models.loading import load_pair, resolve_device, resolve_dtype
+from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError, Shape, find_place
+from speclen.worker.reporting.identity import model_name
+from tests.support import tiny_models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory per family, and a Llama draft."""
+    root = tmp_path_factory.mktemp("models")
+    for family in (*tiny_models.FAMILIES, *tiny_models.REFUSED_FAMILIES):
+        tiny_models.save(tiny_models.build(family), root / family)
+    tiny_models.save(tiny_models.noisy_copy(tiny_models.build("llama")), root / "draft")
+    return root
+
+
+def load(folder: Path, target: str, draft: str | None = None) -> speclen.worker.models.loading.ModelPair:
+    return load_pair(str(folder / target), str(folder / draft) if draft else None, "cpu", "float32")
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_every_family_loads_with_the_weights_that_were_saved(folder: Path, family: str) -> None:
+    pair = load(folder, family, family)
+    ids = torch.tensor([[5, 9, 33, 7]])
+    with torch.no_grad():
+        assert torch.equal(pair.target(ids).logits, tiny_models.build(family)(ids).logits)
+    assert (pair.vocab_size, pair.eos_token_ids) == (tiny_models.VOCAB_SIZE, (tiny_models.EOS_ID,))
+    assert pair.max_context_length == tiny_models.MAX_POSITIONS
+    assert pair.device == torch.device("cpu")
+    assert pair.draft.dtype == pair.target.dtype == pair.dtype == torch.float32
+    assert not pair.target.training
+
+
+def test_families_may_be_mixed_when_the_tokenizers_agree(folder: Path) -> None:
+    assert load(folder, "gpt2", "llama").draft.config.model_type == "llama"
+    assert load(folder, "mistral", "opt").draft.config.model_type == "opt"
+
+
+def test_a_target_alone_is_a_pair_without_draft(folder: Path) -> None:
+    for none in (None, "", "none"):
+        pair = load_pair(str(folder / "llama"), none, "cpu")
+        assert pair.draft is None
+        assert pair.draft_name == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("bloom", "own code"), ("mamba", "recurrent state"), ("t5", "encoder-decoder")]
+)
+def test_what_no_cache_can_run_is_refused_before_weights_are_read(folder: Path, family: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=f"{family}.*{reason}"):
+        load(folder, family)
+    with pytest.raises(ModelError, match=f"{family}.*{reason}"):
+        load(folder, "llama", family)
+
+
+def test_different_vocabularies_are_refused_by_naming_both(folder: Path, tmp_path: Path) -> None:
+    other = tiny_models.save(tiny_models.build("llama"), tmp_path / "other")
+    path = Path(other, "tokenizer.json")
+    data = json.loads(path.read_text())
+    last = max(data["model"]["vocab"], key=data["model"]["vocab"].get)
+    data["model"]["merges"].pop()
+    data["model"]["vocab"]["zzz"] = data["model"]["vocab"].pop(last)
+    path.write_text(json.dumps(data))
+    with pytest.raises(
+        ModelError, match=r"llama and draft .*other have different vocabularies \(320 and 320 tokens, 319"
+    ):
+        load_pair(str(folder / "llama"), other, "cpu")
+
+
+def test_same_vocabulary_but_other_splitting_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = tiny_models.save(tiny_models.build("llama"), tmp_path / "other")
+    path = Path(other, "tokenizer.json")
+    data = json.loads(path.read_text())
+    data["model"]["merges"] = []
+    path.write_text(json.dumps(data))
+    with pytest.raises(ModelError, match="split text differently"):
+        load_pair(str(folder / "llama"), other, "cpu")
+
+
+@pytest.mark.parametrize("padded", [300, 384])
+def test_a_draft_padded_to_another_size_gets_as_many_logits_as_the_target(padded: int, tmp_path: Path) -> None:
+    """Qwen 2.5 pads its one vocabulary to 151,936 or 152,064 rows, depending on the size of the model."""
+    target = tiny_models.save(tiny_models.build("llama"), tmp_path / "target")
+    small = tiny_models.build("llama", vocab_size=padded)
+    pair = load_pair(target, tiny_models.save(small, tmp_path / "draft"), "cpu", "float32")
+    ids = torch.tensor([[5, 9, 33]])
+    shared = min(padded, 320)
+    with torch.no_grad():
+        logits = pair.draft(ids).logits
+        assert torch.equal(logits[..., :shared], small(ids).logits[..., :shared])
+    assert logits.shape[-1] == pair.vocab_size == 320
+    if padded < 320:
+        assert torch.equal(logits[..., padded:], logits[..., padded - 1 : padded].expand_as(logits[..., padded:]))
+
+
+def test_only_safetensors_are_read(tmp_path: Path) -> None:
+    model = tiny_models.build("llama")
+    folder = Path(tiny_models.save(model, tmp_path / "model"))
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no \*.safetensors"):
+        load_pair(str(folder), None, "cpu")
+
+
+def test_missing_weights_are_refused_not_drawn_at_random(tmp_path: Path) -> None:
+    """transformers fills weights that a checkpoint lacks with random numbers and a warning."""
+    folder = Path(tiny_models.save(tiny_models.build("llama"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"weights are missing.*layers\.2"):
+        load_pair(str(folder), None, "cpu")
+
+
+def test_damaged_files_give_one_sentence(tmp_path: Path) -> None:
+    folder = Path(tiny_models.save(tiny_models.build("llama"), tmp_path / "model"))
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ModelError, match="cannot be loaded") as error:
+        load_pair(str(folder), None, "cpu")
+    assert "\n" not in str(error.value)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"configuration \(config.json\) cannot be read"):
+        load_pair(str(folder), None, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/no/such/model", "no such directory"),
+        ("./nowhere", "no such directory"),
+        ("a/b/c", "not a hub id"),
+        ("no-owner/no-model-of-this-name", "neither a local directory nor in the hub's cache"),
+        ("bundled:huge", "there are bundled:target, bundled:draft"),
+        ("bundled:target-60m@hidden=512", "not a bundled model"),
+        ("bundled:target@width=512", "width=512"),
+        ("bundled:target@hidden=300", "is not a multiple of the model's 32; the nearest is 288"),
+        ("bundled:target@layers=1", "fewer than the model's 2"),
+    ],
+)
+def test_names_that_lead_nowhere_say_what_to_name_instead(
+    folder: Path, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "target").exists() or (folder / "target").symlink_to(folder / "llama")
+    monkeypatch.setattr(speclen.worker.models.naming, "BUNDLED_FOLDER", folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    speclen.worker.models.source._is_offline.cache_clear()
+    with pytest.raises(ModelError, match=reason) as error:
+        load_pair(name, None, "cpu")
+    assert name in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_a_home_is_found_where_no_shell_has_written_it_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `--target=~/models/llama`, or in a file of settings."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    (tmp_path / "mine" / "model.safetensors").touch()
+    assert find_place("~/mine") == (str(tmp_path / "mine"), None)
+    assert find_place("~/mine@layers=2") == (str(tmp_path / "mine"), Shape(layers=2))
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.build("llama"), tmp_path / "model", with_tokenizer=False)
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_pair(folder, None, "cpu")
+
+
+def test_unknown_devices_and_dtypes_are_named(folder: Path) -> None:
+    with pytest.raises(ModelError, match="'tpu'"):
+        load_pair(str(folder / "llama"), None, "tpu")
+    with pytest.raises(ModelError, match="'int3'"):
+        load_pair(str(folder / "llama"), None, "cpu", "int3")
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="no CUDA device"):
+            resolve_device("cuda")
+
+
+def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for fast, small, large in ((True, torch.float32, torch.bfloat16), (False, torch.float32, torch.float32)):
+        monkeypatch.setattr(speclen.worker.models.loading, "cpu_has_bfloat16", lambda fast=fast: fast)
+        assert resolve_dtype("auto", cpu, 5_000_000) is small
+        assert resolve_dtype("auto", cpu, 60_000_000) is large
+    assert resolve_dtype("float16", cpu, 60_000_000) is torch.float16
+
+
+def test_end_tokens_come_from_the_generation_configuration(tmp_path: Path) -> None:
+    """Chat models end on more tokens than the tokenizer's own end token."""
+    model = tiny_models.build("llama")
+    model.generation_config.eos_token_id = [7, 0, 7]
+    assert load_pair(tiny_models.save(model, tmp_path / "chat"), None, "cpu").eos_token_ids == (0, 7)
+
+
+def test_the_tokenizer_of_the_pair_is_the_targets(folder: Path) -> None:
+    pair = load(folder, "llama", "draft")
+    assert isinstance(pair.tokenizer, PreTrainedTokenizerFast)
+    assert pair.tokenizer.decode(pair.tokenizer.encode("naïve 北京")) == "naïve 北京"
+
+
+def test_a_model_has_the_same_name_wherever_it_lies(tmp_path: Path) -> None:
+    """Workers whose copies of a model lie in other folders share what is learned, and only those."""
+    names = []
+    for place in ("one", "another"):
+        shutil.copytree(BUNDLED_FOLDER / "draft", tmp_path / place / "draft")
+        pair = load_pair(str(tmp_path / place / "draft"), None, "cpu", "float32")
+        names.append(model_name(pair.target_name, pair.target))
+    assert names[0] == names[1]
+    pair.target.config.rms_norm_eps *= 2
+    assert model_name(pair.target_name, pair.target) != names[0]

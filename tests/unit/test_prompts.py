@@ -1,0 +1,60 @@
+"""Prompts have exactly the length asked for, come from unseen files, and are the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from speclen.worker.profiling.prompts import PromptSource, held_out_texts, is_held_out, texts_from_file
+from tests.support import tiny_models
+
+
+def test_prompts_have_the_length_asked_for_even_beyond_one_text() -> None:
+    source = PromptSource(tiny_models.tokenizer(), ["a b c", "def step(self, batch): return"], seed=3)
+    for length in (1, 2, 7, 200):
+        assert len(source.draw(length)) == length
+
+
+def test_the_same_seed_draws_the_same_prompts() -> None:
+    texts = held_out_texts()[:3]
+    first, again, other = (PromptSource(tiny_models.tokenizer(), texts, seed) for seed in (5, 5, 6))
+    drawn = [first.draw(20) for _ in range(4)]
+    assert drawn == [again.draw(20) for _ in range(4)]
+    assert drawn != [other.draw(20) for _ in range(4)]
+
+
+def test_held_out_files_are_few_and_decided_by_path_alone() -> None:
+    paths = [f"package/module_{number}.py" for number in range(2000)]
+    share = sum(map(is_held_out, paths)) / len(paths)
+    assert 0.03 < share < 0.06  # 4% of 256 values is 11 of them, 4.3%
+    assert len(held_out_texts()) > 10
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("first\nprompt\n\n\nsecond\n")
+    assert texts_from_file(plain) == ["first\nprompt", "second"]
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(json.dumps("one") + "\n\n" + json.dumps({"prompt": "two", "id": 7}) + "\n")
+    assert texts_from_file(lines) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("empty.txt", "\n\n", "holds no prompts"),
+        ("bad.jsonl", "{not json}", "not JSON"),
+        ("bad.jsonl", '{"text": "x"}', "prompt"),
+        ("bad.jsonl", "17", "prompt"),
+    ],
+)
+def test_bad_prompt_files_are_named(tmp_path: Path, name: str, content: str, reason: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=reason) as error:
+        texts_from_file(path)
+    assert name in str(error.value)
+    with pytest.raises(ValueError, match="cannot read"):
+        texts_from_file(tmp_path / "missing.txt")

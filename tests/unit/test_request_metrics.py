@@ -1,0 +1,68 @@
+"""Times and counts of requests mean on our page what they mean on vLLM's."""
+
+import pytest
+from prometheus_client import generate_latest
+
+from speclen.worker.observing.request_metrics import RequestMetrics
+from speclen.worker.requests.request import FinishReason, QueueFullError, SequenceOutput
+from tests.support.worker_page import worker_metrics
+
+
+@pytest.fixture
+def requests():
+    return RequestMetrics(worker_metrics())
+
+
+def value(requests: RequestMetrics, name: str) -> float:
+    page = generate_latest(requests.worker.registry).decode()
+    return float(next(line for line in page.splitlines() if line.startswith(f"speclen_{name} ")).split()[1])
+
+
+def output(
+    made_at: float, num_tokens: int, new: int = 1, reason: FinishReason | None = None, index: int = 0
+) -> SequenceOutput:
+    return SequenceOutput(
+        *("r", index, (7,) * new, ""),
+        finish_reason=reason,
+        num_prompt_tokens=5,
+        num_completion_tokens=num_tokens,
+        admitted_at=10.5,
+        made_at=made_at,
+    )
+
+
+def test_the_times_of_a_request_add_up(requests):
+    timeline = requests.timeline(1, arrived_at=10.0)
+    timeline.saw(output(11.0, 1))
+    assert value(requests, "time_to_first_token_seconds_sum") == 1.0, "it is known with the first token, not at the end"
+    timeline.saw(output(11.5, 4, 3))
+    timeline.saw(output(13.5, 6, 2, FinishReason.LENGTH))
+    times = {"queue": 0.5, "prefill": 0.5, "decode": 2.5, "inference": 3.0}
+    assert {name: value(requests, f"request_{name}_time_seconds_sum") for name in times} == times
+    assert value(requests, "e2e_request_latency_seconds_sum") == 3.5
+    assert value(requests, "request_time_per_output_token_seconds_sum") == 0.5
+    assert value(requests, "prompt_tokens_total") == 5
+    assert value(requests, 'request_success_total{finished_reason="length"}') == 1
+
+
+def test_a_gap_is_observed_for_every_step_and_not_for_every_token(requests):
+    """As vLLM does, and by when the tokens were made, however many steps the event loop hears of together."""
+    timeline = requests.timeline(2, arrived_at=10.0)
+    seen = [output(11.0, 1), output(11.0, 1, index=1), output(11.1, 4, 3), output(11.2, 6, 2), output(11.3, 7)]
+    for one in [*seen, output(11.5, 9, 2, FinishReason.STOP)]:
+        timeline.saw(one)
+    assert value(requests, "inter_token_latency_seconds_count") == 4
+    assert value(requests, "inter_token_latency_seconds_sum") == pytest.approx(0.5)
+    assert value(requests, 'inter_token_latency_seconds_bucket{le="0.12"}') == 3
+    timeline.saw(output(19.0, 3, 0, FinishReason.STOP, 1))
+    assert value(requests, "inter_token_latency_seconds_count") == 4, "an end without tokens is no step"
+    assert value(requests, "e2e_request_latency_seconds_sum") == 9.0
+
+
+def test_what_never_got_a_row_has_no_times(requests):
+    timeline = requests.timeline(1, arrived_at=10.0)
+    timeline.abandon()
+    requests.refuse(QueueFullError("full"))
+    assert value(requests, "request_queue_time_seconds_count") == 0
+    assert value(requests, 'request_success_total{finished_reason="abort"}') == 1
+    assert value(requests, 'request_refused_total{reason="queue_full"}') == 1

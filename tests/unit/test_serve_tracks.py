@@ -1,0 +1,167 @@
+"""A block is the same for everybody: drawn from its seed and number, at the rates and burstiness that its track names."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from speclen.bench.serving import chat
+from speclen.bench.serving.prompts import HEAD_TOKENS, KINDS, PromptDrawer
+from speclen.bench.serving.recipes import CHAT, MEAN_OUTPUT_TOKENS, MIXED, SCENARIOS, scenario_of
+from speclen.bench.serving.tracks import TURN_TOKENS, arrival_times, draw_requests, make_block
+from tests.support import tiny_models
+
+CAPACITY = 1400.0
+
+
+@pytest.mark.parametrize("track", SCENARIOS)
+def test_blocks_are_deterministic_ordered_and_within_their_time(track):
+    block = make_block(track, CAPACITY, 5, seed=3)
+    assert block == make_block(track, CAPACITY, 5, seed=3)
+    assert block.arrivals != make_block(track, CAPACITY, 6, seed=3).arrivals
+    assert block.arrivals != make_block(track, CAPACITY, 5, seed=4).arrivals
+    times = [arrival.at_s for arrival in block.arrivals]
+    assert times == sorted(times)
+    assert 0 <= times[0] <= times[-1] < block.duration_s
+    assert sum(segment.share for segment in SCENARIOS[track].segments) == pytest.approx(1.0)
+    for mix in SCENARIOS[track].mixes:
+        assert sum(share for _, share in mix.kinds) == pytest.approx(1.0)
+        assert {kind for kind, _ in mix.kinds} <= set(KINDS)
+
+
+def test_mixed_temperatures_are_the_mixed_track():
+    assert make_block("mixed-temperature", CAPACITY) == make_block("mixed", CAPACITY)
+
+
+def test_a_block_asks_for_the_share_of_capacity_that_it_names():
+    block = make_block("steady-low", CAPACITY, duration_s=5_000)
+    asked = sum(arrival.output_tokens for arrival in block.arrivals) / block.duration_s
+    assert asked / CAPACITY == pytest.approx(0.15, rel=0.05)
+    twice = make_block("steady-low", CAPACITY, duration_s=5_000, scale=2.0)
+    assert len(twice.arrivals) / len(block.arrivals) == pytest.approx(2.0, rel=0.05)
+
+
+def test_answers_that_the_model_ends_are_asked_for_by_their_expected_length():
+    block = make_block("chat", CAPACITY, duration_s=5_000)
+    assert all(arrival.ends_itself and arrival.output_tokens == CHAT.most_tokens for arrival in block.arrivals)
+    load = sum(segment.share * segment.load for segment in SCENARIOS["chat"].segments)
+    asked = len(block.arrivals) * CHAT.mean_tokens / block.duration_s
+    assert asked / CAPACITY == pytest.approx(load, rel=0.05)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_gaps_have_the_mean_and_the_variation_that_was_asked_for(cv):
+    times = arrival_times(np.random.default_rng(1), rate=10.0, rate_end=10.0, length_s=20_000.0, cv=cv)
+    gaps = np.diff(times)
+    assert gaps.mean() == pytest.approx(0.1, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_short_stretches_have_the_rate_that_was_asked_for(cv):
+    """Seven requests each on average, also where they come in bursts of twice as many: as if it had gone on for long."""
+    rng = np.random.default_rng(3)
+    numbers = [len(arrival_times(rng, rate=3.5, rate_end=3.5, length_s=2.0, cv=cv)) for _ in range(4000)]
+    assert np.mean(numbers) == pytest.approx(7.0, rel=0.06)
+    bounds = arrival_times(np.random.default_rng(4), rate=3.5, rate_end=3.5, length_s=2.0, cv=cv)
+    assert all((bounds >= 0) & (bounds < 2.0))
+
+
+def test_a_ramp_brings_a_quarter_of_its_requests_in_its_first_half():
+    times = arrival_times(np.random.default_rng(2), rate=0.0, rate_end=10.0, length_s=4_000.0, cv=1.0)
+    assert len(times) == pytest.approx(20_000, rel=0.03)
+    assert np.mean(times < 2_000.0) == pytest.approx(0.25, abs=0.02)
+
+
+def test_what_is_asked_has_the_shares_of_its_mix():
+    """3,000 requests: shares deviate by less than 3 points with odds of a thousand to one."""
+    found = draw_requests(np.random.default_rng(0), np.linspace(0, 1, 3000), MIXED)
+    for kind, share in MIXED.kinds:
+        assert np.mean([arrival.kind == kind for arrival in found]) == pytest.approx(share, abs=0.03)
+    for temperature in MIXED.temperatures:
+        assert np.mean([arrival.temperature == temperature for arrival in found]) == pytest.approx(1 / 3, abs=0.03)
+    assert np.mean([arrival.output_tokens for arrival in found]) == pytest.approx(MEAN_OUTPUT_TOKENS, rel=0.05)
+    assert len({arrival.sampling_seed for arrival in found}) > 2990
+
+
+def test_turns_of_a_conversation_begin_with_what_was_said_before():
+    found = draw_requests(np.random.default_rng(0), np.linspace(0, 1, 300), MIXED)
+    by_seed = {}
+    for arrival in found:
+        if arrival.kind == "chat":
+            by_seed.setdefault(arrival.prompt_seed, []).append(arrival.prompt_tokens)
+    turns = [lengths for lengths in by_seed.values() if len(lengths) > 1]
+    assert turns
+    assert all(b - a == TURN_TOKENS for lengths in turns for a, b in itertools.pairwise(lengths))
+    drawer = PromptDrawer(tiny_models.tokenizer())
+    first, second = (drawer.draw("chat", tokens, 5) for tokens in (64, 128))
+    assert second[:64] == first
+
+
+def test_edits_begin_as_the_file_that_they_edit():
+    drawer = PromptDrawer(tiny_models.tokenizer())
+    for kind in set(KINDS) - set(chat.KINDS):
+        prompt = drawer.draw(kind, 128, 7)
+        assert len(prompt) == 128
+        assert prompt == drawer.draw(kind, 128, 7) != drawer.draw(kind, 128, 8)
+    edit = drawer.draw("edit", 128, 7)
+    assert edit[-HEAD_TOKENS:] == edit[:HEAD_TOKENS]
+    with pytest.raises(ValueError, match="'poem'"):
+        drawer.draw("poem", 10, 0)
+    with pytest.raises(ValueError, match="edit needs at least"):
+        drawer.draw("edit", 10, 0)
+    with pytest.raises(ValueError, match="at most"):
+        drawer.draw("chat", 10_000, 0)
+
+
+def test_events_and_kinds_fall_where_the_track_says():
+    shift = make_block("prompt-shift", CAPACITY)
+    half = shift.duration_s / 2
+    assert all((a.kind == "prose", a.temperature > 0) == (a.at_s >= half,) * 2 for a in shift.arrivals)
+    assert make_block("throttle", CAPACITY, duration_s=60).throttle_at_s == 30
+    assert make_block("mixed", CAPACITY).throttle_at_s is None
+    sparse, dense = (make_block("mixed", CAPACITY, number, duration_s=400).arrivals for number in (0, 3))
+    spread = [np.diff([a.at_s for a in found]).std() * len(found) for found in (sparse, dense)]
+    assert spread[1] > 1.5 * spread[0], "the fourth block is burstier than the first"
+
+
+@pytest.mark.parametrize(("number", "at_once"), [(0, 16), (3, 2), (4, 1), (5, 16)])
+def test_closed_loops_take_turns_in_how_many_requests_they_have_at_a_time(number, at_once):
+    block = make_block("closed-copying", CAPACITY, number)
+    assert (block.at_once, len(block.arrivals)) == (at_once, 16 + 4 * at_once)
+    assert {arrival.kind for arrival in block.arrivals} <= {"edit", "extract", "quote"}
+    assert len(make_block("closed", CAPACITY, number, duration_s=0.01).arrivals) == at_once
+    assert make_block("mixed", CAPACITY, number).at_once is None
+
+
+def test_a_block_that_burstiness_leaves_empty_is_drawn_again():
+    assert all(make_block("mixed", 60.0, number, duration_s=2.0).arrivals for number in range(20))
+
+
+def test_a_spelled_out_track_has_its_segments():
+    recipe = scenario_of("for=30 load=0.2; for=90 load=0.2..0.8 cv=2 mix=mixed")
+    assert recipe.block_s == 120
+    first, second = recipe.segments
+    assert (first.share, first.load, first.load_end, first.cv) == (0.25, 0.2, 0.2, 1.0)
+    assert (second.share, second.load, second.load_end, second.cv, second.mix) == (0.75, 0.2, 0.8, 2.0, MIXED)
+
+
+@pytest.mark.parametrize(
+    ("track", "changes", "words"),
+    [
+        ("rush-hour", {}, "'rush-hour'"),
+        ("for=10", {}, "for=10"),
+        ("for=10 load=0.5 speed=2", {}, "speed"),
+        ("for=-1 load=0.5", {}, "for=-1"),
+        ("for=10 load=fast", {}, "load=fast"),
+        ("for=10 load=0.5 mix=poems", {}, "mix is one of"),
+        ("mixed", {"capacity_tokens_per_s": 0.0}, "capacity"),
+        ("mixed", {"duration_s": float("nan")}, "duration"),
+        ("mixed", {"scale": 1e9}, "--scale"),
+        ("for=10 load=0", {}, "no request"),
+        ("closed", {"scale": 2.0}, "no load that --scale 2 could multiply"),
+    ],
+)
+def test_what_is_no_track_is_named(track, changes, words):
+    with pytest.raises(ValueError, match=words):
+        make_block(track, **{"capacity_tokens_per_s": CAPACITY, **changes})
