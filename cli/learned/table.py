@@ -122,7 +122,7 @@ def age_of(minute: str | None) -> str:
     """Time since a minute such as `2026-01-31 12:00`, UTC, in its largest unit."""
     if minute is None:
         return ""
-    minutes = max(0.0, time.time() - timegm(time.strptime(minute, "%Y-%m-%d %H:%M"))) / 60
+    minutes = max(60.0, time.time() - timegm(time.strptime(minute, "%Y-%m-%d %H:%M"))) / 60
     for limit, size, unit in ((90, 1, "m"), (36 * 60, 60, "h")):
         if minutes < limit:
             return f"{minutes / size:.0f}{unit}"

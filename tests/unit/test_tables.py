@@ -34,10 +34,10 @@ def run(*arguments: str) -> str:
 def test_each_range_has_a_line_under_the_name_of_its_context(database):
     title, heading, *lines = run("--db", str(database)).splitlines()
     assert title == "t + d on cpu:test, float32"
-    assert heading.split() == ["batch", "arm", "ms/token", "95%", "interval", "vs", "plain", "steps"]
+    assert heading.split() == ["batch", "arm", "ms/token", "95%", "interval", "vs", "plain", "steps", "age"]
     assert [line.split() for line in lines] == [
         ["1-2", "plain", "10", "9", "to", "11", "1.00x", "7"],
-        ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200"],
+        ["3-4", "draft", "2", "10", "9", "to", "11", "2.00x", "1,200", "1m"],
     ]
 
 
@@ -49,7 +49,7 @@ def test_the_widest_line_fits_into_80_columns(tmp_path):
     assert store_now(store, Commit(contexts=[context()], arm_estimates=[row, plain])) is None
     store.close()
     shown = run("--db", str(tmp_path / "s.db"))
-    assert "1024-4096  n-gram else draft 64" in shown
+    assert "1024-4096 n-gram else draft 64" in shown
     assert "10M" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
