@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from speclen.records import Arm
-from speclen.worker.backends.attention import PackedAttention, RowAttention
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart
+from speclen.worker.backends.torch.attention import PackedAttention, RowAttention
+from speclen.worker.backends.torch.cached_model import CachedModel
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput

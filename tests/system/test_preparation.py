@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import speclen.worker.engine.preparation
-from speclen.worker.backends.packed_linear import PackedLinear
+from speclen.worker.backends.torch.packed_linear import PackedLinear
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.naming import ModelError

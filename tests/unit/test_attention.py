@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from speclen.worker.backends.attention import RowAttention, StepMasks, attend_rows
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
+from speclen.worker.backends.torch.attention import RowAttention, StepMasks, attend_rows
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8

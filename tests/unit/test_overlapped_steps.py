@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from speclen.worker.backends.recording import Recorder, RerunRecorder
+from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.request import (
     EngineFailedError,

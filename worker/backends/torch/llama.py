@@ -20,9 +20,9 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import CausalLMOutput
 
-from speclen.worker.backends.attention import PackedAttention, RecordedRows, RowAttention, attend
 from speclen.worker.backends.check import first_line
 from speclen.worker.backends.kv_cache import LayerShape
+from speclen.worker.backends.torch.attention import PackedAttention, RecordedRows, RowAttention, attend
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     if device.type != "cuda":
         return None
     try:
-        from speclen.worker.backends import fused
+        from speclen.worker.backends.torch import fused
 
         if fused.works_on(device, dtype):
             return fused

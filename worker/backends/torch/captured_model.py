@@ -22,11 +22,11 @@ from functools import partial
 
 import torch
 
-from speclen.worker.backends.attention import RecordedRows, StepMasks
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import first_line
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
-from speclen.worker.backends.prompt_blocks import (
+from speclen.worker.backends.torch.attention import RecordedRows, StepMasks
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.prompt_blocks import (
     MOST_BLOCKS,
     BlocksInputs,
     RecordedBlocks,
@@ -34,7 +34,7 @@ from speclen.worker.backends.prompt_blocks import (
     num_blocks_of,
     sizes_up_to,
 )
-from speclen.worker.backends.recording import Recorder, Recording, is_out_of_memory
+from speclen.worker.backends.torch.recording import Recorder, Recording, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
