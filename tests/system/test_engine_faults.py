@@ -15,8 +15,8 @@ import torch
 
 from speclen.records import Arm
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.backends.torch.attention import PackedAttention, RowAttention
 from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.row_attention import PackedAttention, RowAttention
 from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.thread import EngineThread
 from speclen.worker.requests.request import EngineFailedError, FinishReason, SequenceOutput

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
-from speclen.worker.backends.torch.attention import RowAttention, StepMasks, attend_rows
+from speclen.worker.backends.torch.attention import attend_rows
+from speclen.worker.backends.torch.row_attention import RowAttention, StepMasks
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8

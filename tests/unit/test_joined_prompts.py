@@ -10,8 +10,8 @@ import torch
 
 from speclen.worker.backends.passes import prompt_part
 from speclen.worker.backends.torch import cached_model
-from speclen.worker.backends.torch.attention import JoinedRows, PackedAttention, RowAttention
 from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.row_attention import JoinedRows, PackedAttention, RowAttention
 from tests.support import engines
 from tests.support.engines import RandomLengths, check_greedy
 
