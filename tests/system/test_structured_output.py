@@ -20,9 +20,10 @@ import pytest
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.requests.request import QueueFullError, StructuredOutput
+from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service import grammars
 from speclen.worker.service.grammars import Grammars
+from speclen.worker.structured.source import StructuredOutput
 from tests.support import tiny_models
 from tests.support.http_worker import MODEL, HttpWorker, http_worker
 

@@ -18,11 +18,11 @@ from speclen.worker.requests.request import (
     FinishReason,
     GenerationRequest,
     SequenceOutput,
-    StructuredOutput,
 )
-from speclen.worker.sampling import grammar as grammar_module
-from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.structured import grammar as grammar_module
 from speclen.worker.structured import source, trial
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import StructuredOutput
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Collected,
