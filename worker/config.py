@@ -12,13 +12,9 @@ from speclen.transport.address import check_exposure, check_free, split_address
 from speclen.transport.credentials import ClientSecurity, ServerSecurity, check_pages, read_file
 from speclen.transport.settings import check_bounds, flag, setting
 from speclen.worker.drafting.arms import parse_arms
-from speclen.worker.models.naming import AUTO, draft_of
+from speclen.worker.models.naming import AUTO, BACKENDS, DTYPES, WEIGHTS, draft_of
 
 LEAST_KV_TOKENS = 256  # one short prompt with an answer; below it nearly every request would be refused
-# What the modules that import torch know, for whoever should be told before that: it takes seconds.
-BACKENDS = ("auto", "torch", "openvino")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("full", "int8")
 DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 EVERYWHERE = ("0.0.0.0", "::")  # hosts that take a port from all others
 POLICY = re.compile(r"adaptive|profile|none|n-gram|fixed:(\d{1,2})")

@@ -1,4 +1,4 @@
-"""Texts become the tokenizer's ids, the event loop goes on meanwhile, and a text far too long is refused by its beginning."""
+"""Texts become the tokenizer's ids, the event loop goes on meanwhile, and texts far too long are refused early."""
 
 from __future__ import annotations
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from speclen.records import NGRAM_MAX_TOKENS
 from speclen.worker.backends.passes import padded_width
 
-BACKENDS = ("auto", "torch", "openvino")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every default works. backend: one of BACKENDS."""
+    """Every default works. backend: one of `naming.BACKENDS`."""
 
     max_batch_size: int = 32  # rows, decoding and prefilling together
     max_speculation_length: int = 8  # draft tokens per row and step, at most

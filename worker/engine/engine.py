@@ -110,15 +110,15 @@ class Engine:
         check_request(request, self.pair.vocab_size, *limits, self.pair.eos_token_ids)
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
-        """Take all sequences of a request. Raises as `sequences` and `take`."""
+        """Take all sequences of a request. Raises as `check`, `sequences` and `take`."""
+        self.check(request)
         self.take(list(self.sequences(request, on_output)))
 
     def sequences(self, request: GenerationRequest, on_output: OnOutput) -> Iterator[SequenceState]:
-        """Make the sequences of a request one by one. Raises ValueError naming the field.
+        """Make the sequences of a checked request one by one. Raises ValueError for one that never fits the KV cache.
 
         on_output is called from the engine's thread and must not block.
         """
-        self.check(request)
         for sequence in make_sequences(
             request,
             on_output,

@@ -21,9 +21,9 @@ from speclen.worker.backends.torch.captured_model import CapturedModel
 from speclen.worker.backends.torch.llama import rewrite
 from speclen.worker.backends.torch.packed_linear import num_packed_bytes, pack_linears, private_copy
 from speclen.worker.backends.torch.recording import GraphRecorder, Recorder
-from speclen.worker.engine.config import BACKENDS, EngineConfig
+from speclen.worker.engine.config import EngineConfig
 from speclen.worker.models.loading import ModelPair
-from speclen.worker.models.naming import ModelError
+from speclen.worker.models.naming import BACKENDS, ModelError
 from speclen.worker.models.source import quiet_transformers
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from speclen.worker.models.naming import ModelError
-from speclen.worker.models.quantize import WEIGHTS, round_weights
+from speclen.worker.models.naming import DTYPES, WEIGHTS, ModelError
+from speclen.worker.models.quantize import round_weights
 from speclen.worker.models.source import (
     ModelSource,
     locate,
@@ -29,7 +29,6 @@ from speclen.worker.models.widen import widen
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this many parameters a CPU runs float32 as fast as bfloat16: the weights stay in the cache either way.
 CPU_FLOAT32_PARAMETERS = 20_000_000
 # Text whose encodings are compared when two tokenizers have the same vocabulary: words, code, digits, other scripts.
@@ -138,8 +137,8 @@ def resolve_dtype(dtype: str, device: torch.device, num_parameters: int) -> torc
     """
     if dtype != "auto":
         if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not known; use auto, {', '.join(DTYPES)}")
-        return DTYPES[dtype]
+            raise ModelError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
+        return getattr(torch, dtype)
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

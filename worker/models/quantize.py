@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-WEIGHTS = ("full", "int8")
 LARGEST = 127
 
 
