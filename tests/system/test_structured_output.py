@@ -23,6 +23,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service import grammars
 from speclen.worker.service.grammars import Grammars
+from speclen.worker.structured import trial_process
 from speclen.worker.structured.source import StructuredOutput
 from tests.support import tiny_models
 from tests.support.http_worker import MODEL, HttpWorker, http_worker
@@ -288,10 +289,10 @@ def test_a_process_that_starts_too_slowly_is_started_anew(monkeypatch: pytest.Mo
     """Its first answer, when that comes, must not be taken for the next grammar's."""
 
     async def test(prepared: Grammars) -> None:
-        monkeypatch.setattr(grammars, "START_S", 0.0)
+        monkeypatch.setattr(trial_process, "START_S", 0.0)
         with pytest.raises(ValueError, match="more than 0 s"):
             await prepared.prepare(StructuredOutput("regex", "a"), "a")
-        monkeypatch.setattr(grammars, "START_S", 60.0)
+        monkeypatch.setattr(trial_process, "START_S", 60.0)
         with pytest.raises(ValueError, match="unclosed"):
             await prepared.prepare(StructuredOutput("regex", "("), "a")
         await prepared.prepare(StructuredOutput("regex", "b"), "a")

@@ -122,7 +122,7 @@ def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
         (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(n=2**32 - 1)), "n is 4294967295"),
         (tokenized(1, 999), "prompt token 999 is unknown"),
         (tokenized(*[1] * 256), "prompt has 256 tokens"),
-        (pb.GenerateRequest(text="x" * 1_000_000), "text has 1000000 bytes"),
+        (pb.GenerateRequest(text="x" * 1_000_000), "text begins with 4096 tokens"),
         (
             tokenized(1, sampling_params=pb.SamplingParams(n=64, logprobs=20, max_tokens=2**32 - 1)),
             "326400 entries, at most 250000",
