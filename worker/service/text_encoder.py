@@ -14,23 +14,23 @@ from speclen.worker.requests.detokenize import make_decode
 from speclen.worker.requests.request import TextTooLongError
 from speclen.worker.service.aside import Aside
 
-SHORT_BYTES = 2048  # encoded in place: 2 ms, no more than it would take to change threads while the engine computes
+SHORT_BYTES = 2048  # encoded on the loop: 2 ms, as long as changing threads while the engine computes
 MAX_WAITING = 16  # long texts, each of at most a message's 4 MiB
-TRIM_BYTES = 2**18  # from here on memory is given back after encoding, which glibc would keep
+TRIM_BYTES = 2**18  # from here on freed memory, which glibc keeps, is returned to the kernel
 # Of a text longer than so many characters per token of the context, so much is encoded first: where that alone is twice
 # too long, the rest cannot make it fit.
 PREFIX_CHARACTERS = 16
 
 
 class TextEncoder:
-    """Encodes as the tokenizer does when called with a text. For one event loop."""
+    """Encoding as by calling the tokenizer. For one event loop."""
 
     def __init__(self, tokenizer: Any, max_context_length: int) -> None:
         self.tokenizer = tokenizer
         self._max_context_length = max_context_length
         self._prefix_length = PREFIX_CHARACTERS * max_context_length
         self.aside = Aside("encoder", MAX_WAITING)  # of long texts
-        # The first call sets truncation and padding of the tokenizer, which must not change while a thread uses it.
+        # The first call sets truncation and padding, which must not change while a thread uses the tokenizer.
         self._encode("")
 
     async def encode(
@@ -72,7 +72,7 @@ class TextEncoder:
         return named
 
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # The call lets go of the interpreter while it encodes; the backend's `encode` would not.
+        # The call releases the interpreter while it encodes; the backend's `encode` does not.
         options = {} if add_special_tokens else {"add_special_tokens": False}
         ids = list(self.tokenizer(text, verbose=False, **options)["input_ids"])
         if len(text) >= TRIM_BYTES:
@@ -81,8 +81,8 @@ class TextEncoder:
 
 
 def give_memory_back() -> None:
-    """Let glibc return what it holds free: one text of 4 MiB takes 600 MB, which it would keep for the next one."""
+    """Return freed memory to the kernel: one text of 4 MiB takes 600 MB, which glibc would keep."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
-        return  # Another C library, which does as it does.
+        return  # another C library
