@@ -66,8 +66,8 @@ class FairQueue:
     async def enter(self, caller: str, patience_s: float = math.inf, begun: bool = False) -> float:
         """Wait for the turn. The value is for `leave`, which frees the place.
 
-        patience_s: the caller's deadline. begun: an earlier sequence of the request is inside, so this one is not refused, nor
-        pushed out. Raises QueueFullError, at once if the expected wait is too long.
+        patience_s: the caller's deadline. begun: an earlier sequence of the request is inside, so this one is not
+        refused or pushed out. Raises QueueFullError, at once if the expected wait is too long.
         """
         if self._num_free > 0:
             self._num_free -= 1
