@@ -38,7 +38,7 @@ class Selection:
         self.frozen = False  # by a policy that does not learn
         self.steps = np.zeros(num_ranges)  # at each range of sizes
         self.since_probe = np.full(num_ranges, LEAST_GAP)
-        self.credit_s = 0.0
+        self.credit_s = np.zeros(num_ranges)
         self.value = self.step_s = np.zeros((0, 0))
         self.optimism: Array | None = None
 
@@ -48,10 +48,8 @@ class Selection:
 
     def earn(self, index: int, seconds: float, count: int) -> None:
         """Count steps at a range of sizes."""
-        step_s = seconds / count
-        if not self.steps.any():
-            self.credit_s = CREDIT * step_s
-        self.credit_s = min(self.credit_s + EARNED * seconds, max(CREDIT * step_s, self.credit_s))
+        most_s, credit_s = CREDIT * seconds / count, self.credit_s[index]
+        self.credit_s[index] = min(credit_s + EARNED * seconds, max(most_s, credit_s)) if self.steps[index] else most_s
         self.steps[index] += count
         self.since_probe[index] += count
 
@@ -59,7 +57,8 @@ class Selection:
         """Charge what a step of a probe took beyond its arm's expected time. arm: place in [2 x lengths]."""
         if self.optimism is not None:
             expected_s = float(self.step_s[index, arm])
-            self.credit_s = max(self.credit_s - max(0.0, seconds - expected_s), -CREDIT * expected_s)
+            owed_s = self.credit_s[index] - max(0.0, seconds - expected_s)
+            self.credit_s[index] = max(owed_s, -CREDIT * expected_s)
 
     def go_on_from(self, other: Selection) -> None:
         """Begin with the arms of another group."""
@@ -123,9 +122,9 @@ class Selection:
         if not np.isfinite(optimistic[arm]):
             return None
         loss = num_steps * self.step_s[index, arm] * max(0.0, 1.0 - float(np.exp(self.value[index, arm])))
-        if loss > self.credit_s:
+        if loss > self.credit_s[index]:
             return None
-        self.credit_s -= loss
+        self.credit_s[index] -= loss
         self.since_probe[index] = 0.0
         return arm
 

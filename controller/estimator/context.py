@@ -169,27 +169,21 @@ class Context:
 
     def _learn_times(self, worker: Worker, evidence: Evidence, group: Group, records: list[StepRecord]) -> None:
         assert group.estimates is not None
-        samples = self._samples(records)
-        numbers = self.grid.cells_at(
-            *np.array([(r.batch_size, r.arm.ngram, r.arm.speculation_length) for r in records]).T
-        )
-        places = self.cells.places(numbers, samples.features)
+        values = np.array([
+            (r.batch_size, r.arm.speculation_length, r.num_drafted_sequences, r.num_verified_tokens,
+             r.mean_context_length, r.latency_s, r.arm.ngram)
+            for r in records
+        ], dtype=float).T  # fmt: skip
+        batch, length, drafted, verified, held, seconds, ngram = values
+        features = features_of([batch, np.where(drafted > 0, length, 0.0), drafted, verified, held], self.grid.slopes)
+        batch, ngram, length = values[[0, 6, 1]].astype(int)
+        places = self.cells.places(self.grid.cells_at(batch, ngram, length), features)
         evidence.grow(len(self.cells.numbers))
         weights = np.exp(group.estimates.solution.phi)
         theta, variance = group.believed(self.cells, self.offset)
         # What a step took is put down to the features of its cell's first step: they differ in context and n-gram tokens.
-        own, reference = np.log(samples.features @ weights), np.log(self.cells.features @ weights)[places]
-        adjusted = samples._replace(cells=places, log_s=samples.log_s - own + reference)
-        evidence.add(worker.tail, adjusted, theta, variance)
-
-    def _samples(self, records: list[StepRecord]) -> Samples:
-        values = np.array([
-            (r.batch_size, r.arm.speculation_length if r.num_drafted_sequences else 0, r.num_drafted_sequences,
-             r.num_verified_tokens, r.mean_context_length, r.latency_s)
-            for r in records
-        ], dtype=float)  # fmt: skip
-        *columns, seconds = values.T
-        return Samples(np.zeros(len(records), int), features_of(columns, self.grid.slopes), np.log(seconds))
+        log_s = np.log(seconds * (self.cells.features[places] @ weights) / (features @ weights))
+        evidence.add(worker.tail, Samples(places, features, log_s), theta, variance)
 
     def _earn(self, group: Group, records: Sequence[StepRecord]) -> None:
         usual = [record for record in records if not record.probe_id]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speclen.records import NUM_CLASSES, StepRecord
+from speclen.records import NUM_CLASSES, StepRecord, num_tokens_of
 
 Array = np.ndarray
 
@@ -50,7 +50,7 @@ class Traffic:
         tokens = [0] * NUM_CLASSES
         for record in records:
             for kind, histogram in record.class_histograms:
-                tokens[kind] += sum((run + 1) * rows for run, rows in enumerate(histogram))
+                tokens[kind] += num_tokens_of(histogram)
             if not record.class_histograms:
                 tokens[0] += record.num_tokens
         self.class_tokens[at] += tokens

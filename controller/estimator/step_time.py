@@ -135,8 +135,8 @@ class Evidence:
         rows = _rows(num_new, len(window.log_s))
         if not len(tail.log_s):
             rows = rows[1:]  # nothing to compare the first sample with
-        known, place = np.unique(window.cells, return_inverse=True)
-        one_hot = (place[:, None] == np.arange(len(known))).astype(float)
+        known = np.array(list(dict.fromkeys(window.cells.tolist())))
+        one_hot = (window.cells[:, None] == known).astype(float)
         contrasts, differences = rows @ one_hot, rows @ window.log_s
         self._add_contrasts(known, contrasts, differences, theta[known], variance[known])
         tail.move(window, num_new, theta)
