@@ -46,12 +46,14 @@ class Selection:
         """The arm in use at a range of sizes: n-grams or not, length."""
         return divmod(int(self.arms[index]), self.num_lengths)
 
-    def earn(self, index: int, seconds: float, count: int) -> None:
-        """Count steps at a range of sizes."""
-        most_s, credit_s = CREDIT * seconds / count, self.credit_s[index]
-        self.credit_s[index] = min(credit_s + EARNED * seconds, max(most_s, credit_s)) if self.steps[index] else most_s
-        self.steps[index] += count
-        self.since_probe[index] += count
+    def earn(self, at: Array, seconds: Array) -> None:
+        """Count steps. at: range of each; seconds: of each."""
+        count, total_s = np.bincount(at, minlength=len(self.steps)), np.bincount(at, seconds, len(self.steps))
+        most_s = CREDIT * total_s / np.maximum(count, 1)
+        saved_s = np.minimum(self.credit_s + EARNED * total_s, np.maximum(most_s, self.credit_s))
+        self.credit_s = np.where(self.steps > 0, saved_s, most_s)
+        self.steps += count
+        self.since_probe += count
 
     def pay(self, index: int, arm: int, seconds: float) -> None:
         """Charge what a step of a probe took beyond its arm's expected time. arm: place in [2 x lengths]."""
