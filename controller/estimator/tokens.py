@@ -77,14 +77,14 @@ class TokenEvidence:
         return changes
 
     def _add_histograms(self, records: Sequence[StepRecord], ratios: Ratios) -> list[tuple[int, float]]:
-        sums: dict[tuple[int, int], Sequence[int]] = {}  # by class and length
+        sums: dict[tuple[int, int], tuple[int, ...]] = {}  # by class and length
         for record in records:
             length = record.arm.speculation_length
             if record.arm.ngram or not length or (record.flags and UNUSABLE & record.flags):
                 continue
             for kind, histogram in record.class_histograms or ((0, record.accepted_histogram),):
                 known = sums.get((kind, length))
-                sums[kind, length] = histogram if known is None else [*map(add, known, histogram)]
+                sums[kind, length] = histogram if known is None else tuple(map(add, known, histogram))
         if not any(map(any, sums.values())):
             return []
         reached, passed = np.zeros((2, *self.reached.shape))
