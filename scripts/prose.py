@@ -24,9 +24,9 @@ def sentences(page: str) -> list[str]:
     """Return the sentences of paragraphs and lists: no code, no tables, no headings."""
     text = re.sub(r"^```.*?^```$|^    .*$|<!--.*?-->", "\n", page, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`[^`]*`", "code", text)
+    text = re.sub(r"`[^`]*`", "CODE", text)
     found = [" ".join(part.split()) for part in PARAGRAPH_ENDS.split(text)]
-    return [one for part in found for one in re.split(r"(?<=[.?!:])\s+(?=[A-Z`*\"(])", part) if len(one.split()) > 2]
+    return [one for part in found for one in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\"(])", part) if len(one.split()) > 2]
 
 
 def page_faults(path: Path) -> Iterator[str]:
@@ -52,9 +52,8 @@ if __name__ == "__main__":
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *tracked("docs/*.md")]
     if "--figures" in sys.argv:
         words = sorted(len(one.split()) for page in pages for one in sentences(page.read_text()))
-        print(
-            f"{len(words)} sentences, mean {sum(words) / len(words):.1f} words, longest {words[-1]}, over 35: {sum(w > 35 for w in words)}"
-        )
+        mean, over = sum(words) / len(words), sum(count > LONGEST_SENTENCE for count in words)
+        print(f"{len(words)} sentences, mean {mean:.1f} words, longest {words[-1]}, {over} over {LONGEST_SENTENCE}")
     faults = [f"{page.relative_to(ROOT)}: {fault}" for page in pages for fault in page_faults(page)]
     faults += [f"{file.relative_to(ROOT)}: {fault}" for file in tracked("*.py") for fault in docstring_faults(file)]
     print("\n".join(faults))
