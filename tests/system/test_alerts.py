@@ -1,4 +1,4 @@
-"""Alerts and dashboards ask for metrics and labels that there are; every alert is in the runbook and fires when it should."""
+"""Alerts and dashboards ask for metrics and labels that exist; every alert is in the runbook and fires when it should."""
 
 import json
 import re
@@ -19,7 +19,7 @@ RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules
 DASHBOARDS = {
     name: json.loads((ROOT / f"deploy/grafana/{name}.json").read_text()) for name in ("workers", "controller")
 }
-RUNBOOK = (ROOT / "docs" / "runbook.md").read_text().partition("## Alerts")[2].partition("\n## ")[0]
+RUNBOOK = (ROOT / "docs" / "guides" / "runbook.md").read_text().partition("## Alerts")[2].partition("\n## ")[0]
 ELSEWHERE = {"up"}  # of Prometheus itself
 EXPRESSIONS = {rule["alert"]: rule["expr"] for rule in RULES} | {
     f"{name}: {panel['title']}": re.sub(r"\$(model|context)\b", ".*", target["expr"]).replace("$__rate_interval", "1m")
