@@ -113,8 +113,9 @@ def test_health_is_not_serving_while_a_controller_whose_store_has_ended_is_still
             failure = await asyncio.wait_for(asyncio.shield(at.controller.supervisor.failure), 20)
             assert "broken for a test" in str(failure)
             request = health_pb2.HealthCheckRequest(service="speclen.store")
-            answer = await health_pb2_grpc.HealthStub(at.channel).Check(request)
-            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            watch = health_pb2_grpc.HealthStub(at.channel).Watch(request)
+            while (await watch.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+                pass
 
     with pytest.raises(OSError, match=r"test\.db lacks what was learned last: .*broken"):
         run(story)
