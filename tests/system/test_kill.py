@@ -56,7 +56,7 @@ def write_until_killed(path: Path, failpoint: str) -> int:
 def test_a_kill_while_space_is_given_back_leaves_a_sound_file(tmp_path):
     path = tmp_path / "s.db"
     store = Store.open(path)
-    store_now(store, moment(range(1, 60_001)))
+    store_now(store, moment(range(1, 140_001)))
     store.close()
     for count in (1, 2):
         assert write_until_killed(path, f"after_vacuum:{count}") == -9
