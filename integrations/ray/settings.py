@@ -38,10 +38,6 @@ class FleetConfig:
     data_dir: Path = setting(Path(".speclen"), "Folder of the controller's database, on the machine that it runs on.")
     controller_host: str = setting("", "Where the controller listens; default: the address of its node.")
     controller_port: int = setting(7070, "Its port; 0: one that is free.", least=0, most=65_535)
-    backup_to: str = setting(
-        "", "Folder or URL for backups of the database; where that is gone or behind, the newest is taken."
-    )
-    backup_every_s: float = setting(60.0, "Seconds between backups: what can be lost with a machine.", least=1)
     metrics_listen: str = setting("", "Address of the controller's Prometheus page, on its machine; empty for none.")
     controller_cert: Path | None = setting(None, "Certificate chain of the controller, PEM.")
     controller_key: Path | None = setting(None, "Key of that certificate, PEM.")

@@ -39,7 +39,7 @@ WORKER_AIM_S, CONTROLLER_AIM_S = 30.0, 15.0
 
 
 def main(
-    folder: Path = typer.Option(Path("build/fleet"), help="Where database, backups and logs go."),
+    folder: Path = typer.Option(Path("build/fleet"), help="Where database and logs go."),
     learn_s: float = typer.Option(60.0, help="Seconds of load before the first death."),
     settle_s: float = typer.Option(15.0, help="Seconds of load before and after each death."),
     out: Path | None = typer.Option(None, help="Markdown file to write; default: print only."),

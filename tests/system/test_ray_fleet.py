@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -31,13 +30,11 @@ from speclen.integrations.ray.hosting import RefusedError
 from speclen.integrations.ray.room import check_reachable, check_room
 from speclen.integrations.ray.serving import ServedWorker, follow_controller, guarded
 from speclen.integrations.ray.settings import FleetConfig, fleet_from
-from speclen.store.backup_place import BackupPlace
 from speclen.transport.keyring import Keyring
 from speclen.v1 import control_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.config import WorkerConfig
 from tests.support.control_fakes import registration
-from tests.support.database_rows import write_database
 from tests.support.store_rows import rows
 
 PATIENCE_S = 60.0
@@ -323,11 +320,6 @@ WITH_PAGE = """
 import functools
 ControllerConfig = functools.partial(ControllerConfig, metrics_listen="{page}")
 """
-HANGING_BACKUP = """
-import time
-from speclen.store.backup_place import BackupPlace
-BackupPlace.add_if_changed = lambda *_: time.sleep(3600)
-"""
 
 
 @pytest.mark.parametrize(
@@ -347,15 +339,6 @@ def test_what_cannot_start_says_so_whatever_the_reason(tmp_path, error, words):
         controller.address()
 
 
-def test_a_controller_that_has_failed_ends_its_process_while_a_backup_hangs(tmp_path):
-    """Story: it waited for the backup's thread, and the address of a controller that was no more was given out."""
-    options = {"backup_to": str(tmp_path / "backups"), "backup_every_s": 1.0}
-    with hosted(tmp_path / "volume", broken=HANGING_BACKUP, **options) as controller:
-        controller.address()
-        (tmp_path / "volume" / "speclen.db").unlink()
-        assert controller.process.wait(PATIENCE_S) == 1
-
-
 def test_its_metrics_page_ends_with_it_and_is_no_failure(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         page = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -364,55 +347,6 @@ def test_its_metrics_page_ends_with_it_and_is_no_failure(tmp_path):
         assert "speclen_controller_workers 1.0" in httpx.get(f"http://{page}/metrics").text
     assert controller.process.returncode == 0
     assert rows(tmp_path / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
-
-
-def test_on_another_machine_it_goes_on_from_the_last_backup(tmp_path):
-    place, folder = tmp_path / "backups", tmp_path / "volume"
-    with hosted(folder, backup_to=str(place), backup_every_s=1.0) as controller:
-        register(controller.address())
-
-        def backed_up() -> bool:
-            names = BackupPlace(str(place), "speclen").names() if place.exists() else []
-            return bool(names) and rows(place / names[-1], "SELECT count(*) FROM workers") == [(1,)]
-
-        wait_until(backed_up)
-    shutil.rmtree(folder)
-    with hosted(folder, backup_to=str(place), backup_every_s=1.0) as controller:
-        controller.address()
-        assert rows(folder / "speclen.db", "SELECT worker_id FROM workers") == [("w",)]
-
-
-def test_back_on_its_old_machine_it_goes_on_from_what_another_one_added(tmp_path):
-    """Story: it went on from what it had when it left, and what was learned elsewhere since was out of use."""
-    place, folder = tmp_path / "backups", tmp_path / "volume"
-    folder.mkdir()
-    write_database(folder / "speclen.db")
-    for num_missing in (0, 7):
-        elsewhere = write_database(tmp_path / "speclen.db", num_missing=num_missing)
-    BackupPlace(str(place), "speclen").add(elsewhere)
-    with hosted(folder, backup_to=str(place)) as controller:
-        controller.address()
-        assert rows(folder / "speclen.db", "SELECT num_missing FROM workers") == [(7,)]
-    [kept] = folder.glob("speclen.db.behind-*[0-9]")
-    assert rows(kept, "SELECT num_missing FROM workers") == [(0,)]
-    write_database(folder / "speclen.db", num_missing=8)
-    with hosted(folder, backup_to=str(place)) as controller:
-        controller.address()
-        assert rows(folder / "speclen.db", "SELECT num_missing FROM workers") == [(8,)]
-
-
-def test_while_the_place_of_backups_is_away_it_goes_on_from_the_database_it_has(tmp_path):
-    place, folder = tmp_path / "backups", tmp_path / "volume"
-    with hosted(folder) as controller:
-        controller.address()
-    place.write_text("no folder")
-    with hosted(folder, backup_to=str(place)) as controller:
-        assert controller.address()
-    with (
-        hosted(tmp_path / "empty", backup_to=str(place)) as controller,
-        pytest.raises(ValueError, match="cannot be used for backups"),
-    ):
-        controller.address()
 
 
 def wait_until(holds: Any) -> None:
