@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -27,9 +26,8 @@ from speclen.cli.support.errors import UserError
 from speclen.cli.up.up import OF_FLEETS, refuse_without_ray
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
 from speclen.integrations.ray.hosting import RefusedError
-from speclen.integrations.ray.room import check_reachable, check_room
 from speclen.integrations.ray.serving import ServedWorker, follow_controller, guarded
-from speclen.integrations.ray.settings import FleetConfig, fleet_from
+from speclen.integrations.ray.settings import FleetConfig, check_reachable, fleet_from
 from speclen.transport.keyring import Keyring
 from speclen.v1 import control_pb2_grpc
 from speclen.v1 import generation_pb2 as pb
@@ -117,19 +115,6 @@ def test_what_only_ray_can_follow_is_refused_without():
     refuse_without_ray({"max_workers": 0, "cpus_per_worker": 1.0})
     with pytest.raises(UserError, match="--max-workers 4 is for Ray"):
         refuse_without_ray({"max_workers": 4})
-
-
-def node(cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, Any]:
-    return {"Alive": alive, "Resources": {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}}
-
-
-def test_fewer_resources_than_asked_for_are_told_before_anything_starts():
-    check_room(FleetConfig(workers=3, cpus_per_worker=2.0), [node(4), node(3)])
-    with pytest.raises(ValueError, match="room for 2 of 3 workers of 2 CPUs each"):
-        check_room(FleetConfig(workers=3, cpus_per_worker=2.0), [node(3), node(3), node(8, alive=False)])
-    with pytest.raises(ValueError, match="room for 1 of 2 workers of 1 CPUs and 1 GPUs"):
-        check_room(FleetConfig(workers=2, gpus_per_worker=1.0), [node(8), node(1, gpus=4)])
-    check_room(FleetConfig(workers=4, cpus_per_worker=0.1), [node(0.3), node(0.1)])
 
 
 def test_no_cluster_at_the_address_is_told_at_once():
@@ -281,23 +266,6 @@ def hosted(folder: Path, **options: Any) -> Iterator[Hosted]:
 def register(address: str) -> Any:
     with grpc.insecure_channel(address) as channel:
         return control_pb2_grpc.ControlServiceStub(channel).RegisterWorker(registration(), timeout=PATIENCE_S)
-
-
-@pytest.mark.parametrize("name", ["same", "symlink", "hard link"])
-def test_a_volume_that_another_controller_uses_is_refused_under_any_name(tmp_path, name):
-    first, second = tmp_path / "first", tmp_path / "second"
-    with hosted(first) as controller:
-        controller.address()
-        second.mkdir()
-        if name == "symlink":
-            (second / "speclen.db").symlink_to(first / "speclen.db")
-        elif name == "hard link":
-            os.link(first / "speclen.db", second / "speclen.db")
-        with (
-            hosted(first if name == "same" else second) as other,
-            pytest.raises(ValueError, match="in use by another controller"),
-        ):
-            other.address()
 
 
 def test_a_successor_waits_for_what_its_predecessor_still_holds(tmp_path):
@@ -455,12 +423,3 @@ async def joined(worker: ServedWorker, folder: Path) -> None:
             or worker.control.controller.database != str((folder / "speclen.db").resolve())
         ):
             await asyncio.sleep(0.05)
-
-
-def test_settings_survive_the_way_to_a_node():
-    """Ray carries them pickled by cloudpickle; nothing in them may be bound to this process."""
-    import pickle
-
-    config = fleet_from({"workers": "2", "target": "bundled:target-60m"})
-    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
-    assert json.dumps(config.worker) == '{"target": "bundled:target-60m"}'
