@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
+from tests.support.addresses import free_address
 from tests.support.certificates import make_certificates
 from tests.support.fake_generation import FakeService
 
@@ -57,12 +57,6 @@ async def workers(*services: FakeService):
             await server.stop(None)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def generate(channel: grpc.Channel) -> int:
     """Tokens of one call."""
     answers = list(rpc.GenerationServiceStub(channel).Generate(REQUEST, timeout=30.0))
@@ -74,7 +68,7 @@ def test_calls_are_shared_out_and_the_dead_are_left_out():
 
     async def story():
         async with workers(*services) as (addresses, servers):
-            given = ",".join([*addresses, f"127.0.0.1:{free_port()}"])  # nobody is there
+            given = ",".join([*addresses, free_address()])  # nobody is there
 
             def calls(num: int) -> None:
                 with Client().balanced_channel(given) as channel:
@@ -107,7 +101,7 @@ def test_calls_are_shared_out_and_the_dead_are_left_out():
 def test_the_verb_takes_several_addresses():
     async def story():
         async with workers(FakeService(step_s=0.001)) as (addresses, _):
-            given = f"127.0.0.1:{free_port()}, {addresses[0]}"
+            given = f"{free_address()}, {addresses[0]}"
             return await asyncio.to_thread(
                 CliRunner().invoke, app, ["generate", "hello", "--worker", given, "--json", "--max-tokens", "3"]
             )
@@ -266,8 +260,8 @@ def socket_address(address: str) -> dict[str, object]:
 def configured(addresses: list[str], http_addresses: list[str]) -> tuple[dict, str, str]:
     """The kept configuration for these workers, in plain text, and where it listens for gRPC and HTTP."""
     made = yaml.safe_load(KEPT.read_text())
-    made["admin"]["address"] = socket_address(f"127.0.0.1:{free_port()}")
-    listens = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    made["admin"]["address"] = socket_address(free_address())
+    listens = [free_address() for _ in range(2)]
     resources = made["static_resources"]
     for listener, listen in zip(resources["listeners"], listens, strict=True):
         listener["address"] = socket_address(listen)
@@ -284,7 +278,7 @@ def envoy(folder: Path, addresses: list[str], http_addresses: list[str]) -> Iter
     """Envoy in front of workers, logging into the folder; where it listens for gRPC and HTTP."""
     made, *listens = configured(addresses, http_addresses)
     (folder / "envoy.yaml").write_text(yaml.safe_dump(made))
-    command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", str(free_port())]
+    command = [ENVOY, "-c", folder / "envoy.yaml", "--concurrency", "1", "--base-id", free_address().rpartition(":")[2]]
     with (folder / "log").open("w") as log:
         proxy = subprocess.Popen(command, stderr=log)
     try:
