@@ -1,7 +1,6 @@
 """The official openai client gets from a worker what it gets elsewhere, and the same tokens as over gRPC."""
 
 import asyncio
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,10 +42,6 @@ def over_grpc(worker, prompt=PROMPT, speculation=None, **sampling):
             text=prompt, sampling_params=pb.SamplingParams(**sampling), speculation=speculation
         )
         return [r.complete for r in rpc.GenerationServiceStub(channel).Generate(request, timeout=60)]
-
-
-def text_of(ids):
-    return tiny_models.tokenizer().decode(ids, skip_special_tokens=True)
 
 
 def test_models(client):
@@ -126,14 +121,6 @@ def test_a_stream_has_the_same_text_and_its_usage_at_the_end(client):
     assert whole.choices[0].prompt_token_ids == prompt_ids
 
 
-def test_a_stream_is_events_that_end_with_done(worker):
-    with httpx.stream("POST", f"{worker.url}/v1/completions", json={"prompt": PROMPT, "stream": True}) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        events = response.read().decode().split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert all(json.loads(event.removeprefix("data: "))["object"] == "text_completion" for event in events[:-2])
-
-
 def test_several_prompts_and_sequences_are_choices_in_order(client):
     prompts = [PROMPT, "def step(self, batch):", [5, 6, 7]]
     got = client.completions.create(prompt=prompts[:2], n=2, **GREEDY)
@@ -201,20 +188,6 @@ def test_chat(worker, client):
     assert told == [chat.prompt_token_ids] + [None] * (len(chunks) - 1)
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == choice.message.content
     assert chunks[-1].choices[0].finish_reason == "length"
-
-
-def test_a_chat_may_fill_the_context(client):
-    chat = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], extra_body={"ignore_eos": True}, temperature=0
-    )
-    assert chat.usage.total_tokens == tiny_models.MAX_POSITIONS
-    short = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "Hi"}],
-        max_completion_tokens=3,
-        extra_body={"ignore_eos": True},
-    )
-    assert short.usage.completion_tokens == 3
 
 
 def test_a_chat_with_log_probabilities_may_be_as_long_as_its_answer_may_be_large(client, monkeypatch):
@@ -326,16 +299,6 @@ def test_tokens_and_text(worker):
     assert httpx.post(f"{url}/tokenize", json={}).status_code == 400
     refused = httpx.post(f"{url}/detokenize", json={"tokens": [tiny_models.VOCAB_SIZE]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
-
-
-def test_health_and_version(worker):
-    assert httpx.get(f"{worker.url}/health").status_code == 200
-    assert httpx.get(f"{worker.url}/version").json() == {"version": "1.2.3"}
-    worker.healthy = False
-    try:
-        assert httpx.get(f"{worker.url}/health").status_code == 503
-    finally:
-        worker.healthy = True
 
 
 def test_without_the_key_nothing_is_told(tmp_path):

@@ -5,15 +5,11 @@ import contextlib
 import json
 import socket
 import ssl
-import statistics
 import subprocess
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from pydantic import ValidationError
 from starlette.responses import Response
@@ -24,7 +20,6 @@ from speclen.worker.http import connection, guard
 from speclen.worker.http.responses import json_response, to_json
 from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from speclen.worker.http.server import allow_many_files, listen, make_server, serving
-from speclen.worker.service.text_encoder import SHORT_BYTES
 from tests.support import tiny_models
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import KEY, MODEL, http_worker, until_idle
@@ -189,24 +184,6 @@ def test_of_a_thousand_wrong_items_one_is_complained_of(kind, body):
     assert told.value.error_count() <= 4
 
 
-@pytest.mark.parametrize(
-    ("headers", "words"),
-    [
-        ({"Content-Type": "application/x-www-form-urlencoded"}, "'application/x-www-form-urlencoded'"),
-        ({"Content-Type": "text/plain;charset=UTF-8"}, "'text/plain'"),
-        ({}, "has no Content-Type"),
-    ],
-)
-def test_a_body_that_does_not_say_that_it_is_json_is_told_how(worker, headers, words):
-    """It is not read: a browser sends such a one for any page that asks it to."""
-    answer = httpx.post(f"{worker.url}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
-    assert answer.status_code == 415
-    assert words in answer.json()["error"]["message"]
-    assert "Content-Type: application/json" in answer.json()["error"]["message"]
-    other = {"Content-Type": "application/json; charset=utf-8"}
-    assert httpx.post(f"{worker.url}/tokenize", content=b'{"prompt": "a"}', headers=other).status_code == 200
-
-
 def test_an_answer_too_large_to_put_together_is_refused(worker):
     body = {"prompt": "a", "n": 64, "max_tokens": 200, "logprobs": 20}
     answer = post(worker, body)
@@ -214,39 +191,6 @@ def test_an_answer_too_large_to_put_together_is_refused(worker):
     with httpx.stream("POST", f"{worker.url}/v1/completions", json=body | {"stream": True}) as streamed:
         assert streamed.status_code == 200
     until_idle(worker.engine)
-
-
-def test_long_texts_and_token_lists_do_not_hold_up_others(worker):
-    text = "def f(x):\n    return x\n" * 20_000
-    tokens = post(worker, {"prompt": text}, "/tokenize").json()["tokens"]
-    assert post(worker, {"tokens": tokens}, "/detokenize").json()["prompt"] == text
-    started = time.monotonic()
-    post(worker, {"prompt": text}, "/tokenize")
-    alone = time.monotonic() - started
-    with ThreadPoolExecutor(8) as pool:
-        slow = [pool.submit(post, worker, {"prompt": text}, "/tokenize") for _ in range(4)]
-        slow += [pool.submit(post, worker, {"tokens": tokens}, "/detokenize") for _ in range(4)]
-        waits = []
-        while not all(one.done() for one in slow):
-            started = time.monotonic()
-            assert httpx.get(f"{worker.url}/health").status_code == 200
-            waits.append(time.monotonic() - started)
-    assert all(one.result().status_code == 200 for one in slow)
-    assert statistics.median(waits) < alone / 2
-
-
-def test_strings_of_many_tokens_are_looked_up_aside(worker, monkeypatch):
-    tokenizer, threads = worker.async_engine.admission.encoder.tokenizer, []
-
-    def look_up(tokens):
-        threads.append(threading.current_thread().name)
-        return [str(token) for token in tokens]
-
-    monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", look_up)
-    got = post(worker, {"prompt": "a " * 2 * SHORT_BYTES, "return_token_strs": True}, "/tokenize").json()
-    assert got["token_strs"] == [str(token) for token in got["tokens"]]
-    assert len(got["tokens"]) > SHORT_BYTES
-    assert [name.partition("_")[0] for name in threads] == ["encoder"]
 
 
 def test_unknown_fields_are_ignored(worker):
@@ -294,44 +238,6 @@ def test_bodies_that_arrive_take_no_more_memory_than_is_meant_for_them(worker, m
         one.sendall(head("POST /v1/completions", headers) + b" " * 100_000)
         one.sendall(b"x")
         assert b" 400 " in one.recv(4096)
-
-
-def test_a_full_queue_is_busy_and_not_an_error_of_the_server(worker):
-    with worker.client() as client:
-        body = {"model": MODEL, "prompt": "a", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
-        streams = []
-
-        def fill():
-            for _ in range(64):
-                streams.append(client.completions.create(stream=True, n=4, **body))
-
-        with pytest.raises(openai.RateLimitError) as told:
-            fill()
-        assert told.value.response.headers["retry-after"] == "1"
-        assert told.value.code == "queue_full"
-        for stream in streams:
-            stream.close()
-    until_idle(worker.engine)
-    assert 'speclen_request_refused_total{model_name="tiny",reason="queue_full"} 1.0' in metrics(worker)
-
-
-def test_of_several_prompts_none_runs_when_the_queue_holds_not_all(worker):
-    answer = post(worker, {"prompt": ["a"] * 60, "max_tokens": 200, "ignore_eos": True, "n": 4})
-    assert answer.status_code == 429
-    until_idle(worker.engine, 5.0)
-
-
-def test_a_draining_worker_says_so():
-    with http_worker() as worker:
-        worker.engine.drain()
-        answer = post(worker, {"prompt": "a"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
-
-
-def test_options_of_a_stream_that_is_none(worker):
-    answer = post(worker, {"prompt": "a", "stream_options": {"include_usage": True}})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "stream_options"
 
 
 def test_a_failure_while_it_streams_is_told_on_a_data_line(worker, monkeypatch):
@@ -419,12 +325,6 @@ def test_a_body_in_the_smallest_chunks_with_a_trailer_is_read(worker):
         pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
         one.sendall(head("POST /tokenize", CHUNKED) + pieces + b"0\r\nx-sum: 1\r\n\r\n")
         assert b" 200 " in one.recv(4096)
-
-
-def test_a_slow_body_is_answered(tmp_path):
-    with http_worker(body_timeout_s=0.5) as worker, connected(worker) as one:
-        one.sendall(head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": 100}) + b"{")
-        assert b" 408 " in one.recv(4096)
 
 
 def test_a_client_that_does_not_read_is_cut_off():
@@ -572,19 +472,12 @@ def test_of_requests_sent_ahead_the_first_is_answered_and_the_connection_closed(
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 5
 
 
-def test_requests_one_after_the_other_share_a_connection(worker):
-    with httpx.Client() as client:
-        for _ in range(5):
-            assert client.post(f"{worker.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-            assert len(worker.server.server_state.connections) == 1
-
-
-def test_thousands_of_disconnects_leave_nothing_behind(worker):
+def test_hundreds_of_disconnects_leave_nothing_behind(worker):
     content = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     request = (
         head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
     )
-    for number in range(2_000):
+    for number in range(600):
         with connected(worker) as one:
             one.sendall(request[: len(request) - number % 3 * 40])
     # Connections are accepted in order: with this one all are, and none waits in the kernel to bring its request later.
@@ -594,7 +487,7 @@ def test_thousands_of_disconnects_leave_nothing_behind(worker):
         assert time.monotonic() < deadline, "connections or tasks are left"
         time.sleep(0.05)
     until_idle(worker.engine)  # only now: the last connections may have brought requests that had to be ended
-    while worker.engine._inbox._unfinished:
+    while worker.async_engine.num_open:
         assert time.monotonic() < deadline, "requests are left"
         time.sleep(0.05)
     assert post(worker, {"prompt": "a", "max_tokens": 2}).status_code == 200
@@ -672,14 +565,6 @@ def test_tls_and_key_together(tmp_path):
 def test_wrong_settings_are_told_before_the_models_are_loaded(settings, words):
     with pytest.raises(ValueError, match=words):
         WorkerConfig(**settings).check_http()
-
-
-def test_a_taken_port_is_told():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(OSError, match="--http-listen"):
-            WorkerConfig(http_listen=f"127.0.0.1:{taken.getsockname()[1]}").check_addresses()
 
 
 def test_the_token_of_grpc_protects_http_unless_it_has_a_key(tmp_path):

@@ -40,9 +40,3 @@ def test_both_edges_serve_and_a_stream_ends_before_the_worker_does(fleet):
     assert "".join(pieces) == text
     assert worker.process.wait(30) == 0
     assert "Traceback" not in worker.log_file.read_text()
-
-
-def test_a_taken_port_is_told_before_the_models_are_loaded(fleet):
-    worker = fleet.worker("bundled:target", "bundled:draft", "--controller", "", "--http-listen", "127.0.0.1:0x")
-    assert worker.process.wait(30) == 2
-    assert worker.last_line().startswith("--http-listen '127.0.0.1:0x' is not HOST:PORT")

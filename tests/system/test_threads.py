@@ -5,8 +5,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
@@ -169,25 +167,6 @@ def test_threads_that_cannot_be_had_end_no_request_and_are_not_asked_for_again()
     assert collected.last("a").finish_reason is FinishReason.LENGTH
     assert asked == [number + 1, number]
     assert engine.num_threads == number
-
-
-def test_one_thread_runs_everything_in_order():
-    thread = EngineThread()
-    thread.start()
-    found = []
-    thread.call(time.sleep, 0.05)
-    for number in range(3):
-        thread.call(lambda n: found.append((n, threading.current_thread())), number)
-    assert thread.call(lambda: 7).result(5.0) == 7
-    assert found == [(number, thread) for number in range(3)]
-
-
-def test_what_a_call_raises_reaches_the_caller_and_the_next_one_runs():
-    thread = EngineThread()
-    thread.start()
-    with pytest.raises(ValueError, match="bad"):
-        thread.call(int, "bad").result(5.0)
-    assert thread.call(int, "5").result(5.0) == 5
 
 
 def test_what_ends_the_serving_loop_is_kept_and_told_once():

@@ -96,13 +96,6 @@ def test_over_grpc_the_trace_is_named_in_the_metadata(worker, exporter):
     assert request.attributes["speclen.fixed_speculation_length"] == 1
 
 
-def test_a_chat_is_one_and_several_sequences_are_added_up(worker, exporter):
-    post(worker, "chat/completions", messages=[{"role": "user", "content": "a"}], n=2)
-    request = ended(exporter, 4)["chat tiny"]
-    assert request.attributes["gen_ai.usage.output_tokens"] == 24
-    assert request.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
-
-
 def test_what_is_refused_says_why_and_has_no_phase_it_did_not_come_to(worker, exporter):
     gate = hold(worker)
     with futures.ThreadPoolExecutor(4) as pool:
@@ -174,16 +167,6 @@ def test_a_collector_gets_the_spans_that_the_environment_asks_for(monkeypatch):
     spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
     assert spans.keys() == {"text_completion tiny", "queue", "prefill", "decode"}
     assert spans["decode"].trace_id.hex() == TRACE
-
-
-def test_without_a_collector_a_worker_stops_all_the_same(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    opened = tracing.open_tracing("tiny", "worker-1")
-    with http_worker(max_batch_size=2, tracing=opened) as worker:
-        assert post(worker).status_code == 200
-    started = time.monotonic()
-    opened.close()
-    assert time.monotonic() - started < tracing.CLOSE_TIMEOUT_S + 10
 
 
 @pytest.mark.parametrize(

@@ -112,19 +112,6 @@ def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:
     run(test)
 
 
-def test_how_slowly_outputs_are_read_is_no_part_of_the_expected_wait() -> None:
-    async def test() -> None:
-        worker = Worker(width=1)
-        async with worker.running("slow"):
-            worker.engine.end()
-            await asyncio.sleep(0.3)
-        async with worker.running("next"):
-            assert worker.fair_queue.expected_wait_s("another") < 0.2
-            worker.engine.end()
-
-    run(test)
-
-
 def test_a_request_of_64_sequences_holds_up_nobody() -> None:
     """It took 64 places, so that others waited until nearly all of them had ended."""
 

@@ -97,16 +97,6 @@ def test_rows_of_one_length_may_be_written_as_a_block() -> None:
     assert torch.equal(layers[0][3:5, 1, :, 5:8], value)
 
 
-def test_passes_of_a_step_share_its_masks() -> None:
-    masks = StepMasks(torch.tensor([[4, 5, 6], [1, 2, 3]]), 8, torch.float32)
-    pool = KVPool([LayerShape(1, HEAD_DIM)], 2, 60, torch.float32, CPU)
-    last = RowAttention(pool, masks, slice(2, 3)).mask(None, 1)
-    assert last.data_ptr() == masks.mask(None)[:, :, 2:3].data_ptr()
-    assert (last[0, 0, 0] == 0).tolist() == [True] * 7 + [False]
-    assert (last[1, 0, 0] == 0).tolist() == [True] * 4 + [False] * 4
-    assert (masks.mask(2)[0, 0, 0] == 0).tolist() == [False, False, False, True, True, False, False, False]
-
-
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_on_a_gpu_every_column_of_a_mask_begins_where_its_kernel_may_read(queries: int, repeats: int) -> None:

@@ -13,7 +13,7 @@ from speclen.records import Arm, StepFlag
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine
-from speclen.worker.requests.request import DrainingError, FinishReason, SequenceOutput
+from speclen.worker.requests.request import DrainingError, FinishReason
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Arms,
@@ -101,12 +101,6 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch_and_the_lengths() -> No
     assert other.ids("x", 0) != alone.ids("x", 0)
 
 
-def test_without_a_seed_runs_differ() -> None:
-    engine = make_engine(seed=None)
-    outputs = [generate(engine, request(str(at), PROMPT, temperature=1.5, max_tokens=12)) for at in range(2)]
-    assert outputs[0].ids("0") != outputs[1].ids("1")
-
-
 def test_penalties_and_bias_act_the_same_with_and_without_drafts() -> None:
     """Greedy decoding under edits, against a loop that applies them one token at a time."""
     settings = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7, "max_tokens": 30}
@@ -132,14 +126,6 @@ def test_penalties_and_bias_act_the_same_with_and_without_drafts() -> None:
         collected = generate(engine, request("x", PROMPT, **edits), request("plain", PROMPT, max_tokens=30))
         assert collected.ids("x") == ids[len(PROMPT) :]
     assert engine.load().num_accepted_tokens > 0
-
-
-def test_edits_of_one_row_leave_the_others_alone() -> None:
-    alone = generate(make_engine(), request("plain", PROMPT, max_tokens=20)).ids("plain")
-    forced = request("forced", PROMPT, max_tokens=20, logit_bias={9: 100.0})
-    together = generate(make_engine(), request("plain", PROMPT, max_tokens=20), forced)
-    assert together.ids("plain") == alone
-    assert together.ids("forced") == [9] * 20
 
 
 def test_log_probabilities_are_the_targets() -> None:
@@ -265,14 +251,6 @@ def test_every_row_keeps_to_its_own_length() -> None:
     assert collected.last("0").num_steps == 29  # the first token came with the prompt
 
 
-def test_nothing_is_drafted_that_no_row_could_use() -> None:
-    script = script_of(6)
-    collected = generate(make_engine(chooser=script), request("x", PROMPT, max_tokens=3, ignore_eos=True))
-    assert script.records[0].arm.speculation_length == 1  # two tokens are left
-    assert len(collected.ids("x")) == 3
-    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
-
-
 def test_a_row_near_its_end_does_not_keep_the_step_from_teaching() -> None:
     """It drafts with the others, and what it does not need is cut from its output."""
     script = script_of(4)
@@ -294,22 +272,7 @@ def test_first_use_of_a_shape_is_flagged_once() -> None:
     assert (1, 2) in first
 
 
-def test_without_a_draft_lengths_are_0() -> None:
-    script = script_of(5)
-    pair = make_pair()
-    pair.draft = None
-    generate(make_engine(pair, script), request("x", PROMPT, max_tokens=5))
-    assert {result.arm.speculation_length for result in script.records} == {0}
-
-
 # Joining, leaving, refusing.
-
-
-def test_a_step_that_waited_for_a_copied_prompt_does_not_teach() -> None:
-    script = script_of(0)
-    engine = make_engine(chooser=script, max_batch_size=2)
-    generate(engine, request("x", PROMPT, n=2, max_tokens=6, ignore_eos=True))
-    assert [StepFlag.PREFILL in result.flags for result in script.records][:2] == [True, False]
 
 
 def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
@@ -374,17 +337,6 @@ def test_abort_frees_the_row_before_the_next_step(moment: str) -> None:
     assert not engine.abort("never heard of")
 
 
-def test_draining_refuses_new_requests_and_finishes_the_running_ones() -> None:
-    engine = make_engine()
-    collected = Collected()
-    engine.submit(request("x", PROMPT, max_tokens=10, ignore_eos=True), collected)
-    engine.drain()
-    with pytest.raises(DrainingError, match="draining"):
-        engine.submit(request("y", PROMPT), collected)
-    finish(engine)
-    assert len(collected.ids("x")) == 10
-
-
 def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_decode() -> None:
     engine, collected = make_engine(chooser=1, max_batch_size=8), Collected()
     passes: list[list[tuple[int, ...]]] = []
@@ -412,41 +364,6 @@ def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_dec
 
 
 # Threads.
-
-
-def test_many_threads_submit_and_abort_while_the_engine_runs() -> None:
-    engine = make_engine(chooser=RandomLengths(0), max_batch_size=6)
-    runner = threading.Thread(target=engine.run)
-    runner.start()
-    done: dict[str, threading.Event] = {f"{thread}-{at}": threading.Event() for thread in range(4) for at in range(15)}
-    collected = Collected()
-    lock = threading.Lock()
-
-    def tell(output: SequenceOutput) -> None:
-        with lock:
-            collected(output)
-        if output.finish_reason is not None:
-            done[output.request_id].set()
-
-    def client(thread: int) -> None:
-        generator = random.Random(thread)
-        for at in range(15):
-            name = f"{thread}-{at}"
-            engine.submit(
-                request(name, engines.random_prompt(generator, 20), max_tokens=generator.randint(1, 15)), tell
-            )
-            if generator.random() < 0.2:
-                engine.abort(name)
-
-    threads = [threading.Thread(target=client, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(event.wait(60) for event in done.values())
-    engine.stop()
-    runner.join(10)
-    assert not runner.is_alive()
 
 
 def test_stop_ends_what_is_unfinished() -> None:

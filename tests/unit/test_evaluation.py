@@ -7,7 +7,6 @@ outputs that it generated under some arm, and others generate them again under e
 from __future__ import annotations
 
 import random
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from speclen.records import PLAIN, Arm, Limits, OutputEvaluation
 from speclen.worker.engine.engine import Engine
 from speclen.worker.evaluation import evaluator as evaluating
 from speclen.worker.evaluation.counting import ArmCounts, EvaluatedTokens, count_steps, evaluate_ngrams, runs_of
-from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, make_pair, request
+from tests.support.engines import Arms, RandomArms, check_greedy, generate, make_engine, request
 
 MAX_LENGTH = 4
 LIMITS = Limits(4, MAX_LENGTH, ngram=True)
@@ -72,21 +71,6 @@ def test_counts_are_those_of_a_simulation_step_by_step(longest: int, ngram: bool
         tokens = some_tokens(generator, generator.randint(1, 70))
         expected = [by_brute_force(tokens, arm) for arm in limits.arms()]
         assert count_steps(tokens, limits) == ArmCounts(*zip(*expected, strict=True))
-
-
-def test_counting_is_quick() -> None:
-    """Some 0.1 ms for 64 tokens and 18 arms; ten times that where others compute."""
-    tokens, best = some_tokens(random.Random(0), 64), 1.0
-    for _ in range(50):
-        started = time.perf_counter()
-        count_steps(tokens, Limits(1, 8, ngram=True))
-        best = min(best, time.perf_counter() - started)
-    assert best < 1e-3
-
-
-def test_runs_are_counted_from_each_place() -> None:
-    assert runs_of([]) == []
-    assert runs_of([True, True, False, True]) == [2, 1, 0, 1]
 
 
 def test_n_grams_of_a_part_are_those_of_the_whole() -> None:
@@ -193,12 +177,6 @@ def test_few_outputs_are_evaluated_and_the_time_is_no_part_of_a_step(monkeypatch
     assert 2 <= len(told_by(chooser)) <= 1 + evaluating.SHARE * step_s
 
 
-def test_where_the_chooser_wants_none_there_are_none(always: None) -> None:
-    chooser = Arms(Arm(2))
-    generate(engine_of(chooser), *requests_of(random.Random(3)))
-    assert not told_by(chooser)
-
-
 def test_an_evaluation_that_fails_ends_nothing(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
@@ -219,38 +197,7 @@ def test_requests_unlike_the_others_are_not_evaluated(always: None, settings: di
     assert not told_by(chooser)
 
 
-@pytest.mark.parametrize(("draft", "ngram", "num_arms"), [(True, True, 10), (True, False, 5), (False, True, 2)])
-def test_there_are_counts_for_the_arms_that_exist(always: None, draft: bool, ngram: bool, num_arms: int) -> None:
-    pair = make_pair()
-    if not draft:
-        pair.draft = None
-    chooser = Arms(Arm(2, ngram), wants_evaluations=True)
-    engine = make_engine(pair, chooser, ngram=ngram, max_speculation_length=MAX_LENGTH if draft else 0)
-    generate(engine, request("x", [5, 6, 7, 8] * 5, max_tokens=30, ignore_eos=True))
-    (told,) = told_by(chooser)
-    assert len(told.num_steps) == len(told.num_drafted_steps) == len(told.num_verified_tokens) == num_arms
-    assert told.num_steps[0] == told.num_verified_tokens[0] == told.num_tokens
-    assert len(engine.limits.arms()) == num_arms
-
-
-def test_where_there_is_one_arm_nothing_is_evaluated(always: None) -> None:
-    pair = make_pair()
-    pair.draft = None
-    chooser = Arms(PLAIN, wants_evaluations=True)
-    generate(make_engine(pair, chooser, max_speculation_length=0), request("x", [5, 6] * 9, max_tokens=30))
-    assert not told_by(chooser)
-
-
 LONG = {"max_tokens": 90, "ignore_eos": True}
-
-
-def test_the_first_evaluation_is_a_short_one(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluating, "FIRST_TOKENS", 40)
-    chooser = Arms(PLAIN, wants_evaluations=True)
-    engine = engine_of(chooser)
-    for at in range(2):
-        generate(engine, request(str(at), [5, 6, 7] * 4, **LONG))
-    assert [each.num_tokens for each in told_by(chooser)] == [40, 89]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7}])

@@ -25,6 +25,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest, Sam
 from speclen.worker.sampling.grammar import Grammar, StepGrammars
 from speclen.worker.sampling.noise import make_key
 from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRule
+from speclen.worker.sampling.verification import acceptance, recovery
 from speclen.worker.structured import source, trial
 from tests.support import engines, tiny_models
 from tests.support.engines import Arms, Collected, RandomLengths
@@ -43,13 +44,13 @@ class TableMatcher:
     table: dict[int, list[int]]
     read: list[int] = field(default_factory=lambda: [-1])
     failed_at: int | None = None  # tokens read after which it is in error
-    num_masks: int = 0
+    made: list[int] = field(default_factory=list)  # tokens read when each mask was made, of all copies
     poison: tuple[int, ...] = ()  # after these it is in error for good
     unreadable: bool = False  # the last of them is not even read
     dead: bool = False
 
     def compute_bitmask(self) -> bytes:
-        self.num_masks += 1
+        self.made.append(len(self.read) - 1)
         self._die()
         bits = np.zeros(VOCAB, dtype=np.uint8)
         bits[self.table[self.read[-1]]] = 1
@@ -73,7 +74,7 @@ class TableMatcher:
 
     def deep_copy(self) -> TableMatcher:
         assert not self.dead
-        return TableMatcher(self.table, list(self.read), self.failed_at, 0, self.poison, self.unreadable)
+        return TableMatcher(self.table, list(self.read), self.failed_at, self.made, self.poison, self.unreadable)
 
     def is_accepting(self) -> bool:
         return END in self.table[self.read[-1]]
@@ -161,17 +162,18 @@ def test_sampled_outputs_follow_the_restricted_target(k: int, seeded: bool) -> N
 
 def test_exactly_the_restricted_target_whatever_is_drafted() -> None:
     """Exact enumeration: over every draft of two tokens, what is accepted and what is recovered add up to the target's."""
-    rows = [RowSampling(temperature=1.0, grammar=Grammar(TableMatcher(TABLE), VOCAB, [END]).start())]
+    batch = BatchSampling([RowSampling(temperature=1.0)], torch.device("cpu"))
+    grammars = StepGrammars([Grammar(TableMatcher(TABLE), VOCAB, [END]).start()])
     total = torch.zeros(VOCAB, dtype=torch.double)
-    from speclen.worker.sampling.verification import acceptance, recovery
+
+    def restricted(logits: torch.Tensor, draft_ids: torch.Tensor, first: int) -> torch.Tensor:
+        return batch.distribution(grammars.restrict(logits, draft_ids, first)[1])
 
     for first, second in itertools.product(range(VOCAB), repeat=2):
-        batch = BatchSampling(rows, torch.device("cpu"))
-        rule = SamplingRule(batch, torch.zeros(1, dtype=torch.long), None)
         draft_ids = torch.tensor([[first, second]])
-        drafted = [rule._probs(DRAFT[0][None, None], draft_ids[:, :0], 0)]
-        drafted.append(rule._probs(DRAFT[first][None, None], draft_ids[:, :1], 1))
-        probs = rule._probs(TARGET[torch.tensor([[0, first, second]])], draft_ids, 0).double()
+        drafted = [restricted(DRAFT[0][None, None], draft_ids[:, :0], 0)]
+        drafted.append(restricted(DRAFT[first][None, None], draft_ids[:, :1], 1))
+        probs = restricted(TARGET[torch.tensor([[0, first, second]])], draft_ids, 0).double()
         draft_probs = torch.cat(drafted, dim=1).double()
         share = float(draft_probs[0, 0, first] * draft_probs[0, 1, second])
         if not share:
@@ -208,17 +210,13 @@ def test_masks_are_made_once_for_a_position() -> None:
     """Verification reuses the masks of drafting, and the next step those of accepted tokens."""
     matcher = TableMatcher(TABLE)
     state = Grammar(matcher, VOCAB, [END]).start()
-    assert isinstance(state._matcher, TableMatcher)
     for depth in range(3):
         state.masks([0, 0], depth, 1)
     state.masks([0, 0], 0, 3)
-    assert state._matcher.num_masks == 3
+    assert matcher.made == [0, 1, 2]
     state.append([0, 0])
     state.masks([1], 0, 2)
-    assert state._matcher.num_masks == 4
-    assert state._matcher.read == [-1, 0, 0, 1]
-    state.rewind()
-    assert state._matcher.read == [-1, 0, 0]
+    assert matcher.made == [0, 1, 2, 3]
 
 
 def test_what_is_held_back_comes_where_nothing_else_may() -> None:

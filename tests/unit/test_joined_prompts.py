@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from speclen.worker.backends import cached_model
 from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention
 from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import prompt_part
@@ -44,29 +43,6 @@ def test_prompts_that_attend_together_put_out_what_the_target_alone_would(family
 
 def parts_of(attention: RowAttention | PackedAttention) -> list[RowAttention]:
     return list(attention.parts) if isinstance(attention, PackedAttention) else [attention]
-
-
-def test_what_a_pass_writes_is_noted_and_nothing_else_is_written() -> None:
-    model = joining_model()
-    rows, lengths = (3, 0, 2), (5, 1, 9)
-    with torch.inference_mode():
-        model.forward(
-            [prompt_part(row, list(range(1, 1 + n)), 0, model.device) for row, n in zip(rows, lengths, strict=True)]
-        )
-    for row in range(4):
-        length = dict(zip(rows, lengths, strict=True)).get(row, 0)
-        assert model.pool._touched[row] == length
-        for layer in model.pool.layers:
-            written = (layer[row] != 0).any(dim=0).any(dim=0).any(dim=-1)
-            assert written.nonzero().flatten().tolist() == list(range(length))
-
-
-def test_prompts_whose_copies_would_be_large_attend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = joining_model()
-    parts = [prompt_part(row, [1] * 10, 0, model.device) for row in range(3)]
-    assert [type(one) for one in model._attentions(parts)] == [JoinedRows]
-    monkeypatch.setattr(cached_model, "MOST_JOINED_TOKENS", 29)
-    assert [type(one) for one in model._attentions(parts)] == [RowAttention] * 3
 
 
 def test_the_operators_of_a_pass_do_not_grow_with_its_prompts() -> None:

@@ -71,14 +71,6 @@ def test_every_column_sees_the_tokens_before_it(first: int, num_rows: int) -> No
             assert edited[at, column].tolist() == pytest.approx(expected, abs=1e-5), (at, column)
 
 
-def test_the_models_own_logits_stay_untouched() -> None:
-    """Log probabilities are reported from them afterwards."""
-    logits = torch.randn(4, 1, VOCAB)
-    kept = logits.clone()
-    LogitEdits(make_rows(), torch.zeros(4, dtype=torch.long)).apply(logits, torch.zeros(4, 0, dtype=torch.long), 0)
-    assert torch.equal(logits, kept)
-
-
 def test_a_bias_for_the_whole_vocabulary_costs_a_step_little() -> None:
     """Listing its tokens anew took 0.14 s a step, and every step of every other request waited for that."""
     vocab_size = 150_000

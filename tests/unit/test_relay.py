@@ -111,10 +111,3 @@ def test_who_gives_up_while_a_thread_works_for_it_is_not_in_the_way_of_the_next_
         assert await again == "served"
 
     asyncio.run(asyncio.wait_for(story(), 10))
-
-
-def test_a_closed_loop_is_no_error():
-    loop = asyncio.new_event_loop()
-    relay = OutputRelay(loop, 0.01)
-    loop.close()
-    relay.put(OutputStream(), output(0))

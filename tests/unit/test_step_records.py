@@ -6,11 +6,10 @@ import pytest
 
 from speclen.records import PLAIN, Arm, RequestClass, StepFlag
 from speclen.v1 import control_pb2 as pb
-from speclen.worker.engine.engine import Engine
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
 from tests.support import tiny_models
-from tests.support.engines import Arms, generate, make_engine, make_pair, request
+from tests.support.engines import Arms, generate, make_engine, request
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -57,23 +56,6 @@ def test_a_draft_that_is_behind_in_a_prompt_catches_up_with_its_next_part() -> N
     chooser.arms = [Arm(3)]
     engine.step()
     assert long.draft_length == long.target_length == 32
-
-
-def test_a_pair_whose_draft_fails_on_a_prompt_still_tells_what_it_told() -> None:
-    """Time that was counted for a plan that failed and was run in parts is told with one of them."""
-    chooser = Arms(Arm(2))
-    engine: Engine = make_engine(make_pair(), chooser, max_batch_size=2)
-    real, calls = engine.runner.target.forward, []
-
-    def once(parts):  # type: ignore[no-untyped-def]
-        calls.append(len(parts))
-        if len(calls) == 1:
-            raise RuntimeError("once")
-        return real(parts)
-
-    engine.runner.target.forward = once  # type: ignore[method-assign]
-    generate(engine, *(request(str(at), PROMPT, max_tokens=8, ignore_eos=True) for at in range(2)))
-    assert sum(record.draft_prefill_s for record in chooser.records) > 0.0
 
 
 def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
@@ -183,21 +165,6 @@ def test_the_class_follows_from_the_sampling(sampling: dict[str, float], expecte
     assert SamplingParams(**sampling).request_class == expected
 
 
-def test_histograms_by_class_add_up() -> None:
-    chooser = Arms(Arm(3))
-    settings = [{}, {"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "seed": 2}]
-    engine = make_engine(chooser=chooser)
-    generate(engine, *(request(str(at), PROMPT, **LONG, **each) for at, each in enumerate(settings)))
-    record = chooser.records[0]
-    assert [kind for kind, _ in record.class_histograms] == [RequestClass.GREEDY, RequestClass.HIGH_TEMPERATURE]
-    assert (
-        tuple(map(sum, zip(*(runs for _, runs in record.class_histograms), strict=True))) == record.accepted_histogram
-    )
-    chooser.records.clear()
-    generate(engine, request("greedy", PROMPT, **LONG))
-    assert not any(record.class_histograms for record in chooser.records)
-
-
 def num_new(chooser: Arms) -> list[int]:
     return [record.num_new_sequences for record in chooser.records]
 
@@ -213,16 +180,6 @@ def test_sequences_that_wait_behind_a_step_are_counted() -> None:
     assert num_new(chooser)[:5] == [0, 1, 0, 1, 0]
     generate(engine)
     assert sum(num_new(chooser)) == 3
-
-
-def test_sequences_that_wait_for_nobody_are_not() -> None:
-    """Those of an idle worker, and those that share a prompt that was fed: their first token comes before the step."""
-    chooser = Arms(PLAIN)
-    engine = make_engine(chooser=chooser, max_batch_size=3)
-    generate(engine, *(request(name, PROMPT, max_tokens=3, ignore_eos=True) for name in "ab"))
-    many = request("many", PROMPT[::-1], max_tokens=20, ignore_eos=True, n=3)
-    generate(engine, request("other", PROMPT, max_tokens=3, ignore_eos=True), many)
-    assert not any(num_new(chooser))
 
 
 def test_a_record_becomes_a_report_field_by_field() -> None:
