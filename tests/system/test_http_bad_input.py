@@ -386,7 +386,7 @@ def test_a_large_answer_may_take_as_long_as_it_is_read(monkeypatch, reads):
     assert seconds > (1.0 if reads else 0.0)
 
 
-def test_over_tls_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(tmp_path):
+async def test_over_tls_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_not(tmp_path):
     """TLS takes one write at once, however large: nobody noticed that nothing was read, nor that something still was."""
     pair = make_certificates(tmp_path)
     body = "x" * 8_000_000
@@ -396,28 +396,25 @@ def test_over_tls_a_large_answer_waits_for_who_reads_it_and_ends_with_who_does_n
         await json_response(body)(scope, receive, send)
         sent.append(True)
 
-    async def scenario():
-        bound = listen("127.0.0.1:0")
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
-        security = ServerSecurity(tls_cert=pair.server.cert, tls_key=pair.server.key)
-        server = make_server(app, security, unread_timeout_s=0.5)
-        trust = ssl.create_default_context(cafile=str(pair.authority.cert))
-        async with serving(server, bound):
-            reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
-            writer.write(head("GET /", {"Connection": "close"}))
-            await reader.readuntil(b"\r\n\r\n")
-            assert not sent, "it is sent as it is read"
-            assert len(await reader.read()) == len(body) + 2
-            unread, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
-            writer.write(head("GET /", {"Connection": "close"}))
-            await unread.readuntil(b"\r\n\r\n")
-            began = time.monotonic()
-            while server.server_state.connections:
-                await asyncio.sleep(0.02)
-            assert time.monotonic() - began < 15.0, "TLS itself gives up after 30 s"
-            writer.transport.abort()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    bound = listen("127.0.0.1:0")
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+    security = ServerSecurity(tls_cert=pair.server.cert, tls_key=pair.server.key)
+    server = make_server(app, security, unread_timeout_s=0.5)
+    trust = ssl.create_default_context(cafile=str(pair.authority.cert))
+    async with serving(server, bound):
+        reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+        writer.write(head("GET /", {"Connection": "close"}))
+        await reader.readuntil(b"\r\n\r\n")
+        assert not sent, "it is sent as it is read"
+        assert len(await reader.read()) == len(body) + 2
+        unread, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust, limit=65_536)
+        writer.write(head("GET /", {"Connection": "close"}))
+        await unread.readuntil(b"\r\n\r\n")
+        began = time.monotonic()
+        while server.server_state.connections:
+            await asyncio.sleep(0.02)
+        assert time.monotonic() - began < 15.0, "TLS itself gives up after 30 s"
+        writer.transport.abort()
 
 
 def test_a_line_holds_no_character_that_a_reader_of_lines_may_take_for_its_end():

@@ -100,20 +100,15 @@ def test_a_busy_neighbour_on_the_same_core_is_seen():
     assert float(found.stdout) > threads.CROWDED
 
 
-def test_where_nothing_is_counted_the_number_stays(tmp_path, monkeypatch):
+async def test_where_nothing_is_counted_the_number_stays(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         read_usage({0}, proc=tmp_path)
     monkeypatch.setattr(threads, "read_usage", lambda cores: read_usage(cores, proc=tmp_path))
 
-    async def watch() -> None:
-        """It says so once, and does not end: that would be taken for a failure."""
-        with capture_logs() as logs, pytest.raises(TimeoutError):
-            await asyncio.wait_for(watch_cores(ThreadChoice(2), pytest.fail), 0.2)
-        assert [entry["event"] for entry in logs] == [
-            "the system does not tell how long threads wait: their number stays"
-        ]
-
-    asyncio.run(watch())
+    """It says so once, and does not end: that would be taken for a failure."""
+    with capture_logs() as logs, pytest.raises(TimeoutError):
+        await asyncio.wait_for(watch_cores(ThreadChoice(2), pytest.fail), 0.2)
+    assert [entry["event"] for entry in logs] == ["the system does not tell how long threads wait: their number stays"]
 
 
 def test_watching_tells_the_engine(monkeypatch):

@@ -306,25 +306,22 @@ def test_a_probe_of_the_controller_is_used_once():
     with_controller(controller, scenario)
 
 
-def test_the_worker_ends_and_its_last_reports_do_not_wait():
+async def test_the_worker_ends_and_its_last_reports_do_not_wait():
     controller, slow = FakeController(), replace(QUICK, flush_interval_s=0.2, heartbeat_s=60.0)
     controller.acknowledge = False
 
-    async def scenario():
-        server, address = await start(controller)
-        control = client(settings=slow)
-        task = asyncio.create_task(control.run(address))
-        await until(lambda: control.connected)
-        control.hand_over()
-        control.report(step())
-        await until(lambda: controller.seqs)
-        controller.acknowledge = True
-        await until(lambda: not control.buffer, 5.0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await server.stop(None)
-
-    asyncio.run(scenario())
+    server, address = await start(controller)
+    control = client(settings=slow)
+    task = asyncio.create_task(control.run(address))
+    await until(lambda: control.connected)
+    control.hand_over()
+    control.report(step())
+    await until(lambda: controller.seqs)
+    controller.acknowledge = True
+    await until(lambda: not control.buffer, 5.0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await server.stop(None)
 
 
 def test_when_the_controller_goes_the_last_table_stays():
