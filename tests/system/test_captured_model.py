@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speclen.records import StepFlag, StepRecord
-from speclen.worker.backends.captured_model import CapturedModel, padded_rows, reach
+from speclen.worker.backends.captured_model import CapturedModel, reach
 from speclen.worker.backends.prompt_blocks import MOST_BLOCKS, sizes_up_to
 from speclen.worker.backends.recording import Recording, RerunRecorder
 from speclen.worker.engine.engine import Engine
@@ -97,23 +97,6 @@ def test_recorded_and_plain_steps_give_the_same_tokens(sampling: dict[str, float
     assert outputs[0] == outputs[1]
 
 
-def test_recordings_are_bounded_and_the_oldest_goes() -> None:
-    recorder = CountingRecorder()
-    engine = engines.make_engine(chooser=RandomLengths(1, longest=5), recorder=recorder, max_recordings=3)
-    texts(engine)
-    assert recorder.num_recordings == engine.target.num_first_uses + engine.draft.num_first_uses > 6
-    assert num_kept(engine.target) == 3
-
-
-def test_what_was_recorded_once_is_not_recorded_again() -> None:
-    recorder = CountingRecorder()
-    engine = engines.make_engine(recorder=recorder)
-    texts(engine)
-    before = recorder.num_recordings
-    texts(engine)
-    assert recorder.num_recordings == before
-
-
 def test_passes_are_recorded_before_anybody_is_served() -> None:
     """All that steps of these rows and lengths run, those over short rows first; without changing what is put out."""
     recorder = CountingRecorder()
@@ -189,13 +172,6 @@ def test_a_pool_without_spare_places_is_refused() -> None:
     plain = engines.make_engine().target
     with pytest.raises(ValueError, match="spare ones are needed"):
         CapturedModel(plain, RerunRecorder(), max_queries=plain.pool.max_length, max_recordings=1)
-
-
-def test_rows_and_reach_are_rounded_up_to_few_values() -> None:
-    assert [padded_rows(rows, 30) for rows in (1, 2, 3, 5, 8, 9, 17, 30)] == [1, 2, 4, 8, 8, 16, 24, 30]
-    assert [reach(tokens, 1000) for tokens in (1, 128, 129, 193, 257, 385, 900)] == [128, 128, 192, 256, 384, 512, 1000]
-    for tokens in range(1, 4096):
-        assert tokens <= reach(tokens, 4096) <= max(128, 1.5 * tokens)
 
 
 def test_sequences_of_one_request_start_from_logits_that_later_passes_leave_alone() -> None:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import socket
 import ssl
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from speclen.transport.credentials import ServerSecurity
 from speclen.worker.config import WorkerConfig
 from speclen.worker.http import connection, guard
 from speclen.worker.http.responses import json_response, to_json
-from speclen.worker.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
-from speclen.worker.http.server import allow_many_files, listen, make_server, serving
+from speclen.worker.http.schema import ChatRequest, CompletionRequest
+from speclen.worker.http.server import listen, make_server, serving
 from tests.support import tiny_models
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import KEY, MODEL, http_worker, until_idle
@@ -41,50 +40,35 @@ def post(worker, body, path="/v1/completions"):
     [
         (b"", 400, None, "required"),
         (b"{", 400, None, "not valid JSON"),
-        (b'{"prompt": "a", "min_p": -Infinity}', 400, None, "not valid JSON: -Infinity is no number of JSON"),
-        (b"[" * 100_000, 400, None, "not valid JSON: it is nested too deeply"),
         (b"\xff\xfe", 400, None, "not valid JSON"),
-        (b'{"prompt": "\xff"}', 400, None, "not valid JSON: byte 12 is not UTF-8"),
-        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400, None, "a number has too many digits"),
         ([], 400, None, "the body: input should be an object"),
         ({}, 400, "prompt", "required"),
         ({"prompt": None}, 400, "prompt", "prompt"),
-        ({"prompt": 7}, 400, "prompt", "prompt"),
         ({"prompt": ""}, 400, "prompt", "at least one token"),
         ({"prompt": []}, 400, "prompt", "at least one token"),
-        ({"prompt": [[]]}, 400, "prompt", "at least one token"),
         ({"prompt": ["a"] * 65}, 400, "prompt", ""),
         ({"prompt": [3, tiny_models.VOCAB_SIZE]}, 400, "prompt", str(tiny_models.VOCAB_SIZE)),
         ({"prompt": [-1]}, 400, "prompt", ""),
         ({"prompt": "half \ud800"}, 400, "prompt", "surrogate"),
         ({"prompt": "a", "model": "gpt-9"}, 404, "model", "gpt-9"),
-        ({"prompt": "a", "model": "\ud800"}, 404, "model", "does not exist"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", "integer"),
         ({"prompt": "a", "max_tokens": 300}, 400, "prompt", "maximum context length is 256"),
         ({"prompt": [5] * 300}, 400, "prompt", "maximum context length is 256"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature", ""),
-        (b'{"prompt": "a", "temperature": NaN}', 400, None, "NaN is no number of JSON"),
-        (b'{"prompt": "a", "temperature": 1e999}', 400, None, "the number 1e999 is too large"),
         ({"prompt": "a", "top_k": 2**40}, 400, "top_k", ""),
-        ({"prompt": "a", "n": 65}, 400, "n", ""),
         ({"prompt": "a", "seed": -(2**63) - 1}, 400, "seed", ""),
-        ({"prompt": "a", "seed": 2**64}, 400, "seed", ""),
         ({"prompt": "a", "stop": [""]}, 400, "stop", "characters"),
         ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop", ""),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ""),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token id"),
         ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, "logit_bias", "9999"),
-        ({"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias", "101"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "more than"),
         ({"prompt": "a", "speculation": 64}, 400, "speculation", "allowed are 0 to 8"),
         ({"prompt": "a", "speculation": "fast"}, 400, "speculation", ""),
         ({"prompt": "a", "echo": True}, 400, "echo", "not supported"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "json_object"),
         ({"prompt": "a", "best_of": 3}, 400, "best_of", "not supported by this server: use n"),
-        ({"prompt": "a", "bad_words": ["x"]}, 400, "bad_words", "not supported"),
-        ({"prompt": "a", "allowed_token_ids": [3]}, 400, "allowed_token_ids", "not supported"),
-        ({"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
         ({"prompt": "a", "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", ""),
     ],
@@ -126,30 +110,18 @@ LONG = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url"
     ("field", "value", "words"),
     [
         ("prompt", ["a"] * 65, "prompt: list should have at most 64 items, not 65"),
-        ("prompt", [[5]] * 65, "prompt: list should have at most 64 items, not 65"),
         ("prompt", 7, "prompt: input should be a valid string or a valid list"),
-        ("prompt", [-1], "prompt.0: input should be greater than or equal to 0"),
         ("prompt", ["a", 5], "prompt.1: input should be a valid string"),
-        ("prompt", [5] * 99 + ["a"], "prompt.99: input should be a valid integer"),
         ("prompt", [[5, "a"]], "prompt.0.1: input should be a valid integer"),
         ("prompt", [1.5], "prompt.0: input should be a valid integer or a valid string or a valid list"),
-        ("stop", ["x"] * 17, "stop: list should have at most 16 items, not 17"),
-        ("stop", ["x", 5], "stop.1: input should be a valid string"),
         ("speculation", "x", "speculation: input should be a valid integer or 'auto' or 'off'"),
-        ("speculation", 99, "speculation: input should be less than or equal to 64"),
         (
             "messages",
             [{"role": "user", "content": LONG}],
             "messages.0.content.1.type: input should be 'text' or 'refusal'",
         ),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0: text is missing"),
-        ("messages", [7], "messages.0: input should be an object"),
         ("logit_bias", {"x": 1}, "logit_bias: key 'x' is no token id"),
-        (
-            "logit_bias",
-            dict.fromkeys(map(str, range(1025)), 0),
-            "logit_bias: it has 1025 entries; at most 1024 are allowed",
-        ),
         (
             "structured_outputs",
             {"json": 5},
@@ -167,14 +139,10 @@ def test_of_fields_that_take_several_kinds_the_one_that_was_meant_speaks(worker,
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (DetokenizeRequest, {"tokens": [""] * 1000}),
-        (CompletionRequest, {"prompt": [-1] * 1000}),
         (CompletionRequest, {"prompt": [["a"] * 1000] * 9}),
-        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 1000}),
         (CompletionRequest, {"prompt": "a", "logit_bias": {str(token): "x" for token in range(1025)}}),
         (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [5] * 1000}}),
         (ChatRequest, {"messages": [{"role": "user", "content": [5] * 1000}] * 1000}),
-        (ChatRequest, {"messages": [5] * 1000}),
     ],
 )
 def test_of_a_thousand_wrong_items_one_is_complained_of(kind, body):
@@ -490,51 +458,17 @@ def test_hundreds_of_disconnects_leave_nothing_behind(worker):
     assert post(worker, {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_a_thousand_streams_at_once_end_well_or_are_told_to_wait():
-    content = json.dumps({"prompt": "a", "max_tokens": 8, "stream": True, "ignore_eos": True}).encode()
-    lines = {"Content-Type": "application/json", "Content-Length": len(content), "Connection": "close"}
-    request = head("POST /v1/completions", lines) + content
-
-    async def ask(address):
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(request)
-        answer = await reader.read(-1)
-        writer.close()
-        return answer
-
-    async def ask_all(address):
-        return await asyncio.gather(*(ask(address) for _ in range(1_000)))
-
-    with http_worker(max_batch_size=16, max_waiting=256) as busy:
-        allow_many_files()
-        answers = asyncio.run(ask_all(busy.http))
-        served = [one for one in answers if one.startswith(b"HTTP/1.1 200 ")]
-        assert len(served) >= 256
-        assert all(b'"finish_reason":"length"' in one and one.endswith(b"[DONE]\n\n\r\n0\r\n\r\n") for one in served)
-        assert all(one.startswith(b"HTTP/1.1 429 ") for one in answers if one not in served)
-        until_idle(busy.engine)
-
-
 def metrics(worker):
     return httpx.get(f"{worker.url}/metrics").text.splitlines()
 
 
-def certificate(folder):
-    """Certificate and key of 127.0.0.1, signed by itself."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=test"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
-    return cert, key
-
-
 def test_tls_and_key_together(tmp_path):
-    cert, key = certificate(tmp_path)
+    made = make_certificates(tmp_path)
+    cert, key, authority = made.server.cert, made.server.key, made.authority.cert
     token = tmp_path / "token"
     token.write_text(KEY)
     with http_worker(security=ServerSecurity(tls_cert=cert, tls_key=key, token_file=token)) as worker:
-        context = ssl.create_default_context(cafile=str(cert))
+        context = ssl.create_default_context(cafile=str(authority))
         url, headers = f"https://{worker.http}/v1/models", {"Authorization": f"Bearer {KEY}"}
         assert httpx.get(url, verify=context, headers=headers).json()["data"][0]["id"] == MODEL
         assert httpx.get(url, verify=context).status_code == 401
@@ -542,11 +476,11 @@ def test_tls_and_key_together(tmp_path):
             httpx.get(url, headers=headers)
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http"), headers=headers)
-    with http_worker(security=ServerSecurity(tls_cert=cert, tls_key=key, tls_client_ca=cert)) as worker:
+    with http_worker(security=ServerSecurity(tls_cert=cert, tls_key=key, tls_client_ca=authority)) as worker:
         url = f"https://{worker.http}/health"
         with pytest.raises(httpx.HTTPError):
             httpx.get(url, verify=context)
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(made.client.cert, made.client.key)
         assert httpx.get(url, verify=context).status_code == 200
 
 

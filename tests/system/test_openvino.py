@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import logging
 import random
 import re
@@ -25,7 +24,6 @@ from speclen.worker.backends.packed_linear import private_copy
 from speclen.worker.backends.passes import RaggedPart, StepRows
 from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.engine import Engine
 from speclen.worker.engine.preparation import PreparedPair, prepare
 from speclen.worker.models.loading import cpu_has_bfloat16
 from speclen.worker.models.naming import ModelError
@@ -70,35 +68,6 @@ def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None
     one = load(model, dtype)
     check_model(one, model, family)
     assert one.pool.num_bytes_held() == 0, "the check must leave nothing behind"
-
-
-@needs_openvino
-@pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
-def test_few_tokens_get_company_that_leaves_no_trace(dtype: torch.dtype) -> None:
-    """A row fed token by token, with another beside it or not: its logits are those of one pass over all of them."""
-    model = load(tiny_models.build("llama").to(dtype), dtype)
-    ids = torch.arange(1, 71)
-
-    def fed(row: int, places: range, both: bool = False) -> torch.Tensor:
-        rows = np.array([row, 1 - row] if both else [row])
-        starts, tokens = np.full(len(rows), places[0]), ids[places[0] : places[-1] + 1].repeat(len(rows))
-        part = RaggedPart(rows, starts, np.full(len(rows), len(places)), tokens, np.full(len(rows), 1))
-        return model.forward([part])[0].clone()[0]
-
-    whole = {last: fed(0, range(last + 1)) for last in (1, 40, 69)}
-    model.pool.release(0)
-    held = []
-    for place in range(70):
-        logits = fed(0, range(place, place + 1), both=place >= 35)
-        held.append(model.pool.num_bytes_held())
-        if place == 31:  # the row's first block is full, and nobody may write to it any more
-            (block,) = model.pool.reach_rows(np.array([0]), np.array([32]))[0]
-            full = [cache[block].copy() for cache in model.pool.caches]
-        if place in whole:
-            torch.testing.assert_close(logits, whole[place], rtol=0, atol=0.15 if dtype == torch.bfloat16 else 1e-4)
-    for cache, before in zip(model.pool.caches, full, strict=True):
-        np.testing.assert_array_equal(cache[block], before)
-    assert held[0] == held[31] == held[34] / 2, "a row of 32 tokens holds one block"
 
 
 @needs_openvino
@@ -337,31 +306,3 @@ def test_sampled_outputs_are_those_of_torch() -> None:
         collected = engines.generate(engine, *requests)
         outputs.append([collected.ids(one.request_id) for one in requests])
     assert outputs[0] == outputs[1]
-
-
-def outputs_of(engine: Engine, num_requests: int = 12, **sampling: Any) -> list[list[int]]:
-    generator = random.Random(4)
-    prompts = [engines.random_prompt(generator) for _ in range(num_requests)]
-    requests = [
-        engines.request(str(n), ids, max_tokens=5 + 3 * n, ignore_eos=True, **sampling) for n, ids in enumerate(prompts)
-    ]
-    collected = engines.generate(engine, *requests)
-    return [collected.ids(one.request_id) for one in requests]
-
-
-@needs_openvino
-def test_a_pass_that_fails_ends_its_requests_and_no_others() -> None:
-    engine = engines.make_engine(chooser=2, backend="openvino")
-    before = outputs_of(engine, 2)
-    honest, num_failures = engine.target.host_logits, itertools.count(1)  # type: ignore[attr-defined]
-
-    def failing(*args: Any) -> Any:
-        if next(num_failures) == 2:  # with what was drafted and without
-            engine.target.host_logits = honest  # type: ignore[attr-defined]
-        raise MemoryError
-
-    engine.target.host_logits = failing  # type: ignore[attr-defined]
-    collected = engines.generate(engine, engines.request("x", engines.random_prompt(random.Random(1)), max_tokens=9))
-    assert collected.reason("x") is FinishReason.ABORT
-    assert "MemoryError" in (collected.last("x").error or "")
-    assert outputs_of(engine, 2) == before

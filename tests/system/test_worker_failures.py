@@ -22,14 +22,9 @@ from speclen.console.processes import Child
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support import tiny_models
+from tests.support.addresses import free_address
 
 SCRIPT = Path(__file__).parents[1] / "support" / "failing_worker.py"
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")

@@ -160,21 +160,6 @@ def test_the_table_comes_from_the_controller_and_reports_go_to_it():
     assert control.buffer.num_dropped == 0
 
 
-def test_a_stream_that_the_controller_closed_is_not_taken_for_silence():
-    controller = FakeController()
-    controller.hang_up_after = 1
-
-    async def scenario(control):
-        await until(lambda: control.connected)
-        control.report(step())
-        await until(lambda: controller.num_streams > 1)
-
-    with capture_logs() as logs:
-        with_controller(controller, scenario)
-    reasons = {entry["reason"] for entry in logs if entry["event"].startswith("controller lost")}
-    assert reasons == {"closed by the controller"}
-
-
 def test_after_a_lost_stream_whatever_was_not_durable_is_sent_again():
     controller = FakeController()
     controller.acknowledge = False
@@ -294,18 +279,6 @@ def test_a_worker_with_its_own_policy_ignores_tables_and_probes_but_reports():
     with_controller(controller, scenario, follow=False)
 
 
-def test_a_probe_of_the_controller_is_used_once():
-    controller = FakeController()
-    controller.probes = [probe(3, 4)]
-
-    async def scenario(control):
-        await until(lambda: control.connected)
-        await until(lambda: control.choose(4).probe_id == 9)
-        assert [control.choose(size).probe_id for size in (2, 4, 4, 3)] == [0] * 4
-
-    with_controller(controller, scenario)
-
-
 async def test_the_worker_ends_and_its_last_reports_do_not_wait():
     controller, slow = FakeController(), replace(QUICK, flush_interval_s=0.2, heartbeat_s=60.0)
     controller.acknowledge = False
@@ -322,24 +295,6 @@ async def test_the_worker_ends_and_its_last_reports_do_not_wait():
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await server.stop(None)
-
-
-def test_when_the_controller_goes_the_last_table_stays():
-    async def scenario() -> ControlClient:
-        controller = FakeController()
-        server, address = await start(controller)
-        control = client()
-        task = asyncio.create_task(control.run(address))
-        await until(lambda: control.connected)
-        await server.stop(None)
-        await until(lambda: not control.connected)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return control
-
-    control = asyncio.run(scenario())
-    assert control.table.source == "last table"
-    assert control.choose(1).arm == Arm(3, ngram=True)
 
 
 # Probes.
@@ -435,10 +390,3 @@ def test_sampling_is_the_controllers_within_bounds(told: int, used: int):
     control = client()
     control.use_sampling(told)
     assert control.buffer.sample_every == used
-
-
-def test_choosing_and_reporting_are_cheap():
-    """No timing here, only that nothing but a tuple index and an append happens: no lock, no message, no clock."""
-    control = client(clock=pytest.fail)
-    control.choose(1)
-    control.report(step())

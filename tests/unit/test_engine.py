@@ -31,21 +31,6 @@ from tests.support.engines import (
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
 
-def test_totals_agree_with_what_requests_were_told() -> None:
-    """Also where a request's end cuts off accepted tokens: mean batch size and mean length are made from these."""
-    engine = make_engine(chooser=RandomLengths(3))
-    names = [str(at) for at in range(7)]
-    collected = generate(engine, *(request(name, PROMPT, max_tokens=5 + int(name)) for name in names))
-    last, load = [collected.last(name) for name in names], engine.load()
-    assert load.num_row_steps == sum(each.num_steps for each in last)
-    assert load.num_draft_tokens == sum(each.num_draft_tokens for each in last)
-    assert load.num_generated_tokens == sum(each.num_completion_tokens for each in last)
-    assert load.num_accepted_tokens == sum(each.num_accepted_tokens for each in last)
-    assert load.num_steps < load.num_row_steps <= 4 * load.num_steps
-    # The first token of a request comes from its prompt's pass; a row's step gives one, and what its draft was worth.
-    assert load.num_generated_tokens == len(names) + load.num_row_steps + load.num_accepted_tokens
-
-
 def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
     """Nobody gets it, so it must not make a length look better. The draft is the target: nothing is rejected."""
     target, _ = engines.models("llama")
@@ -260,16 +245,6 @@ def test_a_row_near_its_end_does_not_keep_the_step_from_teaching() -> None:
     assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
     assert script.records[0].batch_size == 2
     assert script.records[0].arm.speculation_length == 4
-
-
-def test_first_use_of_a_shape_is_flagged_once() -> None:
-    script = script_of(2)
-    engine = make_engine(chooser=script)
-    for name in ("a", "b"):
-        generate(engine, request(name, PROMPT, max_tokens=20, ignore_eos=True))
-    first = [(r.batch_size, r.arm.speculation_length) for r in script.records if StepFlag.FIRST_USE in r.flags]
-    assert len(first) == len(set(first))
-    assert (1, 2) in first
 
 
 # Joining, leaving, refusing.

@@ -7,7 +7,6 @@ outputs that it generated under some arm, and others generate them again under e
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,33 +225,6 @@ def test_of_an_output_that_is_too_long_for_the_time_a_part_is_evaluated(
     assert first.num_tokens == first.num_output_tokens == other.num_output_tokens == 89
     assert other.num_tokens < 89
     assert all(steps <= other.num_tokens for steps in other.num_steps)
-
-
-def test_outputs_that_take_long_are_not_evaluated_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quick ones of 5 steps and slow ones of 30 take turns, one at a time; an evaluation takes half a step."""
-    now, found = [0.0], []
-    monkeypatch.setattr(evaluating.time, "perf_counter", lambda: now[0])
-
-    def ngrams(tokens: list[int], first: int) -> tuple[list[int], list[int]]:
-        now[0] += 0.005
-        found.append(tokens[0])
-        return [0] * (len(tokens) - first), [0] * (len(tokens) - first)
-
-    monkeypatch.setattr(evaluating, "evaluate_ngrams", ngrams)
-    device = SimpleNamespace(device=torch.device("cpu"))
-    evaluator = evaluating.Evaluator(device, None, Limits(1, 0, ngram=True), 256, 100)  # type: ignore[arg-type]
-    row = {"row": 0, "may_use_ngrams": True, "sampling": SimpleNamespace(looks_back=False), "may_draft": False}
-    row |= {"num_prompt_tokens": 1, "num_output_tokens": 20, "request_class": 0}
-    step_s = 0.0
-    for output in range(6000):
-        num_steps = (5, 30)[output % 2]
-        for at in range(num_steps):
-            ended = SimpleNamespace(finished=at == num_steps - 1, tokens=[num_steps] * 21, **row)
-            evaluator.evaluate([ended], 0.01)  # type: ignore[list-item]
-            step_s += 0.01
-    assert 0.4 < found.count(5) / len(found) < 0.6
-    late = evaluating.LATER_SHARE * step_s / 0.005
-    assert 0.8 * late < len(found) < 1.2 * late + evaluating.MANY
 
 
 @pytest.mark.parametrize("chunk", [3, 16, 1000])

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 
-from speclen.records import Arm
 from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
 from speclen.worker.sampling.grammar import Grammar, StepGrammars
 from speclen.worker.sampling.noise import make_key
@@ -28,7 +27,7 @@ from speclen.worker.sampling.rules import BatchSampling, RowSampling, SamplingRu
 from speclen.worker.sampling.verification import acceptance, recovery
 from speclen.worker.structured import source, trial
 from tests.support import engines, tiny_models
-from tests.support.engines import Arms, Collected, RandomLengths
+from tests.support.engines import Collected, RandomLengths
 
 BUNDLED = Path(__file__).parents[2] / "worker" / "bundled" / "target"
 VOCAB = 5
@@ -184,39 +183,6 @@ def test_exactly_the_restricted_target_whatever_is_drafted() -> None:
         total += share * (1 - accepted) * rest / rest.sum()
     law = chain(TARGET, 1.0, 1)
     assert total.tolist() == pytest.approx([law.get((token,), 0.0) for token in range(VOCAB)], abs=1e-6)
-
-
-def test_a_draft_that_the_grammar_forbids_is_never_accepted_and_stops_no_other_row() -> None:
-    """Copied tokens are not proposed by a rule: here the drafts are arbitrary, and only one row has a grammar."""
-    state = Grammar(TableMatcher(TABLE), VOCAB, [END]).start()
-    rows = [RowSampling(grammar=state), RowSampling()]
-    batch = BatchSampling(rows, torch.device("cpu"))
-    assert batch.is_plain_greedy
-    for drafts in itertools.product(range(VOCAB), repeat=3):
-        draft_ids = torch.tensor([drafts, drafts])
-        logits = torch.nn.functional.one_hot(torch.cat([draft_ids, draft_ids[:, :1]], 1), VOCAB).float() * 9
-        grammars_ = StepGrammars([state, None])
-        index, restricted = grammars_.restrict(logits, draft_ids, 0)
-        assert index.tolist() == [0]
-        last = -1
-        for column, token in enumerate(drafts):
-            assert (restricted[0, column] > float("-inf")).nonzero()[:, 0].tolist() == TABLE[last]
-            if token not in TABLE[last] or token == END:
-                break
-            last = token
-
-
-def test_masks_are_made_once_for_a_position() -> None:
-    """Verification reuses the masks of drafting, and the next step those of accepted tokens."""
-    matcher = TableMatcher(TABLE)
-    state = Grammar(matcher, VOCAB, [END]).start()
-    for depth in range(3):
-        state.masks([0, 0], depth, 1)
-    state.masks([0, 0], 0, 3)
-    assert matcher.made == [0, 1, 2]
-    state.append([0, 0])
-    state.masks([1], 0, 2)
-    assert matcher.made == [0, 1, 2, 3]
 
 
 def test_what_is_held_back_comes_where_nothing_else_may() -> None:
@@ -375,21 +341,6 @@ def test_the_same_as_without_speculation(prepared: Any, sampling: dict[str, Any]
     assert any(one.top_ids and one.logprob < one.top_logprobs[0] - 2 for one in told), "unmodified ones"
 
 
-def test_every_finished_output_is_of_its_grammar(prepared: Any) -> None:
-    generator = random.Random(11)
-    grammar = prepared("json_schema", SCHEMA)
-    requests = [
-        structured(str(n), grammar, engines.random_prompt(generator), max_tokens=90, temperature=1.0) for n in range(20)
-    ]
-    collected = engines.generate(engines.make_engine(chooser=3), *requests)
-    for one in requests:
-        assert collected.reason(one.request_id) is FinishReason.STOP
-        found = json.loads(collected.text(one.request_id))
-        assert list(found) == ["name", "age", "tags"]
-        assert 0 <= found["age"] <= 99
-        assert set(found["tags"]) <= {"a", "bc", "def"}
-
-
 def test_ends_stops_and_limits(prepared: Any) -> None:
     """ignore_eos goes on while the grammar does; a stop string cuts; max_tokens may end it in the middle."""
     choice, letters = prepared("choice", ["the target"]), prepared("regex", "[ab]*")
@@ -447,45 +398,6 @@ def test_a_grammar_that_fails_ends_its_own_request(length: int, penalty: float) 
     assert collected.ids("a") == alone.ids("a")
 
 
-@pytest.fixture(scope="module")
-def crowded(prepared: Any) -> Grammar:
-    """A letter, then "kk" or "z", a digit and one of 2,500 rules, which are more at once than may be looked at."""
-    rules = [f'r{number}: "a" "{number}"' for number in range(2500)]
-    either = " | ".join(f"r{number}" for number in range(2500))
-    return prepared("grammar", "\n".join([f'start: /[a-j]/ ("k" "k" | "z" /[0-9]/ ({either}))', *rules]))
-
-
-def test_drafts_into_what_is_too_complex_change_nothing(crowded: Grammar) -> None:
-    """Text, tokens and error are those of decoding without a draft, also where that fails itself, and where it stops."""
-    generator, tokenizer = random.Random(0), tiny_models.tokenizer()
-    pair = engines.make_pair(draft=tiny_models.build("llama", seed=5))
-    prompts = [engines.random_prompt(generator, 10) for _ in range(12)]
-    stop_ids = [(), (tokenizer.encode("k")[0],), tuple(range(100, 250))]
-    found = []
-    for length in (0, 1, 3):
-        engine, collected = engines.make_engine(pair, chooser=length), Collected()
-        for at, prompt in enumerate(prompts):
-            for more, ids in enumerate(stop_ids):
-                engine.submit(structured(f"{at} {more}", crowded, prompt, max_tokens=8, stop_token_ids=ids), collected)
-        engines.finish(engine)
-        lasts = [collected.last(name) for name, _ in list(collected.outputs)]
-        found.append(
-            {
-                one.request_id: (
-                    collected.ids(one.request_id),
-                    collected.text(one.request_id),
-                    one.finish_reason,
-                    one.error,
-                )
-                for one in lasts
-            }
-        )
-    assert found[0] == found[1] == found[2]
-    ends = [reason for _, _, reason, _ in found[0].values()]
-    assert FinishReason.STOP in ends
-    assert FinishReason.ABORT in ends, "what is never met proves nothing"
-
-
 def test_a_grammar_of_which_a_mask_takes_long_is_ended(prepared: Any) -> None:
     """Story: 33 characters, and steps of all rows took seconds: what is looked at grows with the square of the output."""
     text = (BUNDLED / "tokenizer.json").read_text()
@@ -528,16 +440,6 @@ def test_what_a_slow_grammar_takes_teaches_no_step_time() -> None:
     taken = [result.latency_s for result in chooser.records]
     assert len(taken) == 7
     assert min(taken) < SLOW_S / 2, "a step of the tiny models takes some 2 ms"
-
-
-def test_nothing_is_proposed_for_a_grammar_whose_masks_take_long() -> None:
-    """All rows wait for the masks of one, and every proposed token needs one of its own."""
-    chooser = Arms(Arm(3))
-    grammar = Grammar(SlowMatcher({}), tiny_models.VOCAB_SIZE, [tiny_models.EOS_ID])
-    engines.generate(
-        engines.make_engine(chooser=chooser), structured("a", grammar, [3, 4], max_tokens=8, ignore_eos=True)
-    )
-    assert [result.arm.speculation_length for result in chooser.records] == [0] * 7
 
 
 def test_the_text_of_an_end_token_ends_nothing(prepared: Any) -> None:

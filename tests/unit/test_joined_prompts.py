@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention
+from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from speclen.worker.backends.cached_model import CachedModel
+from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.passes import prompt_part
 from tests.support import engines
 from tests.support.engines import RandomLengths, check_greedy
@@ -65,3 +66,16 @@ def joining_model() -> CachedModel:
     engine: Any = engines.make_engine(max_batch_size=9)
     engine.target.joins_prompts = True
     return engine.target
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_on_a_gpu_every_column_of_a_mask_begins_where_its_kernel_may_read(queries: int, repeats: int) -> None:
+    """Story: a pass that was not recorded, of a model whose heads share keys, ended the process on a GPU."""
+    masks = StepMasks(torch.zeros(2, 8, dtype=torch.long, device="meta"), 47, torch.float32)
+    pool = KVPool([LayerShape(1, 8)], 2, 60, torch.float32, torch.device("cpu"))
+    for column in range(8 - queries):
+        mask = RowAttention(pool, masks, slice(column, column + queries)).mask(None, repeats)
+        assert mask.shape == (2, 1, repeats * queries, 47)
+        assert mask.storage_offset() % 8 == 0
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])

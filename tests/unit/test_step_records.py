@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import pytest
+import torch
 
 from speclen.records import PLAIN, Arm, RequestClass, StepFlag
 from speclen.v1 import control_pb2 as pb
+from speclen.worker.backends.passes import PassPart
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
 from tests.support import tiny_models
-from tests.support.engines import Arms, generate, make_engine, request
+from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
 
@@ -202,3 +207,31 @@ def test_a_record_becomes_a_report_field_by_field() -> None:
         assert evaluation.request_class - 1 == record.evaluations[0].request_class
         assert tuple(evaluation.num_steps) == record.evaluations[0].num_steps
         assert tuple(evaluation.num_verified_tokens) == record.evaluations[0].num_verified_tokens
+
+
+FAILED_S = 0.5
+
+
+def test_the_time_of_a_failed_try_is_not_reported() -> None:
+    collected = Collected()
+    engine = make_engine(chooser=2)
+    engine.submit(request("running", [1, 2, 3], max_tokens=30, ignore_eos=True), collected)
+    for _ in range(3):
+        engine.step()
+    honest, failed = engine.target.forward, []
+
+    def failing(parts: Sequence[PassPart]) -> list[torch.Tensor]:
+        if len(parts) > 1 and not failed:
+            failed.append(len(parts))
+            time.sleep(FAILED_S)
+            raise MemoryError
+        return honest(parts)
+
+    engine.target.forward = failing  # type: ignore[method-assign]
+    engine.submit(request("new", [3, 2, 1], max_tokens=3, ignore_eos=True), collected)
+    result = engine.step()
+    assert failed == [2]
+    assert result is not None
+    assert 0.0 < result.latency_s < FAILED_S
+    finish(engine)
+    assert len(collected.ids("running")) == 30
