@@ -49,15 +49,6 @@ def test_sums_are_normed(size: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(normed.float(), plain, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 1024, 1100])
-def test_gates(size: int, dtype: torch.dtype) -> None:
-    gate_up = randn(2, 3, 2 * size, dtype=dtype)
-    gate, up = gate_up.chunk(2, dim=-1)
-    plain = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(fused.gate(gate_up), plain, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-
-
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 12), (40, 8, 16)])
 def test_queries_are_turned_and_keys_and_values_stored(heads: int, kv_heads: int, head_dim: int) -> None:
     rows, queries = 3, 2

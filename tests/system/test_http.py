@@ -1,10 +1,5 @@
 """The official openai client gets from a worker what it gets elsewhere, and the same tokens as over gRPC."""
 
-import asyncio
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import grpc
 import httpx
 import openai
@@ -198,34 +193,6 @@ def test_a_chat_with_log_probabilities_may_be_as_long_as_its_answer_may_be_large
     assert [len(choice.logprobs.content) for choice in chat.choices] == [10, 10]
     with pytest.raises(openai.BadRequestError, match="use stream"):
         client.chat.completions.create(n=2, max_tokens=11, **asked)
-
-
-def test_templates_are_filled_in_one_after_the_other_and_callers_take_turns(monkeypatch):
-    """Any number waited before, for threads that other work needs as well, and the last to come for all before it."""
-    threads = []
-
-    def render(tokenizer, conversation, *_):
-        threads.append(threading.current_thread().name)
-        return conversation[0]["content"]
-
-    monkeypatch.setattr("speclen.worker.http.chat.render", render)
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-    with http_worker(max_batch_size=1, max_waiting=1) as worker, ThreadPoolExecutor(8) as pool:
-        go_on, templates = threading.Event(), worker.async_engine.admission.templates
-        blocking = asyncio.run_coroutine_threadsafe(templates.do("another", go_on.wait), worker.loop)
-        asked = []
-        for number in range(3):  # of which the one that comes third is refused
-            path = "/tokenize" if number == 0 else "/v1/chat/completions"
-            asked.append(pool.submit(httpx.post, f"{worker.url}{path}", json=body | {"max_tokens": 2}, timeout=30))
-            deadline = time.monotonic() + 30
-            while number < 2 and worker.async_engine.admission.num_waiting < number + 1:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-        assert asked[2].result().status_code == 429
-        go_on.set()
-        assert [one.result().status_code for one in asked[:2]] == [200, 200]
-        assert blocking.result(10)
-    assert [name.partition("_")[0] for name in threads] == ["templates"] * 2
 
 
 def test_a_template_that_refuses_and_a_tokenizer_without_one(client):

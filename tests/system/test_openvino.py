@@ -104,10 +104,9 @@ def test_tokens_that_fill_up_a_pass_leave_no_trace(dtype: torch.dtype) -> None:
 
 
 @needs_openvino
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_callers_model_stays_as_it_is(family: str) -> None:
+def test_the_callers_model_stays_as_it_is() -> None:
     dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    model = tiny_models.build(family).to(dtype)
+    model = tiny_models.build("llama").to(dtype)
     before = {
         name: (id(tensor), tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()
     }
@@ -282,27 +281,3 @@ def test_remembered_prompts_change_no_output(sampling: dict[str, Any]) -> None:
     assert outputs[0] == outputs[1]
     assert reused[0] == 0
     assert reused[1] > 1500
-
-
-@needs_openvino
-def test_sampled_outputs_are_those_of_torch() -> None:
-    """A seed gives the same tokens on both, at lengths that change every step: the noise goes by position alone."""
-    outputs = []
-    for backend in ("torch", "openvino"):
-        engine = engines.make_engine(chooser=engines.RandomLengths(2), backend=backend)
-        generator = random.Random(1)
-        requests = [
-            engines.request(
-                str(n),
-                engines.random_prompt(generator),
-                temperature=0.8,
-                top_p=0.95,
-                seed=n,
-                max_tokens=20,
-                ignore_eos=True,
-            )
-            for n in range(25)
-        ]
-        collected = engines.generate(engine, *requests)
-        outputs.append([collected.ids(one.request_id) for one in requests])
-    assert outputs[0] == outputs[1]

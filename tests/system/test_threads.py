@@ -42,11 +42,6 @@ def test_a_crowded_machine_takes_a_thread_at_a_time():
     assert [choice.update(0.4, 0.0, now) for now in (1.0, 1.5, 2.0, 2.5)] == [2, 1, 1, 1]
 
 
-def test_nothing_changes_while_all_is_well():
-    choice = ThreadChoice(2)
-    assert {choice.update(0.1, 0.1, now / 2) for now in range(100)} == {2}
-
-
 def test_a_thread_comes_back_when_a_core_is_free():
     choice = ThreadChoice(2)
     assert choice.update(0.4, 0.0, 10.0) == 1
@@ -109,27 +104,6 @@ async def test_where_nothing_is_counted_the_number_stays(tmp_path, monkeypatch):
     with capture_logs() as logs, pytest.raises(TimeoutError):
         await asyncio.wait_for(watch_cores(ThreadChoice(2), pytest.fail), 0.2)
     assert [entry["event"] for entry in logs] == ["the system does not tell how long threads wait: their number stays"]
-
-
-def test_watching_tells_the_engine(monkeypatch):
-    moments = iter(range(1000))
-
-    def crowded(cores):
-        at = next(moments)
-        return Usage(float(at), {"1": at * 0.5}, {"1": at * 0.5}, 0.0)
-
-    monkeypatch.setattr(threads, "read_usage", crowded)
-    monkeypatch.setattr(threads, "INTERVAL_S", 0.001)
-    used = []
-
-    async def watch():
-        task = asyncio.create_task(watch_cores(ThreadChoice(3), used.append))
-        while len(used) < 2:
-            await asyncio.sleep(0.001)
-        task.cancel()
-
-    asyncio.run(asyncio.wait_for(watch(), 5.0))
-    assert used == [2, 1]
 
 
 def test_the_engine_changes_its_threads_between_steps():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 
 import pytest
@@ -13,7 +12,7 @@ from speclen.records import Arm, StepFlag
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine
-from speclen.worker.requests.request import DrainingError, FinishReason
+from speclen.worker.requests.request import FinishReason
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Arms,
@@ -154,17 +153,6 @@ def test_sequences_of_one_prompt_share_its_keys_and_values() -> None:
     assert outputs == {tuple(generate(make_engine(), request("x", PROMPT, max_tokens=15)).ids("x"))}
 
 
-def test_sequences_of_one_token_share_the_logits_after_their_prompt() -> None:
-    """Also when the one that fed it has ended by then."""
-    engine = make_engine(max_batch_size=5)
-    fed = prompt_tokens_fed(engine)
-    wanted = {"temperature": 1.5, "seed": 3, "max_tokens": 1, "ignore_eos": True}
-    collected = generate(engine, request("x", PROMPT, n=5, **wanted))
-    assert sum(fed) == len(PROMPT)
-    apart = generate(make_engine(max_batch_size=1), request("x", PROMPT, n=5, **wanted))
-    assert [collected.ids("x", index) for index in range(5)] == [apart.ids("x", index) for index in range(5)]
-
-
 # Speculation lengths.
 
 
@@ -236,36 +224,7 @@ def test_every_row_keeps_to_its_own_length() -> None:
     assert collected.last("0").num_steps == 29  # the first token came with the prompt
 
 
-def test_a_row_near_its_end_does_not_keep_the_step_from_teaching() -> None:
-    """It drafts with the others, and what it does not need is cut from its output."""
-    script = script_of(4)
-    requests = [request("short", PROMPT, max_tokens=2), request("long", PROMPT, max_tokens=30, ignore_eos=True)]
-    collected = generate(make_engine(chooser=script), *requests)
-    assert len(collected.ids("short")) == 2
-    assert not any(StepFlag.MIXED_LENGTHS in result.flags for result in script.records)
-    assert script.records[0].batch_size == 2
-    assert script.records[0].arm.speculation_length == 4
-
-
 # Joining, leaving, refusing.
-
-
-def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
-    script = script_of(0)
-    engine = make_engine(chooser=script, prefill_chunk=16)
-    collected = Collected()
-    engine.submit(request("short", PROMPT, max_tokens=60, ignore_eos=True), collected)
-    for _ in range(5):
-        engine.step()
-    before = len(collected.ids("short"))
-    engine.submit(request("long", engines.random_prompt(random.Random(0), 1) * 200, max_tokens=5), collected)
-    for _ in range(200 // 16):
-        engine.step()
-    assert len(collected.ids("short")) == before + 200 // 16
-    assert not collected.outputs["long", 0]
-    assert all(StepFlag.PREFILL in result.flags for result in script.records[-12:])
-    finish(engine)
-    assert len(collected.ids("long")) <= 5
 
 
 def test_bad_requests_name_their_field_and_leave_the_others_alone() -> None:
@@ -339,17 +298,3 @@ def test_prompts_of_several_requests_are_fed_together_and_with_the_rows_that_dec
 
 
 # Threads.
-
-
-def test_stop_ends_what_is_unfinished() -> None:
-    engine = make_engine()
-    collected = Collected()
-    runner = threading.Thread(target=engine.run)
-    runner.start()
-    engine.submit(request("x", PROMPT, max_tokens=240, ignore_eos=True), collected)
-    engine.stop()
-    runner.join(10)
-    assert not runner.is_alive()
-    assert collected.reason("x") in (FinishReason.ABORT, FinishReason.LENGTH)
-    with pytest.raises(DrainingError):
-        engine.submit(request("y", PROMPT), collected)

@@ -106,17 +106,6 @@ def test_an_evaluation_says_how_many_steps_every_arm_takes(always: None) -> None
             assert told.num_steps[at] == len(played.records), (one.sampling, arm)
 
 
-def test_an_evaluation_does_not_depend_on_the_arms_that_ran(always: None) -> None:
-    for one in requests_of(random.Random(2)):
-        told = []
-        for arm in (PLAIN, Arm(4), Arm(0, True), Arm(2, True)):
-            chooser = Arms(arm, wants_evaluations=True)
-            generate(engine_of(chooser), one)
-            told += told_by(chooser)
-        assert len(told) == 4
-        assert len(set(told)) == 1
-
-
 @pytest.mark.parametrize("seeded", [False, True])
 def test_evaluations_change_nothing_of_what_is_generated(always: None, seeded: bool) -> None:
     """Rows go on beside one that is evaluated; those that end have their prompts remembered with what was fed."""

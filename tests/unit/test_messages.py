@@ -12,38 +12,20 @@ def test_zero_is_not_absent():
     assert (sampling.top_p, sampling.max_tokens, sampling.n, sampling.seed, sampling.logprobs) == (0.0, 0, 0, 0, 0)
 
 
-def test_every_field_arrives():
-    message = pb.SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        min_p=0.25,
-        repetition_penalty=2.0,
-        presence_penalty=1.0,
-        frequency_penalty=0.5,
-        logit_bias={7: -1.5},
-        min_tokens=2,
-        stop=["a", "b"],
-        stop_token_ids=[5],
-        ignore_eos=True,
-        include_stop_str_in_output=True,
-        include_special_tokens=True,
-    )
-    expected = SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        min_p=0.25,
-        repetition_penalty=2.0,
-        presence_penalty=1.0,
-        frequency_penalty=0.5,
-        logit_bias={7: -1.5},
-        min_tokens=2,
-        stop=("a", "b"),
-        stop_token_ids=(5,),
-        ignore_eos=True,
-        include_stop_str_in_output=True,
-        include_special_tokens=True,
-    )
-    assert to_sampling(message) == expected
+FIELDS = {"temperature": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 2.0, "presence_penalty": 1.0}
+FIELDS |= {
+    "frequency_penalty": 0.5,
+    "logit_bias": {7: -1.5},
+    "min_tokens": 2,
+    "stop": ("a", "b"),
+    "stop_token_ids": (5,),
+}
+FIELDS |= dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "include_special_tokens"), True)
+
+
+@pytest.mark.parametrize("fields", [{}, FIELDS])
+def test_every_field_arrives_and_others_keep_their_defaults(fields):
+    assert to_sampling(pb.SamplingParams(**fields)) == SamplingParams(**fields)
 
 
 @pytest.mark.parametrize(

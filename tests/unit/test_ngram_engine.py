@@ -35,16 +35,6 @@ def ngram_engine(chooser: object, **settings: object) -> engines.Engine:
     return make_engine(chooser=chooser, **{"ngram": True, **settings})
 
 
-def test_requests_with_a_length_of_their_own_propose_no_n_grams() -> None:
-    chooser = Arms(Arm(2, ngram=True))
-    requests = [request(str(length), LOOP, length, **LONG) for length in (0, 3)]
-    engine = ngram_engine(chooser)
-    collected = generate(engine, *requests)
-    assert collected.last("0").num_draft_tokens == 0
-    assert engine.load().num_ngram_tokens == 0
-    assert chooser.records[0].arm == Arm(3)
-
-
 def test_without_a_draft_model_n_grams_are_proposed() -> None:
     chooser, pair = Arms(Arm(3, ngram=True)), make_pair(draft=None)
     pair.draft = None
@@ -92,18 +82,6 @@ def test_sampled_outputs_with_n_grams_follow_the_targets_distribution(seeded: bo
     check_counts(Counter(firsts), prompt, target)
     check_counts(Counter(pair[1] for pair in pairs if pair[0] == most), [*prompt, most], target)
     assert engine.load().num_ngram_tokens > 100
-
-
-def test_log_probabilities_and_penalties_are_the_same_with_n_grams() -> None:
-    settings = {"max_tokens": 25, "ignore_eos": True, "logprobs": 2}
-    for edits in ({}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_tokens": 10}):
-        told = []
-        for arm in (PLAIN, NGRAM, Arm(2, ngram=True)):
-            collected = generate(ngram_engine(FixedArm(arm)), request("x", LOOP, **settings, **edits))
-            told.append([entry for output in collected.outputs["x", 0] for entry in output.logprobs])
-        for other in told[1:]:
-            assert [entry.top_ids for entry in other] == [entry.top_ids for entry in told[0]]
-            assert [entry.logprob for entry in other] == pytest.approx([entry.logprob for entry in told[0]], abs=1e-3)
 
 
 def test_drafting_after_n_grams_catches_up() -> None:

@@ -5,108 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import threading
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
-from unittest import mock
 
 import pytest
 from grpc import aio
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from speclen.records import Limits
-from speclen.transport.aio import prepare_aio
 from speclen.transport.keyring import Keyring
-from speclen.v1 import control_pb2
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
-from speclen.worker.engine.engine import Engine
-from speclen.worker.engine.thread import EngineThread
-from speclen.worker.observing.metrics import WorkerMetrics
-from speclen.worker.observing.request_metrics import RequestMetrics
-from speclen.worker.reporting.card import WorkerCard
-from speclen.worker.reporting.control_client import ControlClient
-from speclen.worker.reporting.table import DEFAULT_ARM, ArmTable
 from speclen.worker.requests.request import (
-    EngineFailedError,
     FinishReason,
-    GenerationRequest,
-    SamplingParams,
     SequenceOutput,
     SlowReaderError,
 )
-from speclen.worker.service.admission import Admission
-from speclen.worker.service.assembly import model_facts
-from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
-from speclen.worker.service.servicer import GenerationServicer, caller_of
-from tests.support import engines, tiny_models
-
-ENDLESS = pb.SamplingParams(max_tokens=200, ignore_eos=True)
-
-
-class Served:
-    """An engine that runs, its service on a free port, and a stub."""
-
-    def __init__(self, engine: Engine, async_engine: AsyncEngine, metrics: WorkerMetrics, port: int, stub: Any) -> None:
-        self.engine, self.async_engine, self.metrics, self.port, self.stub = engine, async_engine, metrics, port, stub
-
-    def num_slow_readers(self) -> float:
-        return self.metrics.registry.get_sample_value("speclen_slow_readers_total") or 0.0
-
-    async def fails(self, request: pb.GenerateRequest) -> tuple[str, str]:
-        """Code and details of a request that must fail."""
-        with pytest.raises(aio.AioRpcError) as raised:
-            await self.all(request)
-        return raised.value.code().name, raised.value.details() or ""
-
-    async def all(self, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-        return [response async for response in self.stub.Generate(request, timeout=30)]
-
-
-@contextlib.asynccontextmanager
-async def served(
-    max_waiting: int = 8, unread_timeout_s: float = 30.0, rows: int = 4, context: int = tiny_models.MAX_POSITIONS
-) -> AsyncIterator[Served]:
-    pair = engines.make_pair()
-    engine = engines.make_engine(pair, max_batch_size=rows)
-    card = WorkerCard("w", 1, control_pb2.ContextKey(), Limits(rows, 3), "127.0.0.1:1", "adaptive")
-    control = ControlClient(card, ArmTable.constant(DEFAULT_ARM, card.limits, "default"), follow=True)
-    admission = Admission(pair, engine.max_context_length, rows, max_waiting)
-    metrics = WorkerMetrics(engine, control, num_at_admission=lambda: admission.num_waiting)
-    facts = model_facts(pair, engine, card.context)
-    async_engine = AsyncEngine(engine, admission, RequestMetrics(metrics), 0.001, unread_timeout_s)
-    servicer = GenerationServicer(async_engine, control, facts)
-    prepare_aio()
-    server = aio.server()
-    rpc.add_GenerationServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    thread = EngineThread()
-    thread.start()
-    thread.serve(engine.run)
-    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
-        engine.stop()
-        await server.stop(0.1)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
-
-
-def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), **fields)
-
-
-def sampled(**sampling: Any) -> pb.GenerateRequest:
-    return tokenized(1, sampling_params=pb.SamplingParams(**sampling))
+from speclen.worker.service.servicer import caller_of
+from tests.support import engines
+from tests.support.served import ENDLESS, sampled, served, tokenized, until
 
 
 @pytest.mark.parametrize(
@@ -191,25 +110,6 @@ async def test_a_slow_reader_does_not_keep_the_outputs_of_others() -> None:
             await writing
 
 
-async def test_abort_ends_what_runs_and_what_waits() -> None:
-    async with served(rows=1) as at:
-        names = ["runs", "ahead", "waits", "waits, too"]  # one has the row, and one waits in the engine
-        tasks = []
-        for number, name in enumerate(names):
-            tasks.append(asyncio.create_task(at.all(tokenized(1, 2, request_id=name, sampling_params=ENDLESS))))
-            await until(lambda number=number: at.async_engine.num_open == number + 1)  # type: ignore[misc]
-        await until(lambda: at.async_engine.admission.num_waiting == 2)
-        wanted = pb.AbortRequest(request_ids=["waits", "runs", "nobody", "waits"])
-        assert (await at.stub.Abort(wanted)).num_aborted == 2
-        answers = [(await task)[-1].complete for task in tasks]
-        aborted, whole = pb.FINISH_REASON_ABORT, pb.FINISH_REASON_LENGTH
-        assert [answer.finish_reason for answer in answers] == [aborted, whole, aborted, whole]
-        assert answers[2].usage.prompt_tokens == 2
-        page = generate_latest(at.metrics.registry).decode()
-        assert 'speclen_request_success_total{finished_reason="abort"} 2.0' in page
-        assert at.async_engine.num_open == 0
-
-
 async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
     """Over HTTP a request's name is not that of the call it came by. Once the second one was forgotten, for ever."""
 
@@ -232,24 +132,6 @@ async def test_two_requests_of_one_name_do_not_wait_for_each_other() -> None:
             await run_one()
         assert await first == 4
         await asyncio.gather(*tasks)
-
-
-async def test_abort_ends_what_is_still_made_of_its_text() -> None:
-    async with served() as at:
-        go_on, encoder = threading.Event(), at.async_engine.admission.encoder
-        other = asyncio.create_task(encoder.aside.do("other", go_on.wait))  # another's text is in hand
-        long = pb.GenerateRequest(text="a " * 60, sampling_params=ENDLESS, request_id="long", stream=True)
-        with mock.patch("speclen.worker.service.text_encoder.SHORT_BYTES", 10):
-            task = asyncio.create_task(at.all(long))
-            await until(lambda: at.async_engine.num_open == 1)
-            wanted = pb.AbortRequest(request_ids=["long"])
-            assert (await at.stub.Abort(wanted)).num_aborted == 1
-            go_on.set()
-            answers = await task
-        assert answers[-1].complete.finish_reason == pb.FINISH_REASON_ABORT
-        assert at.engine.load().num_generated_tokens == 0
-        assert await other
-        assert (await at.stub.Abort(wanted)).num_aborted == 0
 
 
 class FakeContext:
@@ -305,82 +187,6 @@ async def test_a_request_whose_step_fails_ends_with_an_error_and_the_next_one_is
         assert details == "ZeroDivisionError: division by zero: the request has ended, try it again"
         answered = await service.all(pb.GenerateRequest(text="a b", sampling_params=pb.SamplingParams(max_tokens=3)))
         assert answered[-1].complete.finish_reason == pb.FINISH_REASON_LENGTH
-
-
-@contextlib.contextmanager
-def held(engine: Engine) -> Iterator[threading.Event]:
-    """The engine's running step lasts until the value is set, or the block ends."""
-    go_on, launch = threading.Event(), engine.runner.launch
-
-    def wait_and_launch(plan: Any) -> Any:
-        assert go_on.wait(30)
-        return launch(plan)
-
-    with mock.patch.object(engine.runner, "launch", wait_and_launch):
-        try:
-            yield go_on
-        finally:
-            go_on.set()
-
-
-async def test_whoever_gave_up_may_ask_again_at_once_under_the_same_id() -> None:
-    """The engine knew the id until its running step had ended, and the second try was wrong: INVALID_ARGUMENT."""
-
-    async with served(rows=1) as at:
-        request = tokenized(1, request_id="mine", sampling_params=pb.SamplingParams(max_tokens=3))
-        with held(at.engine) as go_on:
-            with pytest.raises(aio.AioRpcError) as raised:
-                [response async for response in at.stub.Generate(request, timeout=0.3)]
-            assert raised.value.code().name == "DEADLINE_EXCEEDED"
-            again = asyncio.create_task(at.all(request))
-            await asyncio.sleep(0.2)
-            assert not again.done()
-            assert at.engine.load().num_running == 1
-            go_on.set()
-            assert (await again)[-1].complete.usage.completion_tokens == 3
-
-
-async def test_requests_that_were_given_up_take_no_place_in_the_queue_of_others() -> None:
-    """They gave up their turn before the engine let go of them, and whoever came then found its inbox full."""
-
-    async with served(rows=2, max_waiting=4) as at:
-        with held(at.engine) as go_on:
-            for _ in range(12):
-                call = at.stub.Generate(tokenized(1, sampling_params=ENDLESS))
-                await until(lambda: at.async_engine.num_open > 0)
-                await asyncio.sleep(0.02)
-                call.cancel()
-            honest = asyncio.create_task(at.all(tokenized(1, sampling_params=pb.SamplingParams(max_tokens=3))))
-            await asyncio.sleep(0.1)
-            assert not honest.done()
-            go_on.set()
-            assert (await honest)[-1].complete.usage.completion_tokens == 3
-        await until(lambda: at.async_engine.num_open == 0)
-
-
-@pytest.mark.parametrize("end", ["stop", "fail", "cancel again"])
-async def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_lives(end: str) -> None:
-    async with served(rows=1) as at:
-
-        async def ask() -> None:
-            async with at.async_engine.open("r") as stream:
-                request = GenerationRequest("r", (1,), SamplingParams(max_tokens=100, ignore_eos=True))
-                async with at.async_engine.running([request], stream, "me", time.monotonic()) as outputs:
-                    async for _ in outputs:
-                        pass
-
-        with held(at.engine):
-            asking = asyncio.create_task(ask())
-            await until(lambda: at.engine.load().num_running == 1)
-            asking.cancel()
-            assert not (await asyncio.wait([asking], timeout=0.1))[0]
-            if end == "stop":
-                at.async_engine.stop()
-            elif end == "fail":
-                at.async_engine.fail(EngineFailedError("gone"))
-            else:
-                asking.cancel()
-            assert (await asyncio.wait([asking], timeout=5))[0]
 
 
 async def test_a_fault_of_ours_is_told_as_internal_without_its_words_and_counted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from speclen.v1 import control_pb2 as pb
 from speclen.worker.backends.passes import PassPart
 from speclen.worker.reporting.messages import to_report
 from speclen.worker.requests.request import SamplingParams
-from tests.support import tiny_models
+from tests.support import engines, tiny_models
 from tests.support.engines import Arms, Collected, finish, generate, make_engine, request
 
 PROMPT = tiny_models.tokenizer().encode("The target verifies what")
@@ -47,22 +48,6 @@ def test_a_last_step_with_nothing_to_draft_does_not_keep_the_next_prompt_from_th
     assert chooser.records[0].draft_prefill_s > 0.0
 
 
-def test_a_draft_that_is_behind_in_a_prompt_catches_up_with_its_next_part() -> None:
-    """Not in a later step, in which everybody would wait for all of the prompt."""
-    chooser = Arms(Arm(0))
-    engine = make_engine(chooser=chooser, max_batch_size=2, prefill_chunk=8)
-    engine.submit(request("a", PROMPT, max_tokens=40, ignore_eos=True), lambda output: None)
-    engine.step()
-    engine.submit(request("b", PROMPT * 20, max_tokens=4, ignore_eos=True), lambda output: None)
-    for _ in range(3):
-        engine.step()
-    (long,) = engine.scheduler.rows[1:]
-    assert (long.draft_length, long.target_length) == (0, 24)
-    chooser.arms = [Arm(3)]
-    engine.step()
-    assert long.draft_length == long.target_length == 32
-
-
 def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
     """First tokens are told before the draft gets their prompts, and requests that end with them cost it nothing."""
     engine, told = make_engine(chooser=Arms(Arm(2)), max_batch_size=2), list[str]()
@@ -84,25 +69,6 @@ def test_nobody_s_tokens_wait_for_what_the_draft_is_fed() -> None:
     while not engine.scheduler.is_idle or "alone" not in told:
         engine.step()
     assert told.count("draft") <= 3  # drafts of `long`, and none for `alone`
-
-
-def test_a_draft_that_fails_on_prompts_costs_nobody_a_token() -> None:
-    chooser = Arms(Arm(2))
-    engine = make_engine(chooser=chooser, max_batch_size=2)
-    real, calls = engine.draft.forward, []
-
-    def once(parts):  # type: ignore[no-untyped-def]
-        calls.append(len(parts))
-        if len(calls) == 1:
-            raise RuntimeError("once")
-        return real(parts)
-
-    engine.draft.forward = once  # type: ignore[method-assign]
-    wanted = generate(make_engine(max_batch_size=2), request("a", PROMPT, max_tokens=8, ignore_eos=True))
-    found = generate(engine, request("a", PROMPT, max_tokens=8, ignore_eos=True))
-    assert found.ids("a") == wanted.ids("a")
-    assert calls[0] == 1
-    assert StepFlag.CATCH_UP in chooser.records[0].flags  # the draft is fed the prompt when it is asked
 
 
 LOOP = [5, 6, 7, 8] * 5
@@ -235,3 +201,21 @@ def test_the_time_of_a_failed_try_is_not_reported() -> None:
     assert 0.0 < result.latency_s < FAILED_S
     finish(engine)
     assert len(collected.ids("running")) == 30
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_decoding_goes_on() -> None:
+    script = Arms(PLAIN)
+    engine = make_engine(chooser=script, prefill_chunk=16)
+    collected = Collected()
+    engine.submit(request("short", PROMPT, max_tokens=60, ignore_eos=True), collected)
+    for _ in range(5):
+        engine.step()
+    before = len(collected.ids("short"))
+    engine.submit(request("long", engines.random_prompt(random.Random(0), 1) * 200, max_tokens=5), collected)
+    for _ in range(200 // 16):
+        engine.step()
+    assert len(collected.ids("short")) == before + 200 // 16
+    assert not collected.outputs["long", 0]
+    assert all(StepFlag.PREFILL in result.flags for result in script.records[-12:])
+    finish(engine)
+    assert len(collected.ids("long")) <= 5
