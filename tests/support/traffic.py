@@ -11,7 +11,7 @@ from speclen.worker.requests.request import FinishReason, GenerationRequest
 from tests.support import engines, tiny_models
 from tests.support.engines import Collected, RandomArms, RandomLengths, check_greedy
 
-NUM_REQUESTS = 240  # for each of nine families
+NUM_REQUESTS = 240
 
 
 @dataclass
