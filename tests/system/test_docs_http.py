@@ -11,7 +11,7 @@ import pytest
 from speclen.worker.models.loading import load_pair
 from tests.support.http_worker import http_worker
 
-PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_python(worker, capsys):
     for block in blocks("python", worker):
         if "structured_outputs" in block and importlib.util.find_spec("llguidance") is None:
             continue  # an extra that this environment lacks
-        exec(compile(block, "docs/http.md", "exec"), names)  # noqa: S102
+        exec(compile(block, "docs/reference/http.md", "exec"), names)  # noqa: S102
         assert capsys.readouterr().out.strip()
     assert names["answer"].usage.completion_tokens == 32
 
