@@ -42,8 +42,7 @@ def test_what_a_requests_end_cuts_off_was_not_accepted() -> None:
 # Sampling.
 
 
-@pytest.mark.parametrize("length", [0, 2])
-@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize(("length", "seeded"), [(0, False), (2, False), (2, True)])
 def test_sampled_outputs_follow_the_targets_distribution(length: int, seeded: bool) -> None:
     """Chi-square of the first token, and of the second one given the most frequent first one, over 1,500 outputs.
 

@@ -92,7 +92,7 @@ def loaded(model: Any, dtype: torch.dtype) -> Any:
 
 
 @needs_openvino
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_outputs_are_what_the_rounded_target_alone_would_write(family: str) -> None:
     """100 requests that join and leave at random, under plans that change with every step."""
     pair = rounded_pair(family)
