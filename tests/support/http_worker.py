@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ from speclen.worker.service.async_engine import AsyncEngine
 from speclen.worker.service.server import create_server
 from speclen.worker.service.servicer import GenerationServicer
 from tests.support.engines import make_engine
+from tests.support.waiting import until
 
 MODEL = "tiny"
 KEY = "0123456789abcdef"
@@ -140,10 +140,7 @@ def http_worker(
 
 def until_idle(engine: Engine, timeout_s: float = 60.0) -> None:
     """Wait until the engine holds no sequence and no request waits."""
-    deadline = time.monotonic() + timeout_s
-    while (load := engine.load()).num_running or load.num_waiting:
-        assert time.monotonic() < deadline, "rows were not freed"
-        time.sleep(0.01)
+    until(lambda: not (engine.load().num_running or engine.load().num_waiting), timeout_s)
 
 
 def post(worker: HttpWorker, body: Any, path: str = "/v1/completions") -> httpx.Response:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -76,13 +74,6 @@ async def served(
         yield Served(engine, async_engine, metrics, port, rpc.GenerationServiceStub(channel))
         engine.stop()
         await server.stop(0.1)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 def tokenized(*ids: int, **fields: Any) -> pb.GenerateRequest:

@@ -3,7 +3,6 @@
 import json
 import signal
 import sqlite3
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 from tests.support import tiny_models
 from tests.support.addresses import free_address
 from tests.support.fleet import PROMPT, Fleet, generate
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -33,14 +33,6 @@ def rows(database: Path, query: str) -> list[tuple]:
         return connection.execute(query).fetchall()
     finally:
         connection.close()
-
-
-def until(condition, timeout_s: float = 60.0):
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
-    return value
 
 
 def test_reports_of_real_decoding_become_a_learned_table(fleet):

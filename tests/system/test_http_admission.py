@@ -22,6 +22,7 @@ from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.requests.request import EngineFailedError
 from speclen.worker.requests.sequence import SequenceState
 from tests.support.http_worker import HttpWorker, http_worker
+from tests.support.waiting import until
 
 ENDLESS = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -42,13 +43,6 @@ def on_loop(worker: HttpWorker, function: Callable[..., None], *arguments: Any) 
     assert worker.loop is not None
     worker.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
     assert done.wait(10)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
 
 
 def over_grpc(worker: HttpWorker) -> Any:
@@ -200,10 +194,7 @@ def test_templates_are_filled_in_one_after_the_other_and_callers_take_turns(monk
         for number in range(3):  # of which the one that comes third is refused
             path = "/tokenize" if number == 0 else "/v1/chat/completions"
             asked.append(pool.submit(httpx.post, f"{worker.url}{path}", json=body | {"max_tokens": 2}, timeout=30))
-            deadline = time.monotonic() + 30
-            while number < 2 and worker.async_engine.admission.num_waiting < number + 1:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            until(lambda number=number: worker.async_engine.admission.num_waiting == min(number + 1, 2))  # type: ignore[misc]
         assert asked[2].result().status_code == 429
         go_on.set()
         assert [one.result().status_code for one in asked[:2]] == [200, 200]

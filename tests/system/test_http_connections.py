@@ -17,12 +17,17 @@ from speclen.worker.http.responses import json_response
 from speclen.worker.http.server import listen, make_server, serving
 from tests.support.certificates import make_certificates
 from tests.support.http_worker import connected, head, http_worker, post, until_idle
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
 def worker():
     with http_worker(max_batch_size=4, max_waiting=4) as worker:
         yield worker
+
+
+def completion(content: bytes) -> bytes:
+    return head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
 
 
 def closed_after(one):
@@ -98,15 +103,11 @@ def test_a_client_that_does_not_read_is_cut_off():
         worker.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         one.connect(("127.0.0.1", int(worker.http.rpartition(":")[2])))
-        one.sendall(head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}))
-        one.sendall(content)
-        until_started(worker.engine)
+        one.sendall(completion(content))
+        until(lambda: worker.engine.load().num_running)
         until_idle(worker.engine, 60.0)
         assert worker.engine.load().num_generated_tokens < 250 * 64
-        deadline = time.monotonic() + 60
-        while worker.server.server_state.connections:
-            assert time.monotonic() < deadline, "the connection is left"
-            time.sleep(0.05)
+        until(lambda: not worker.server.server_state.connections)
         page = metrics(worker)
         assert 'speclen_slow_readers_total{model_name="tiny"} 1.0' in page
         assert 'speclen_request_refused_total{model_name="tiny",reason="slow_reader"} 1.0' in page
@@ -189,21 +190,12 @@ def test_chunks_are_not_held_back(worker):
         assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def until_started(engine):
-    deadline = time.monotonic() + 60
-    while not engine.load().num_running:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_client_that_sends_requests_ahead_is_missed_when_it_goes(worker):
     content = json.dumps({"prompt": "a", "max_tokens": 250, "ignore_eos": True}).encode()
-    request = (
-        head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
-    )
+    request = completion(content)
     with connected(worker) as one:
         one.sendall(request * 3)
-        until_started(worker.engine)
+        until(lambda: worker.engine.load().num_running)
     ended = worker.engine.load().num_generated_tokens
     until_idle(worker.engine)
     assert worker.engine.load().num_generated_tokens < ended + 200
@@ -211,9 +203,7 @@ def test_a_client_that_sends_requests_ahead_is_missed_when_it_goes(worker):
 
 def test_of_requests_sent_ahead_the_first_is_answered_and_the_connection_closed(worker):
     content = json.dumps({"prompt": "a", "max_tokens": 5, "ignore_eos": True}).encode()
-    request = (
-        head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
-    )
+    request = completion(content)
     for ahead in (request, request[:40], b"\x00 nonsense\r\n\r\n", request * 50):
         with connected(worker) as one:
             one.sendall(request + ahead)
@@ -227,22 +217,15 @@ def test_of_requests_sent_ahead_the_first_is_answered_and_the_connection_closed(
 
 def test_hundreds_of_disconnects_leave_nothing_behind(worker):
     content = json.dumps({"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
-    request = (
-        head("POST /v1/completions", {"Content-Type": "application/json", "Content-Length": len(content)}) + content
-    )
+    request = completion(content)
     for number in range(600):
         with connected(worker) as one:
             one.sendall(request[: len(request) - number % 3 * 40])
     # Connections are accepted in order: with this one all are, and none waits in the kernel to bring its request later.
     assert httpx.get(f"{worker.url}/health", timeout=60).status_code == 200
-    deadline = time.monotonic() + 60
-    while worker.server.server_state.connections or worker.server.server_state.tasks:
-        assert time.monotonic() < deadline, "connections or tasks are left"
-        time.sleep(0.05)
+    until(lambda: not (worker.server.server_state.connections or worker.server.server_state.tasks))
     until_idle(worker.engine)  # only now: the last connections may have brought requests that had to be ended
-    while worker.async_engine.num_open:
-        assert time.monotonic() < deadline, "requests are left"
-        time.sleep(0.05)
+    until(lambda: not worker.async_engine.num_open)
     assert post(worker, {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 

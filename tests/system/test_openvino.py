@@ -32,9 +32,7 @@ from speclen.worker.service import assembly
 from tests.support import engines, tiny_models
 
 CPU = torch.device("cpu")
-needs_openvino = pytest.mark.skipif(
-    engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}"
-)
+pytestmark = pytest.mark.skipif(engines.WHY_NOT_OPENVINO is not None, reason=f"OpenVINO: {engines.WHY_NOT_OPENVINO}")
 # Softcap apart. A tiny RMS norm over heads of 8 gives NaN in bfloat16, so those have heads of 16 here.
 FAMILIES = [family for family in tiny_models.FAMILIES if family != "gemma2"]
 
@@ -59,7 +57,6 @@ def fallen_back(caplog: pytest.LogCaptureFixture, family: str = "llama", **setti
     return told
 
 
-@needs_openvino
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None:
@@ -70,7 +67,6 @@ def test_families_that_run_exactly_pass(family: str, dtype: torch.dtype) -> None
     assert one.pool.num_bytes_held() == 0, "the check must leave nothing behind"
 
 
-@needs_openvino
 @pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_tokens_that_fill_up_a_pass_leave_no_trace(dtype: torch.dtype) -> None:
     """Two rows fed unlike numbers of tokens, on both ways into a pass: logits are those of one pass over all of them."""
@@ -103,7 +99,6 @@ def test_tokens_that_fill_up_a_pass_leave_no_trace(dtype: torch.dtype) -> None:
         torch.testing.assert_close(logits, whole, rtol=0, atol=0.15 if dtype == torch.bfloat16 else 1e-4)
 
 
-@needs_openvino
 def test_the_callers_model_stays_as_it_is() -> None:
     dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     model = tiny_models.build("llama").to(dtype)
@@ -114,19 +109,16 @@ def test_the_callers_model_stays_as_it_is() -> None:
     assert {n: (id(t), t.dtype, t.data_ptr()) for n, t in model.state_dict(keep_vars=True).items()} == before
 
 
-@needs_openvino
 def test_it_is_the_choice_where_it_runs() -> None:
     prepared: PreparedPair = prepare(engines.make_pair("llama"), EngineConfig(max_batch_size=2))
     assert prepared.backend == f"openvino {openvino.installed_version()}"
     assert not isinstance(prepared.target, CachedModel)
 
 
-@needs_openvino
 def test_what_its_attention_cannot_do_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "softcap" in fallen_back(caplog, "gemma2")
 
 
-@needs_openvino
 def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it lost Mistral's window: logits differ by some 0.3 then."""
     honest = openvino.load
@@ -142,7 +134,6 @@ def test_a_wrong_conversion_is_caught(caplog: pytest.LogCaptureFixture, monkeypa
     assert "gives other logits in ragged batches than alone (by 0." in fallen_back(caplog, "mistral")
 
 
-@needs_openvino
 def test_nothing_is_sent_to_anybody() -> None:
     """Story: openvino-telemetry, which comes along, told its makers of every import, from a fork of this process."""
     code = "import speclen.worker.backends.openvino.model, openvino, sys; print(*sys.modules, sep='\\n')"
@@ -151,7 +142,6 @@ def test_nothing_is_sent_to_anybody() -> None:
     assert not [name for name in told.split() if name.startswith("openvino_telemetry.")]
 
 
-@needs_openvino
 @pytest.mark.parametrize("dtype", engines.OPENVINO_DTYPES)
 def test_weights_stay_while_they_are_read(dtype: torch.dtype) -> None:
     """A compiled model copies them at its first pass, which may come when whoever loaded the model has let it go."""
@@ -164,14 +154,12 @@ def test_weights_stay_while_they_are_read(dtype: torch.dtype) -> None:
     check_model(compiled, tiny_models.build("llama").to(dtype), "llama")
 
 
-@needs_openvino
 def test_numbers_that_it_does_not_compute_in(caplog: pytest.LogCaptureFixture) -> None:
     half = [tiny_models.build("llama").to(torch.float16) for _ in range(2)]
     told = fallen_back(caplog, target=half[0], draft=half[1], dtype=torch.float16)
     assert "not in float16" in told
 
 
-@needs_openvino
 def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(num_bytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -181,7 +169,6 @@ def test_rows_that_do_not_fit_into_memory(caplog: pytest.LogCaptureFixture, monk
     assert re.search(r"2 rows of \d+ tokens need .* GiB of KV, which cannot be had: lower", fallen_back(caplog))
 
 
-@needs_openvino
 def test_a_number_of_threads_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told, and the passes go on with the number that there is; later it is tried again."""
     module = pytest.importorskip("speclen.worker.backends.openvino.model")
@@ -196,7 +183,6 @@ def test_a_number_of_threads_for_which_there_is_no_memory(monkeypatch: pytest.Mo
     check_model(loaded, model, "llama")
 
 
-@needs_openvino
 def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +202,6 @@ def test_a_worker_that_gives_up_a_thread_compiles_nothing_while_it_serves(
         torch.set_num_threads(before)
 
 
-@needs_openvino
 def test_few_copies_of_the_weights_are_kept() -> None:
     """Each number of threads has one; on a machine of many cores they took all memory."""
     model = tiny_models.build("llama")
@@ -232,29 +217,6 @@ def test_few_copies_of_the_weights_are_kept() -> None:
     assert loaded.num_first_uses == before + 1, "laid out when threads change, and not in the next step"
 
 
-@pytest.mark.parametrize(
-    ("attribute", "found", "reason"),
-    [
-        ("installed_version", lambda: None, r"not installed: pip install 'speclen\[openvino\]'"),
-        ("installed_version", lambda: "2027.1.0", r"version 2027.1.0 is installed and 2026\.4\.x was tested"),
-        ("cpu_has_bfloat16", lambda: False, "no bfloat16 products"),
-    ],
-)
-def test_machines_without_it(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
-    monkeypatch.setattr(openvino, attribute, found)
-    told = openvino.why_not(CPU, torch.bfloat16)
-    assert told is not None
-    assert re.search(reason, told)
-
-
-def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openvino.platform, "machine", lambda: "aarch64")
-    assert "on aarch64" in str(openvino.why_not(CPU, torch.float32))
-    assert "on cuda:0" in str(openvino.why_not(torch.device("cuda:0"), torch.float32))
-
-
-@needs_openvino
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}])
 def test_remembered_prompts_change_no_output(sampling: dict[str, Any]) -> None:
     """60 requests over three beginnings, joining at random, at lengths that change every step; few blocks are remembered."""

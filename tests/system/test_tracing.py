@@ -16,6 +16,7 @@ from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 from speclen.worker.observing import tracing
 from tests.support.http_worker import HttpWorker, http_worker
+from tests.support.waiting import until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs pip install 'speclen[otel]'")
 
@@ -50,10 +51,7 @@ def empty(exporter):
 
 def ended(exporter: InMemorySpanExporter, number: int) -> dict[str, ReadableSpan]:
     """The spans by name, once there are so many."""
-    deadline = time.monotonic() + 60
-    while len(exporter.get_finished_spans()) < number:
-        assert time.monotonic() < deadline, [span.name for span in exporter.get_finished_spans()]
-        time.sleep(0.01)
+    until(lambda: len(exporter.get_finished_spans()) >= number)
     return {span.name: span for span in exporter.get_finished_spans()}
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import time
 from dataclasses import replace
 
 import grpc
@@ -18,6 +17,7 @@ from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.reporting import control_stream
 from speclen.worker.reporting.control_client import ControlClient
 from tests.support.control_parts import FIRST, LIMITS, QUICK, client, probe, step
+from tests.support.waiting import on_loop_until as until
 
 
 def table(arm: Arm, version: int) -> pb.LengthTable:
@@ -66,13 +66,6 @@ class FakeController(rpc.ControlServiceServicer):
             )
             if self.hang_up_after is not None and count >= self.hang_up_after:
                 return
-
-
-async def until(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 async def start(controller: FakeController) -> tuple[aio.Server, str]:

@@ -21,7 +21,8 @@ from speclen.worker.requests.request import (
     GenerationRequest,
     SamplingParams,
 )
-from tests.support.served import ENDLESS, served, tokenized, until
+from tests.support.served import ENDLESS, served, tokenized
+from tests.support.waiting import on_loop_until as until
 
 
 async def test_abort_ends_what_runs_and_what_waits() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from speclen.worker.backends import kv_cache
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
 from speclen.worker.models import control_groups
+from tests.support.waiting import resident_bytes
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 8), LayerShape(1, 16)]
@@ -54,12 +54,6 @@ def test_nobody_gets_what_another_row_held(monkeypatch: pytest.MonkeyPatch) -> N
     assert values(pool, 1, pool.max_length) == {0.0, 3.0}
     pool.release(2)
     assert values(pool, 2, pool.max_length) == {0.0}
-
-
-def resident_bytes() -> int:
-    """Memory of this process, from the kernel."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

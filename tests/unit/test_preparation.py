@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 import torch
 
 import speclen.worker.engine.preparation
+from speclen.worker.backends import openvino
 from speclen.worker.backends.packed_linear import PackedLinear
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import fit_rows, prepare
@@ -76,3 +79,25 @@ def test_models_that_are_refused_are_named() -> None:
     pair = engines.make_pair("llama", draft=tiny_models.build("bloom"), draft_name="some/bloom")
     with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
         prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "found", "reason"),
+    [
+        ("installed_version", lambda: None, r"not installed: pip install 'speclen\[openvino\]'"),
+        ("installed_version", lambda: "2027.1.0", r"version 2027.1.0 is installed and 2026\.4\.x was tested"),
+        ("cpu_has_bfloat16", lambda: False, "no bfloat16 products"),
+    ],
+)
+def test_machines_without_it(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
+    monkeypatch.setattr(openvino, attribute, found)
+    told = openvino.why_not(torch.device("cpu"), torch.bfloat16)
+    assert told is not None
+    assert re.search(reason, told)
+
+
+def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino.platform, "machine", lambda: "aarch64")
+    assert "on aarch64" in str(openvino.why_not(torch.device("cpu"), torch.float32))
+    assert "on cuda:0" in str(openvino.why_not(torch.device("cuda:0"), torch.float32))

@@ -25,7 +25,8 @@ from speclen.worker.requests.request import (
 from speclen.worker.service.relay import MAX_WAITING_TOKENS, OutputRelay, OutputStream
 from speclen.worker.service.servicer import caller_of
 from tests.support import engines
-from tests.support.served import ENDLESS, sampled, served, tokenized, until
+from tests.support.served import ENDLESS, sampled, served, tokenized
+from tests.support.waiting import on_loop_until as until
 
 
 @pytest.mark.parametrize(
