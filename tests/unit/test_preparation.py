@@ -89,7 +89,7 @@ def test_models_that_are_refused_are_named() -> None:
         ("cpu_has_bfloat16", lambda: False, "no bfloat16 products"),
     ],
 )
-def test_machines_without_it(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_without_openvino(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
     monkeypatch.setattr(openvino, attribute, found)
     told = openvino.why_not(torch.device("cpu"), torch.bfloat16)
