@@ -72,7 +72,7 @@ def test_every_cell_of_the_grid_is_measured(pair: ModelPair) -> None:
 def test_survival_is_that_of_serving(pair: ModelPair) -> None:
     """Against 40 requests served at length 3. Both are shares of some thousand rows that come in correlated runs of a
     few dozen prompts: 0.2 is far more than they differ, and far less than an off-by-one in positions would."""
-    settings = ProfileSettings((4,), (0, 3), budget_s=4.0, precision=0.05, prompt_tokens=(16,))
+    settings = ProfileSettings((4,), (0, 3), budget_s=2.0, precision=0.05, prompt_tokens=(16,))
     with profiler(pair, settings) as running:
         profiled = running.run().result()
 
@@ -166,7 +166,7 @@ def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
 
 def test_a_quick_profile_keeps_its_time_and_covers_every_batch_size(pair: ModelPair) -> None:
     start = time.monotonic()
-    result = quick_profile(pair, max_batch_size=6, max_length=4, budget_s=3.0)
+    result = quick_profile(pair, max_batch_size=6, max_length=4, budget_s=1.5)
     assert time.monotonic() - start < 30.0
     assert {cell.batch_size for cell in result.cells} == {1, 2, 4, 6}
     assert {cell.speculation_length for cell in result.cells} <= {0, 1, 2, 3, 4}
