@@ -139,7 +139,8 @@ def test_without_a_seed_as_many_drafts_are_right_as_would_be_accepted(always: No
     one = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
     chooser, played = Arms(PLAIN, wants_evaluations=True), Arms(Arm(1))
     engine, other = engine_of(chooser, seed=3), engine_of(played, seed=4)
-    generate(engine, *(request(f"r{at}", [3 + at % 7, 5, 6, 7] * 3, **one) for at in range(42)))
+    for at in range(42):
+        generate(engine, request(f"r{at}", [3 + at % 7, 5, 6, 7] * 3, **one))
     generate(other, *(request(f"p{at}", [3 + at % 7, 5, 6, 7] * 3, **one) for at in range(60)))
     told = told_by(chooser)
     num_tokens, num_steps = sum(each.num_tokens for each in told), sum(each.num_steps[1] for each in told)
@@ -157,6 +158,7 @@ def test_few_outputs_are_evaluated_and_the_time_is_no_part_of_a_step(monkeypatch
         return now[0]
 
     monkeypatch.setattr(evaluating.time, "perf_counter", clock)
+    monkeypatch.setattr(evaluating, "SHARE", 4 * evaluating.SHARE)
     for at in range(150):
         generate(engine, request(str(at), [5, 6, 7, 8] * 4, max_tokens=12, ignore_eos=True))
     step_s = sum(record.latency_s for record in chooser.records)
