@@ -1,4 +1,4 @@
-"""Texts become the tokenizer's ids, the event loop goes on meanwhile, and texts far too long are refused early."""
+"""Texts become the tokenizer's ids, the event loop goes on meanwhile, and what certainly cannot fit is refused first."""
 
 from __future__ import annotations
 
@@ -57,38 +57,32 @@ class SlowTokenizer:
         return {"input_ids": [len(text)]}
 
 
-def test_long_texts_wait_for_each_other_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_wait_for_each_other_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speclen.worker.service.text_encoder, "MAX_WAITING", 2)
 
-    async def test() -> None:
-        tokenizer = SlowTokenizer()
-        encoder = TextEncoder(tokenizer, 100)
-        long = "x" * 5000
-        tasks = [asyncio.create_task(encoder.encode(long, "a")) for _ in range(3)]
-        await asyncio.sleep(0.05)
-        assert encoder.aside.num_waiting == 2
-        with pytest.raises(QueueFullError):
-            await encoder.encode(long, "a")
-        tokenizer.go.set()
-        assert await asyncio.gather(*tasks) == [[5000]] * 3
-        assert tokenizer.most_at_once == 1
-
-    run(test)
+    tokenizer = SlowTokenizer()
+    encoder = TextEncoder(tokenizer, 100)
+    long = "x" * 5000
+    tasks = [asyncio.create_task(encoder.encode(long, "a")) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert encoder.aside.num_waiting == 2
+    with pytest.raises(QueueFullError):
+        await encoder.encode(long, "a")
+    tokenizer.go.set()
+    assert await asyncio.gather(*tasks) == [[5000]] * 3
+    assert tokenizer.most_at_once == 1
 
 
-def test_a_text_that_cannot_fit_is_refused_by_its_beginning() -> None:
-    async def test() -> None:
-        encoder = TextEncoder(tiny_models.tokenizer(), 256)
-        longest, encode = 0, encoder.tokenizer
+async def test_a_text_that_cannot_fit_is_refused_by_its_beginning() -> None:
+    encoder = TextEncoder(tiny_models.tokenizer(), 256)
+    longest, encode = 0, encoder.tokenizer
 
-        def watched(text: str, **options: Any) -> Any:
-            nonlocal longest
-            longest = max(longest, len(text))
-            return encode(text, **options)
+    def watched(text: str, **options: Any) -> Any:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(text, **options)
 
-        encoder.tokenizer = watched
-        with pytest.raises(ValueError, match="tokens in 4096 characters: the model's context holds 256"):
-            await encoder.encode("x" * 4_000_000, "a")
-        assert longest == 4096
-
-    run(test)
+    encoder.tokenizer = watched
+    with pytest.raises(ValueError, match="tokens in 4096 characters: the model's context holds 256"):
+        await encoder.encode("x" * 4_000_000, "a")
+    assert longest == 4096

@@ -2,8 +2,7 @@
 
 The index is a suffix automaton (Blumer et al. 1985), which grows by at most two states a token in constant time on
 average. The longest suffix that occurred before is the state that the last state links to, so there is no search. Chains
-of n-grams, as in compressors, are built in a third of the time but take several times as long to search
-(docs/explanation/engine.md).
+of n-grams, as in compressors, are built in a third of the time but take several times as long to search.
 """
 
 from __future__ import annotations

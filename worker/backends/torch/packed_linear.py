@@ -22,8 +22,7 @@ from torch import nn
 
 log = logging.getLogger(__name__)
 
-# Kernels that oneDNN keeps, one for every shape of a product. engine.md has what 128 to 1,024, its default, cost in
-# time and memory while batch sizes and lengths change.
+# Kernels in oneDNN's cache, one per shape of a product; its default of 1,024 takes more memory.
 KERNELS_KEPT = "512"
 ROWS_HINT = 16  # rows for which the layout is chosen; all numbers use it
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
