@@ -27,7 +27,6 @@ class EngineConfig:
     max_recordings: int = 256  # CUDA graphs kept on a GPU, the least recently used is evicted; 0: none
     record_ahead_s: float = 30.0  # for capturing graphs at the start, at most
     rewrite_models: bool = True  # run Llama-style models with fewer operators
-    pack_weights: bool = True  # on a CPU, a second copy of the weights in its kernels' layout, if memory allows
 
     @property
     def max_proposed_tokens(self) -> int:

@@ -191,7 +191,7 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
     install(model)
 
     def checked(ours: Any) -> CachedModel:
-        cached = CachedModel(_pack(ours, config), pool, one.context)
+        cached = CachedModel(_pack(ours), pool, one.context)
         if config.check_models:
             check_model(cached, one.model, one.name)
         return cached
@@ -206,9 +206,9 @@ def _make_ready(one: _Named, pool: KVPool, config: EngineConfig) -> CachedModel:
     return checked(model)
 
 
-def _pack(model: Any, config: EngineConfig) -> Any:
+def _pack(model: Any) -> Any:
     """The model with weights packed for the CPU, if memory allows."""
-    if config.pack_weights and num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
+    if num_packed_bytes(model) < free_memory(next(model.parameters()).device) // 4:
         pack_linears(model)
     return model
 

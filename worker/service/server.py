@@ -61,6 +61,7 @@ FRONT = "the HTTP front"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STOP_TIMEOUT_S = 5.0  # for the engine's running step at the end
+FLUSH_TIMEOUT_S = 2.0  # for the controller to acknowledge the last reports
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
@@ -258,9 +259,9 @@ async def wait_until_idle(engine: AsyncEngine, timeout_s: float, check: Callable
         await asyncio.sleep(0.05)
 
 
-async def flush_reports(control: ControlClient, timeout_s: float = 2.0) -> None:
+async def flush_reports(control: ControlClient) -> None:
     """Send the last reports, and give the controller a moment to acknowledge them."""
     control.hand_over()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + FLUSH_TIMEOUT_S
     while control.connected and control.buffer and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
