@@ -23,7 +23,7 @@ from speclen.worker.service.async_engine import FAILURE_GRACE_S, AsyncEngine
 
 MAX_CONNECTIONS = 4096  # one more is answered 503
 GRACE_S = 1.0  # that connections have when the server stops, if the worker has not failed
-UNREAD_GRACE_S = 1.0  # between the end of a request that nobody reads and that of its connection
+UNREAD_GRACE_S = 1.0  # between the end of an unread request and that of its connection
 BACKLOG = 2048
 KEEP_ALIVE_S = 65  # of idle connections: longer than clients and proxies keep theirs, or they would meet closed ones
 

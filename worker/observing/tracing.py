@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-CLOSE_TIMEOUT_S = 3.0  # for the last spans, when a worker stops and nobody may take them
+CLOSE_TIMEOUT_S = 3.0  # for the last spans when a worker stops
 PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 
 

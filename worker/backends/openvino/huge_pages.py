@@ -33,7 +33,7 @@ class NewMemory:
             return
         pages = whole_pages(without(_present(), self._before))
         failed = [error for page in pages if (error := _collapse(page))]
-        if failed:  # parts that nobody has written yet, or no room: they stay as they are
+        if failed:  # unwritten parts, or no memory: they stay as they are
             log.debug("%d of %d times 2 MiB stay in small pages: %s", len(failed), len(pages), failed[-1])
 
 
