@@ -1,5 +1,7 @@
 """Settings for all tests: no network, few threads, since test processes share the cores."""
 
+import asyncio
+import inspect
 import os
 
 import pytest
@@ -16,3 +18,13 @@ if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
 def pytest_configure(config: pytest.Config) -> None:
     # Before any test makes a channel: the first use decides how gRPC's poller is made, for the whole process.
     prepare_aio()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in at most 60 seconds."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), 60.0))
+    return True
