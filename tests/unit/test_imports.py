@@ -79,7 +79,7 @@ ALLOWED = {
     "bench.findings": set(),
     "bench.spread": set(),
     "bench.clients": {"console"},
-    "bench.fleet": {"bench.service", "v1"},
+    "bench.fleet": {"bench.spread", "console", "v1", "transport", "store.connection", "worker.models.devices"},
     "bench.simulation": {"console", "controller.estimator"},
     "bench.engine": {"bench.machine", "bench.spread", "console", "worker"},
     "bench.gpu": {"bench.machine", "bench.engine", "bench.serving", "console", "integrations.vllm", "worker"},
@@ -92,7 +92,6 @@ ALLOWED = {
         "worker",
     },
     "bench.comparison": {"bench.serving", "bench.machine", "console", "v1", "transport", "worker"},
-    "bench.service": {"bench.spread", "console", "v1", "transport", "controller", "store"},
     # In other people's processes: what a worker tells a controller, and nothing of what it runs models with.
     "integrations.vllm": {
         "v1",
