@@ -134,7 +134,9 @@ def space(db: Path, connection: Connection) -> Iterator[Finding]:
     if wal_bytes > max(256 << 20, db.stat().st_size):
         yield Finding("space", "warning", found, "a reader keeps the WAL from shrinking: end long-running readers")
     elif free < LOW_SPACE_BYTES:
-        yield Finding("space", "warning", found, "make room, or keep fewer reports: see docs/store.md, Retention")
+        yield Finding(
+            "space", "warning", found, "make room, or keep fewer reports: see docs/reference/store.md, Retention"
+        )
     else:
         yield Finding("space", "ok", found)
 

@@ -1,4 +1,4 @@
-"""Draw the folders of this project and which imports which into docs/architecture.md: python scripts/house.py [--check].
+"""Draw the folders of this project and which imports which into its architecture page: python scripts/house.py [--check].
 
 An arrow A --> B says that a file of A imports one of B. Arrows that follow from others (A --> B --> C gives A --> C) are
 left out. With --check nothing is written; the exit code says whether the document is what the code gives.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "architecture.md"
+DOCUMENT = ROOT / "docs" / "explanation" / "architecture.md"
 BEGIN, END = "<!-- house: made by python scripts/house.py -->", "<!-- house: end -->"
 DIVIDED = ("bench", "controller", "integrations", "worker")  # shown by their folders
 WHOLE = ("cli", "console", "store", "transport")
@@ -102,7 +102,9 @@ def main() -> int:
     if "--check" not in sys.argv:
         DOCUMENT.write_text(made)
     elif made != text:
-        print("docs/architecture.md is not what the code gives: run python scripts/house.py", file=sys.stderr)
+        print(
+            "docs/explanation/architecture.md is not what the code gives: run python scripts/house.py", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -101,7 +101,7 @@ def test_a_controller_that_others_reach_must_be_protected(tmp_path):
         config.controller_config("10.0.0.5", {})
     assert FleetConfig(insecure=True).controller_config("10.0.0.5", {}).insecure
     assert FleetConfig(metrics_listen="[::1]:9070").controller_config("127.0.0.1", {}).metrics_listen == "[::1]:9070"
-    # As docs/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
+    # As docs/guides/fleet.md has it: its certificate by flags, the token by the environment of the nodes.
     assert {"controller_cert", "controller_key"} <= set(OF_FLEETS)
     cert, key, token = (tmp_path / name for name in ("cert", "key", "token"))
     guarded = FleetConfig(controller_cert=cert, controller_key=key)
