@@ -17,7 +17,7 @@ class Spread:
     repeats: int
 
     def __str__(self) -> str:
-        return f"{figure(self.median)} [{figure(self.low)}, {figure(self.high)}]"
+        return f"{figure(self.median)} ({figure(self.low)} to {figure(self.high)})"
 
 
 def figure(value: float) -> str:

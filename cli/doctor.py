@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.console.database import DB_OPTION, examining
-from speclen.console.errors import UserError
+from speclen.cli.support.database import DB_OPTION, examining
+from speclen.cli.support.errors import UserError
 from speclen.store.backup import is_empty
 from speclen.store.connection import OLDEST_SAFE_SQLITE, Connection, in_one_line, sqlite3
 from speclen.store.files import is_locked

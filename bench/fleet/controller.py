@@ -22,7 +22,7 @@ from rich.table import Table
 
 from speclen.bench.fleet.load import Load, Throughput, load_of, throughput
 from speclen.bench.spread import Spread, figure, spread
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store.connection import sqlite3
 from speclen.worker.models.devices import processor_name
 
@@ -117,7 +117,7 @@ def summary(measured: list[tuple[Throughput, Load]]) -> dict[str, Spread]:
 
 
 def show_controller(storages: dict[str, dict[str, Spread]]) -> None:
-    table = Table("", *(f"storage {storage}" for storage in storages), title="median [least, most]")
+    table = Table("", *(f"storage {storage}" for storage in storages), title="median (least to most)")
     for name in storages["on"]:
         table.add_row(name, *(str(mine[name]) for mine in storages.values()))
     Console().print(table)
@@ -144,9 +144,9 @@ def fleet(
     if as_json:
         print(json.dumps({"machine": machine_facts(), "loads": loads}, indent=2))
         return
-    table = Table(*loads[0])
-    for load in loads:
-        table.add_row(*(figure(value) for value in load.values()))
+    table = Table("", *(str(load["num_workers"]) for load in loads))
+    for name in loads[0]:
+        table.add_row(name, *(figure(load[name]) for load in loads))
     Console().print(table)
 
 

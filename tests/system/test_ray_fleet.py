@@ -24,8 +24,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from speclen.cli.app import with_ray_address
-from speclen.cli.up import OF_FLEETS, refuse_without_ray
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
+from speclen.cli.up.up import OF_FLEETS, refuse_without_ray
 from speclen.integrations.ray.calls import CallEndedError, ServeCall, check_token
 from speclen.integrations.ray.hosting import RefusedError
 from speclen.integrations.ray.room import check_reachable, check_room

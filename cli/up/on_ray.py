@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from speclen.console.errors import UserError, say
-from speclen.console.processes import end_as_by_ctrl_c
+from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.processes import end_as_by_ctrl_c
 from speclen.integrations.ray.room import check_reachable
 from speclen.integrations.ray.settings import FleetConfig
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import typer
 
-from speclen.console.database import DB_OPTION
-from speclen.console.errors import UserError
-from speclen.console.learned.state import check_usable, commit_of, read_document, store_now
+from speclen.cli.support.database import DB_OPTION
+from speclen.cli.support.errors import UserError
+from speclen.cli.transfer.state import check_usable, commit_of, read_document, store_now
 from speclen.store.connection import StoreError
 from speclen.store.database import Store, StoreConfig
 from speclen.store.retention import KEEP_REPORTS

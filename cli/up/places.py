@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
-from speclen.console.client import Client
-from speclen.console.errors import UserError, say
-from speclen.console.whose import check_available
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.whose import check_available
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store.backup import copy
 from speclen.store.connection import Connection, FileErrors, StoreError, checking, connect_reader, refusal
 

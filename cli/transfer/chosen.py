@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from speclen.console.engine_tables.formats import READERS, Range, length_at, ranges_of, read_table
-from speclen.console.errors import UserError
-from speclen.console.learned.table import Row, rows_of
+from speclen.cli.learned.table import Row, rows_of
+from speclen.cli.support.errors import UserError
+from speclen.cli.transfer.formats import READERS, Range, length_at, ranges_of, read_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import typer
 
-from speclen.console.client import SECURITY, Client, ClientConfig, client_from
-from speclen.console.errors import UserError, say
-from speclen.console.flags import arguments, flags_from
-from speclen.console.places import Places
-from speclen.console.processes import Child, end_as_by_ctrl_c, stop_all
-from speclen.console.whose import identity
+from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
+from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.flags import arguments, flags_from
+from speclen.cli.support.processes import Child, end_as_by_ctrl_c, stop_all
+from speclen.cli.support.whose import identity
+from speclen.cli.up.places import Places
 from speclen.integrations.ray.settings import FleetConfig
 from speclen.transport.settings import flag, settings_of
 from speclen.worker.config import WorkerConfig
@@ -80,7 +80,7 @@ def up(
 
 
 def run_on_ray(address: str, fleet: dict[str, Any], worker: dict[str, Any], listen: str, http_listen: str) -> None:
-    from speclen.cli.up_on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
+    from speclen.cli.up.on_ray import up_on_ray  # here: Ray takes seconds to import, where it is installed
 
     up_on_ray(address, fleet, worker, listen, http_listen)
 
@@ -111,7 +111,7 @@ def show_demo(run: Run, database: Path | None) -> None:
     """Raises UserError for a controller without a database."""
     if database is None:
         raise UserError("--demo shows the database, and the controller has none: leave its setting in-memory away")
-    from speclen.console.demo import run_demo
+    from speclen.cli.up.demo import run_demo
 
     run_demo(run.places.workers, database, run.client)
 

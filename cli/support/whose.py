@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 
-from speclen.console.client import Client, is_listening
-from speclen.console.errors import UserError
+from speclen.cli.support.client import Client, is_listening
+from speclen.cli.support.errors import UserError
 from speclen.transport.address import check_free
 from speclen.transport.credentials import ClientSecurity
 from speclen.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store import queries
 from speclen.store.connection import Connection
 from speclen.store.database import Store

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Change
 from speclen.controller.analysis.replay import ContextAdded, Event, GroupObserved, ProfileImported
 from speclen.controller.wire.stored import groups_of, profile_of

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.transport.settings import flag, settings_of
 
 Command = TypeVar("Command", bound=Callable[..., None])

@@ -16,10 +16,10 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.console.client import Client
-from speclen.console.errors import UserError
-from speclen.console.progress import Progress
-from speclen.console.whose import identity, occupant
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
+from speclen.cli.support.progress import Progress
+from speclen.cli.support.whose import identity, occupant
 
 FIRST_PAUSE_S = 1.0  # before the first restart; doubles up to MAX_PAUSE_S, and starts over after STABLE_S of life
 MAX_PAUSE_S = 30.0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 
 
 class Output(io.FileIO):

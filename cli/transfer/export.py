@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from speclen.console.database import DB_OPTION, reading
-from speclen.console.engine_tables.chosen import ChosenTable, chosen_table
-from speclen.console.engine_tables.formats import WRITERS
-from speclen.console.errors import UserError, wrapped
-from speclen.console.files import write_whole
-from speclen.console.learned.state import exported
+from speclen.cli.support.database import DB_OPTION, reading
+from speclen.cli.support.errors import UserError, wrapped
+from speclen.cli.support.files import write_whole
+from speclen.cli.transfer.chosen import ChosenTable, chosen_table
+from speclen.cli.transfer.formats import WRITERS
+from speclen.cli.transfer.state import exported
 
 FORMATS = ("json", *WRITERS)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.transport.address import past_proxies, split_address
 from speclen.transport.balancing import balanced
 from speclen.transport.credentials import ClientSecurity

@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speclen.console.database import DB_OPTION, reading
-from speclen.console.errors import UserError
-from speclen.console.history import estimates_of, find_context, last_change
-from speclen.console.learned.table import short
+from speclen.cli.learned.history import estimates_of, find_context, last_change
+from speclen.cli.learned.table import short
+from speclen.cli.support.database import DB_OPTION, reading
+from speclen.cli.support.errors import UserError
 from speclen.controller.analysis.explain import Explanation, in_words
 from speclen.controller.analysis.explain import explain as explain_choice
 from speclen.records import ArmEstimate

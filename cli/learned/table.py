@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from speclen.console.database import reading
-from speclen.console.errors import UserError
+from speclen.cli.support.database import reading
+from speclen.cli.support.errors import UserError
 from speclen.store.queries import view_rows
 
 Row = dict[str, Any]

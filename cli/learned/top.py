@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from speclen.console.client import SECURITY, Client, ClientConfig, client_from
-from speclen.console.errors import UserError, wrapped
-from speclen.console.flags import flags_from
+from speclen.cli.support.client import SECURITY, Client, ClientConfig, client_from
+from speclen.cli.support.errors import UserError, wrapped
+from speclen.cli.support.flags import flags_from
 from speclen.records import Arm
 from speclen.transport.settings import settings_of
 from speclen.v1 import control_pb2

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from speclen.console.client import Client
+from speclen.cli.support.client import Client
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1 import generation_pb2_grpc as rpc
 
@@ -69,7 +69,7 @@ def run_demo(addresses: list[str], database: Path, client: Client) -> None:
         for channel in channels:
             channel.close()
     time.sleep(2.0)  # the last reports are sent within 0.5 s, learned from within 0.2 and committed within 1
-    from speclen.console.learned.table import learned_parts
+    from speclen.cli.learned.table import learned_parts
 
     Console().print(*learned_parts(database, context=""), sep="\n")
     explain_choices(database)
@@ -143,7 +143,7 @@ def show_throughput(results: list[PhaseResult]) -> None:
 
 def explain_choices(database: Path) -> None:
     """Says so when every batch size has the same arm, since the reader expects them to differ."""
-    from speclen.console.database import reading
+    from speclen.cli.support.database import reading
     from speclen.store.queries import view_rows
 
     with reading(database) as connection:

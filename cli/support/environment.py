@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 
 # What Kubernetes puts into every pod for a service whose name begins with speclen: SPECLEN_SERVICE_HOST,
 # SPECLEN_WORKER_PORT_7080_TCP_ADDR, SPECLEN_PORT and so on.

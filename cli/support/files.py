@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from speclen.console.errors import UserError
+from speclen.cli.support.errors import UserError
 from speclen.store.connection import DATABASE_BEGINS
 
 

@@ -1,6 +1,6 @@
 """Exit code 0 when a server is SERVING: a probe for containers, which speaks TLS and shows the token.
 
-Example: python -m speclen.console.health worker 127.0.0.1:7080 --token-file token
+Example: python -m speclen.cli.support.health worker 127.0.0.1:7080 --token-file token
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from speclen.console.client import Client
-from speclen.console.errors import UserError
+from speclen.cli.support.client import Client
+from speclen.cli.support.errors import UserError
 
 
 def problem(kind: str, address: str, client: Client) -> str:

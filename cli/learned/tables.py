@@ -13,9 +13,9 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
-from speclen.console.database import DB_OPTION
-from speclen.console.errors import UserError
-from speclen.console.learned.table import Row, learned_parts, rows_of
+from speclen.cli.learned.table import Row, learned_parts, rows_of
+from speclen.cli.support.database import DB_OPTION
+from speclen.cli.support.errors import UserError
 
 
 def tables(
