@@ -30,12 +30,12 @@ import typer
 from paper_figure import plot_lengths
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speclen.bench.machine import machine, provenance
-from speclen.bench.profile.analysis import analyse, analysis_json
-from speclen.bench.profile.document import ProfileDocument, from_result, parse_document, write_document
-from speclen.bench.profile.plot import plot
-from speclen.bench.profile.run import core_context
-from speclen.bench.profile.show import show
+from speclen.cli.profile.analysis import analyse, analysis_json
+from speclen.cli.profile.document import ProfileDocument, from_result, parse_document, write_document
+from speclen.cli.profile.measuring import core_context
+from speclen.cli.profile.plot import plot
+from speclen.cli.profile.show import show
+from speclen.cli.support.machine import machine, provenance
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.models.loading import ModelPair, load_pair
 from speclen.worker.profiling.profiler import Profiler

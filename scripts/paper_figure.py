@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from speclen.bench.profile.analysis import Analysis
+from speclen.cli.profile.analysis import Analysis
 
 # The paper's, by batch size.
 PAPER_LENGTHS = {1: 7, 2: 6, 4: 4, 8: 4, 16: 3, 32: 1}

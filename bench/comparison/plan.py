@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import numpy as np
 
-from speclen.bench.machine import machine
 from speclen.bench.serving.capacity import AGREE, LENGTHS, capacity, capacity_of, is_settled
 from speclen.bench.serving.deployment import WorkerSettings
 from speclen.bench.serving.load import Yield, closed_loop, explain, request_of
@@ -23,6 +22,7 @@ from speclen.bench.serving.recipes import ALIASES, SCENARIOS, TrackRecipe, scena
 from speclen.bench.serving.tracks import draw_requests
 from speclen.bench.serving.warm import WarmWorker
 from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.machine import machine
 from speclen.records import Arm
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb

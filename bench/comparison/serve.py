@@ -29,7 +29,6 @@ from speclen.bench.comparison.plan import (
 )
 from speclen.bench.comparison.report import print_comparison
 from speclen.bench.comparison.rounds import Comparison, Round, run_rounds
-from speclen.bench.machine import provenance
 from speclen.bench.serving.block import ServedBlock, figures_of, serve_block, settled_at
 from speclen.bench.serving.capacity import capacity_of
 from speclen.bench.serving.deployment import WorkerSettings
@@ -41,6 +40,7 @@ from speclen.bench.serving.warm import WarmWorker
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.files import check_place
 from speclen.cli.support.flags import flags_from
+from speclen.cli.support.machine import provenance
 from speclen.transport.settings import settings_of
 from speclen.worker.config import WorkerConfig
 

@@ -21,10 +21,10 @@ from speclen.bench.engine.bandwidth import read_bytes_per_s
 from speclen.bench.engine.cells import Work, cell, memory, ratios
 from speclen.bench.engine.run import EngineBench, TimedStep
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
-from speclen.bench.machine import machine
 from speclen.bench.spread import spread
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.flags import flags_from
+from speclen.cli.support.machine import machine
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
 from speclen.worker.models.loading import ModelPair, load_pair

@@ -12,8 +12,8 @@ from types import TracebackType
 
 import grpc
 
-from speclen.bench.profile.document import read_document
-from speclen.bench.profile.importing import send
+from speclen.cli.profile.document import read_document
+from speclen.cli.profile.importing import send
 from speclen.cli.support.client import Client
 from speclen.cli.support.processes import Child
 from speclen.records import ContextKey

@@ -13,11 +13,11 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-import speclen.bench.profile.run
-import speclen.cli.profile
-from speclen.bench.profile.analysis import analyse, ms_per_token
-from speclen.bench.profile.document import ProfileDocument, read_document
-from speclen.bench.profile.importing import Destination
+import speclen.cli.profile.measuring
+import speclen.cli.profile.profile
+from speclen.cli.profile.analysis import analyse, ms_per_token
+from speclen.cli.profile.document import ProfileDocument, read_document
+from speclen.cli.profile.importing import Destination
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.records import ContextKey, Limits, Profile, ProfileCell
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def call(*arguments: object) -> Any:
     """Runs the verb; errors of the user are raised."""
-    return CliRunner().invoke(speclen.cli.profile.app, [str(a) for a in arguments], catch_exceptions=False)
+    return CliRunner().invoke(speclen.cli.profile.profile.app, [str(a) for a in arguments], catch_exceptions=False)
 
 
 def fail(*arguments: object) -> str:
@@ -106,8 +106,8 @@ def test_steps_of_another_commit_are_not_gone_on_with(tmp_path: Path, monkeypatc
     settings = ProfileSettings((1,), (0,), 1.0)
 
     def name(commit: str) -> Path:
-        monkeypatch.setattr(speclen.bench.profile.run, "provenance", lambda: {"commit": commit})
-        return speclen.bench.profile.run.partial_of(tmp_path, KEY, settings, ["text"]).path
+        monkeypatch.setattr(speclen.cli.profile.measuring, "provenance", lambda: {"commit": commit})
+        return speclen.cli.profile.measuring.partial_of(tmp_path, KEY, settings, ["text"]).path
 
     assert name("a") == name("a") != name("b")
 
@@ -270,23 +270,6 @@ def document(scale: float, survival: tuple[float, ...] = (0.7, 0.5, 0.4)) -> Pro
         for s in range(4)
     )
     return ProfileDocument(KEY, Profile(cells, survival, (100, 70, 50), source="made up"), "2026-01-01T00:00:00")
-
-
-def test_diff_marks_what_is_certain_and_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
-    paths = []
-    for number, scale in enumerate((1.0, 1.5)):
-        paths.append(tmp_path / f"{number}.json")
-        paths[-1].write_text(json.dumps(document(scale).to_json()))
-    rows = json.loads(call("diff", *paths, "--json").stdout)
-    assert len(rows) == 12
-    assert all(row["is_certain"] for row in rows)
-    assert rows[0]["second_ms"] / rows[0]["first_ms"] == pytest.approx(1.5)
-    assert not any(row["is_certain"] for row in json.loads(call("diff", paths[0], paths[0], "--json").stdout))
-    assert "+50.0% !" in call("diff", *paths).stdout
-    lonely = document(1.0).to_json()
-    lonely["cells"] = [{**lonely["cells"][0], "batch_size": 64}]
-    paths[0].write_text(json.dumps(lonely))
-    assert "in common" in fail("diff", *paths)
 
 
 def test_analysis_marks_the_least_time_per_token_and_what_the_models_lose() -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from speclen.bench.profile.document import ProfileDocument
+from speclen.cli.profile.document import ProfileDocument
 from speclen.controller.analysis.paper_model import PaperModel, fit
 from speclen.controller.estimator import Estimator
 from speclen.records import Limits, Profile, ProfileCell

@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from speclen.bench.machine import machine, provenance
-from speclen.bench.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
+from speclen.cli.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
 from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.machine import machine, provenance
 from speclen.records import ContextKey
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare

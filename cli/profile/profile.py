@@ -1,4 +1,4 @@
-"""`speclen profile`: measure, look at, compare and hand on offline profiles."""
+"""`speclen profile`: measure, look at and hand on offline profiles."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from speclen.bench.profile.document import ProfileDocument
-    from speclen.bench.profile.importing import Destination
+    from speclen.cli.profile.document import ProfileDocument
+    from speclen.cli.profile.importing import Destination
     from speclen.worker.models.loading import ModelPair
     from speclen.worker.profiling.settings import ProfileSettings
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="""Measure step times and survival offline; look at them, compare them and hand them on.
+    help="""Measure step times and survival offline; look at them and hand them on.
 
     Example: speclen profile run --quick
     """,
@@ -76,7 +76,7 @@ def run(
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
-    from speclen.bench.profile.importing import find_destination
+    from speclen.cli.profile.importing import find_destination
 
     if out is not None:
         check_place(out)
@@ -102,7 +102,7 @@ def measured(
     out: Path | None,
 ) -> ProfileDocument:
     """A new profile, kept in `out` or in the folder. Raises UserError."""
-    from speclen.bench.profile.run import file_stem, measure
+    from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     try:
@@ -116,7 +116,7 @@ def measured(
 
 
 def keep(document: ProfileDocument, path: Path) -> None:
-    from speclen.bench.profile.document import write_document
+    from speclen.cli.profile.document import write_document
 
     write_document(path, document.to_json())
     say(f"profile in {path}")
@@ -156,8 +156,8 @@ def plot(
 
     Example: speclen profile plot latest --out profile.svg
     """
-    from speclen.bench.profile.analysis import analyse
-    from speclen.bench.profile.plot import plot as draw
+    from speclen.cli.profile.analysis import analyse
+    from speclen.cli.profile.plot import plot as draw
 
     document = found(profile, db)
     draw(document, analyse(document), out)
@@ -174,7 +174,7 @@ def export(
 
     Example: speclen profile export latest --out profile.json
     """
-    from speclen.bench.profile.document import write_document
+    from speclen.cli.profile.document import write_document
 
     content = found(profile, db).to_json()
     if out is None:
@@ -208,12 +208,12 @@ def import_(
     if table_format != "speclen":
         compare_table(profile, table_format, db, context, as_json)
         return
-    from speclen.bench.profile.document import read_document
-    from speclen.bench.profile.importing import check_same_context, find_destination
+    from speclen.cli.profile.document import read_document
+    from speclen.cli.profile.importing import check_same_context, find_destination
 
     document = read_document(profile)
     destination = find_destination(db, controller, client_from(settings))
-    from speclen.bench.profile.run import core_context  # imports torch, which takes seconds
+    from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
 
     here = core_context(load(threads, **models_of(settings)), settings["backend"])
     check_same_context(profile, document.context, here, as_prior)
@@ -239,28 +239,6 @@ def compare_table(path: Path, table_format: str, db: Path, context: str, as_json
         Console().print(chosen.as_matrix(*found))
 
 
-@app.command()
-def diff(
-    first: str = typer.Argument(help="Profile: a JSON file, the id of one in the database, or latest."),
-    second: str = typer.Argument(help="The one to compare it with."),
-    db: Path = DB,
-    as_json: bool = JSON,
-) -> None:
-    """Compare two profiles cell by cell.
-
-    Example: speclen profile diff before.json latest
-    """
-    from speclen.bench.profile.show import differences, show_difference
-
-    documents = (found(first, db), found(second, db))
-    if not differences(*documents):
-        raise UserError("the two profiles have no batch size and length in common")
-    if as_json:
-        print(json.dumps([vars(row) for row in differences(*documents)], indent=1))
-    else:
-        show_difference(*documents)
-
-
 def models_of(settings: dict[str, Any]) -> dict[str, str]:
     """The settings that name and place the models."""
     return {name: settings[name] for name in MODELS}
@@ -281,14 +259,14 @@ def load(threads: int, target: str, draft: str, device: str, dtype: str, weights
 
 
 def found(profile: str, db: Path) -> ProfileDocument:
-    from speclen.bench.profile.document import find_profile
+    from speclen.cli.profile.document import find_profile
 
     return find_profile(profile, db)
 
 
 def present(document: ProfileDocument, as_json: bool) -> None:
-    from speclen.bench.profile.analysis import analyse, analysis_json
-    from speclen.bench.profile.show import show as show_tables
+    from speclen.cli.profile.analysis import analyse, analysis_json
+    from speclen.cli.profile.show import show as show_tables
 
     analysis = analyse(document)
     if as_json:
