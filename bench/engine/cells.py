@@ -51,15 +51,8 @@ def cell(work: Work, rates: list[float], steps: list[TimedStep]) -> dict[str, An
         row["draft_ms"] = 1e3 * mean(steps, lambda timed: timed.draft_s or 0.0)
         row["verify_ms"] = 1e3 * mean(steps, lambda timed: timed.verify_s or 0.0)
         row["verify_median_ms"] = 1e3 * statistics.median(timed.verify_s or 0.0 for timed in steps)
-        row["other_median_ms"] = 1e3 * statistics.median(other_s(timed) for timed in steps)
         row["other_ms"] = row["step_ms"] - row["draft_ms"] - row["verify_ms"]
-        row["other_share"] = row["other_ms"] / row["step_ms"]
     return row
-
-
-def other_s(timed: TimedStep) -> float:
-    """Seconds of a step outside the models' passes."""
-    return timed.record.latency_s - (timed.draft_s or 0.0) - (timed.verify_s or 0.0)
 
 
 def mean(steps: list[TimedStep], value: Callable[[TimedStep], float]) -> float:

@@ -21,9 +21,10 @@ from speclen.bench.engine.bandwidth import read_bytes_per_s
 from speclen.bench.engine.cells import Work, cell, memory, ratios
 from speclen.bench.engine.run import EngineBench, TimedStep
 from speclen.bench.engine.transformers_baseline import TransformersBaseline
-from speclen.bench.spread import spread
+from speclen.bench.spread import Spread, figure, spread
 from speclen.cli.support.errors import UserError
-from speclen.cli.support.flags import flags_from
+from speclen.cli.support.files import write_whole
+from speclen.cli.support.flags import flags_from, ranges
 from speclen.cli.support.machine import machine
 from speclen.worker.backends.threads import set_threads
 from speclen.worker.config import WorkerConfig
@@ -50,8 +51,8 @@ class Settings:
 @flags_from(WorkerConfig, "target", "draft", "device", "dtype", "weights")
 def step(
     backend: str = typer.Option("auto", help="auto, torch or openvino, or several, separated by commas: side by side."),
-    batch_sizes: str = typer.Option("1,4,16", help="Batch sizes, separated by commas."),
-    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, separated by commas; 0 is always measured."),
+    batch_sizes: str = typer.Option("1,4,16", help="Batch sizes: a list with ranges, such as 1,2,4-8."),
+    lengths: str = typer.Option("0,2,4,6", help="Speculation lengths, likewise; 0 is always measured."),
     prompt_tokens: int = typer.Option(64, min=1, help="Tokens per prompt."),
     new_tokens: int = typer.Option(64, min=2, help="Tokens to generate per prompt."),
     repeats: int = typer.Option(5, min=1, help="How often everything is measured, in random order each time."),
@@ -69,8 +70,8 @@ def step(
     """
     settings = Settings(
         tuple(backend.split(",")),
-        numbers("--batch-sizes", batch_sizes, 1, 4096),
-        tuple(sorted({0, *numbers("--lengths", lengths, 0, 64)})),
+        ranges("--batch-sizes", batch_sizes, 1, 4096),
+        tuple(sorted({0, *ranges("--lengths", lengths, 0, 64)})),
         prompt_tokens,
         new_tokens,
         repeats,
@@ -84,29 +85,13 @@ def step(
         result = measure(pair, settings, source, baselines)
     except ValueError as error:
         raise UserError(str(error)) from error
-    present(result, as_json, out)
-
-
-def present(result: dict[str, Any], as_json: bool, out: Path | None) -> None:
-    """Print the result, and write it to the file if there is one."""
     text = json.dumps(result, indent=2)
     if out is not None:
-        out.write_text(text + "\n")
+        write_whole(out, text + "\n")
     if as_json:
         print(text)
     else:
         show(result)
-
-
-def numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """Ascending whole numbers of a comma-separated list. Raises UserError naming the flag."""
-    try:
-        values = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise UserError(f"{flag} {text!r} is not a list of whole numbers such as 1,4,16") from None
-    if values[0] < least or values[-1] > most:
-        raise UserError(f"{flag} {text!r} must lie between {least} and {most}")
-    return tuple(values)
 
 
 def check(settings: Settings, pair: ModelPair) -> None:
@@ -205,24 +190,16 @@ def show(result: dict[str, Any]) -> None:
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
         f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails"
     )
-    columns = ["tokens/s", "least", "most", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    columns = ["tokens/s", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    keys = ["full_batch_tokens_per_s", "tokens_per_step", "step_ms", "draft_ms", "verify_ms", "other_ms"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
-        tokens = f"{row['tokens_per_step']:.2f}" if "tokens_per_step" in row else "-"
-        parts = [format_ms(row.get(key)) for key in ("step_ms", "draft_ms", "verify_ms", "other_ms")]
-        full = f"{row['full_batch_tokens_per_s']:.0f}" if "full_batch_tokens_per_s" in row else "-"
-        table.add_row(
-            row["backend"],
-            str(row["batch_size"]),
-            str(row["speculation_length"]),
-            *format_rate(row),
-            full,
-            tokens,
-            *parts,
-        )
+        values = (figure(row[key]) if key in row else "-" for key in keys)
+        where = (row["backend"], str(row["batch_size"]), str(row["speculation_length"]))
+        table.add_row(*where, str(Spread(**row["tokens_per_s"])), *values)
     for row in result["baselines"]:
         what, _, length = row["what"].partition(", length ")
-        table.add_row(what, str(row["batch_size"]), length, *format_rate(row))
+        table.add_row(what, str(row["batch_size"]), length, str(Spread(**row["tokens_per_s"])))
     console.print(table)
     for row in result["ratios"]:
         console.print(f"{row['what']}: {row['median']:.2f} ({row['low']:.2f} to {row['high']:.2f})")
@@ -233,12 +210,3 @@ def show(result: dict[str, Any]) -> None:
             f"{found['read_gb_per_s']['median']:.1f} GB/s: {found['least_pass_ms']:.2f} ms at least; "
             f"a pass over one row takes that times {over or '-'}"
         )
-
-
-def format_rate(row: dict[str, Any]) -> list[str]:
-    rate = row["tokens_per_s"]
-    return [f"{rate[key]:.0f}" for key in ("median", "low", "high")]
-
-
-def format_ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
