@@ -23,6 +23,7 @@ import openai
 
 from speclen.bench.clients.crowd import NUM_DISCONNECTS, NUM_STREAMS, Crowd, disconnects, streams
 from speclen.bench.clients.openai_cases import CASES
+from speclen.bench.findings import Report
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import Child
 
@@ -76,7 +77,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         findings = check(arguments, Path(folder))
-    print(table(findings))
+    marks = {True: "passed", False: "FAILED", None: "not run"}
+    rows = [(each.program, each.what, marks[each.passed], str(each.seconds), each.remark) for each in findings]
+    Report().table(("Program", "What", "", "s", "Remark"), rows)
     sys.exit(any(finding.passed is False for finding in findings))
 
 
@@ -239,14 +242,6 @@ def install(name: str, environment: Path) -> str:
 
 def elapsed(started: float) -> float:
     return round(time.monotonic() - started, 1)
-
-
-def table(findings: list[Finding]) -> str:
-    """Markdown."""
-    marks = {True: "passed", False: "FAILED", None: "not run"}
-    lines = ["| Program | What | | s | Remark |", "|---|---|---|---|---|"]
-    lines += [f"| {f.program} | {f.what} | {marks[f.passed]} | {f.seconds} | {f.remark} |" for f in findings]
-    return "\n".join(lines)
 
 
 PROGRAMS: dict[str, Callable[[Place], list[Finding]]] = {

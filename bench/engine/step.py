@@ -87,7 +87,7 @@ def step(
         raise UserError(str(error)) from error
     text = json.dumps(result, indent=2)
     if out is not None:
-        write_whole(out, text + "\n")
+        write_whole(out, text)
     if as_json:
         print(text)
     else:

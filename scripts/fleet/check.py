@@ -26,7 +26,7 @@ from looking import (
     wait_for,
 )
 from nodes import Up, add_node, end_process, make_nodes, node_of
-from tables import CLIENTS, HTTP_CLIENTS, ended, heading, starts, tell_what_was_seen, told
+from tables import CLIENTS, HTTP_CLIENTS, begin, ended, starts, tell_what_was_seen, told
 
 from speclen.bench.findings import Report
 from speclen.v1 import generation_pb2 as pb
@@ -52,7 +52,7 @@ def main(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     report = Report()
-    report.say(*heading())
+    begin(report)
     cluster, nodes = make_nodes()
     up: Up | None = None
     try:

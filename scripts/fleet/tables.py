@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-from datetime import UTC, datetime
+from datetime import datetime
 
 import ray
 from load import Request, gap_ms, statuses
 from looking import SCALING_S, first_tables
 
 from speclen.bench.findings import Report
-from speclen.worker.models.devices import processor_name
 
 CLIENTS, HTTP_CLIENTS = 4, 1
 OF_DEATHS = ("before", "until recovered", "after")
 
 
-def heading() -> list[str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
-    return [
-        "# A fleet on Ray, and three deaths",
-        "",
-        "Made by `scripts/fleet_check`.",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {processor_name()} x{os.cpu_count()}, {platform.system()}, commit "
-        f"{commit.strip()}; Ray {ray.__version__}, four simulated nodes on one machine: a head without workers, one for "
-        "a worker on OpenVINO, one for a worker on torch, a spare one; bundled:target with bundled:draft, one thread a "
-        f"worker. {CLIENTS} clients stream one request after the other through Ray Serve's gRPC address, and {HTTP_CLIENTS} "
+def begin(report: Report) -> None:
+    """The page's heading."""
+    report.heading(
+        "A fleet on Ray, and three deaths",
+        "scripts/fleet_check",
+        f"Ray {ray.__version__}, four simulated nodes on one machine: a head without workers, one for a worker on "
+        "OpenVINO, one for a worker on torch, a spare one; bundled:target with bundled:draft, one thread a worker. "
+        f"{CLIENTS} clients stream one request after the other through Ray Serve's gRPC address, and {HTTP_CLIENTS} "
         "with OpenAI's client through its HTTP address, greedy. Milliseconds a token are those of gRPC.",
-    ]
+    )
 
 
 def told(seconds: float | None) -> str:
