@@ -1,4 +1,4 @@
-"""`speclen profile run`: measure, with progress, interrupt and resume, and hand the result on."""
+"""`speclen profile run`: measure, with progress."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from speclen.cli.profile.document import PARTIAL_FORMAT, ProfileDocument, from_result, write_document
+from speclen.cli.profile.document import ProfileDocument, from_result
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.machine import machine, provenance
 from speclen.records import ContextKey
@@ -28,31 +26,6 @@ from speclen.worker.profiling.prompts import PromptSource
 from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.settings import ProfileProgress, ProfileSettings
 from speclen.worker.reporting.identity import context_key
-
-SAVE_EVERY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """File of an unfinished profile. The name holds everything that must be equal to continue it."""
-
-    path: Path
-
-    def load(self) -> ProfileSamples:
-        """Samples measured before; none when there is no file or it cannot be read."""
-        try:
-            content = json.loads(self.path.read_text("utf-8"))
-            if content["format"] != PARTIAL_FORMAT:
-                return ProfileSamples()
-            return ProfileSamples.from_json(content["samples"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return ProfileSamples()
-
-    def save(self, samples: ProfileSamples) -> None:
-        write_document(self.path, {"format": PARTIAL_FORMAT, "samples": samples.to_json()})
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
 
 
 def core_context(pair: ModelPair, backend: str = "auto") -> ContextKey:
@@ -67,58 +40,26 @@ def file_stem(context: ContextKey) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{context.target}_{context.draft}_{context.dtype}_{digest}")
 
 
-def partial_of(folder: Path, context: ContextKey, settings: ProfileSettings, texts: list[str]) -> Partial:
-    measured = asdict(settings) | {"budget_s": None}  # going on with more time is the same profile
-    digest_of_texts = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    # One commit stands in the profile, so another one's steps are not gone on with.
-    same = json.dumps([context._asdict(), measured, digest_of_texts, provenance()["commit"]])
-    digest = hashlib.sha256(same.encode()).hexdigest()[:12]
-    return Partial(folder / f"{digest}.partial.json")
-
-
-def measure(
-    pair: ModelPair,
-    settings: ProfileSettings,
-    texts: list[str],
-    folder: Path,
-    fresh: bool,
-    source: str,
-    keep: Callable[[ProfileDocument], None],
-) -> ProfileDocument:
-    """Measure until done, going on with an interrupted profile of the same settings unless `fresh`.
-
-    keep: writes the profile; what it raises loses nothing, since the same command goes on from there. Ctrl-C saves what
-    there is and ends with code 130. Raises UserError.
-    """
-    context = core_context(pair, settings.backend)
-    partial = partial_of(folder, context, settings, texts)
-    samples = ProfileSamples() if fresh else partial.load()
-    if samples.num_rounds:
-        say(f"going on with the profile that was interrupted after {samples.elapsed_s:.0f} s; --fresh starts anew")
-    # The same prompts again after an interruption would count the same rows twice.
-    prompts = PromptSource(pair.tokenizer, texts, settings.seed + samples.num_rounds)
+def measure(pair: ModelPair, settings: ProfileSettings, texts: list[str], source: str) -> ProfileDocument:
+    """Measure until every cell is certain or time is up. Ctrl-C keeps nothing and ends with code 130. Raises UserError."""
+    context, prompts = core_context(pair, settings.backend), PromptSource(pair.tokenizer, texts, settings.seed)
     try:
         with (
-            progress_bar(settings, partial, samples) as on_progress,
-            Profiler(pair, settings, prompts, samples, on_progress) as profiler,
+            progress_bar(settings) as on_progress,
+            Profiler(pair, settings, prompts, on_progress) as profiler,
         ):
-            profiler.run()
+            samples = profiler.run()
     except KeyboardInterrupt:
-        partial.save(samples)
-        say(f"interrupted after {samples.elapsed_s:.0f} s; the same command goes on from there")
+        say("interrupted: no profile was made")
         raise typer.Exit(130) from None
     except MemoryError as error:
         raise UserError(f"not even one row fits in memory: {error}") from error
     result = samples.result()
     if not result.cells:
         raise UserError(f"nothing was measured in {settings.budget_s:.0f} s: give more time with --budget-s")
-    partial.save(samples)
     say_what_is_missing(settings, samples, len(result.cells))
     details = {"machine": machine(pair.device), "settings": asdict(settings), **provenance()}
-    document = from_result(context, result, source, details)
-    keep(document)
-    partial.remove()
-    return document
+    return from_result(context, result, source, details)
 
 
 def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_cells: int) -> None:
@@ -130,32 +71,14 @@ def say_what_is_missing(settings: ProfileSettings, samples: ProfileSamples, num_
 
 
 @contextmanager
-def progress_bar(settings: ProfileSettings, partial: Partial, samples: ProfileSamples) -> Any:
-    """A bar on stderr with the time left at most; also saves what was measured every few seconds."""
-    bar = Progress(
-        TextColumn("profiling"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}"),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
+def progress_bar(settings: ProfileSettings) -> Iterator[Callable[[ProfileProgress], None]]:
+    """A bar on stderr with the time left at most."""
+    columns = (TextColumn("profiling"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[state]}"))
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("profile", total=settings.budget_s, state="")
-        yield reporter(bar, task, partial, samples)
 
+        def report(progress: ProfileProgress) -> None:
+            state = f"at most {progress.left_s:.0f} s left, {progress.num_tight} of {progress.num_cells} cells certain"
+            bar.update(task, completed=progress.elapsed_s, state=state)
 
-def reporter(
-    bar: Progress, task: TaskID, partial: Partial, samples: ProfileSamples
-) -> Callable[[ProfileProgress], None]:
-    saved_at = 0.0
-
-    def report(progress: ProfileProgress) -> None:
-        nonlocal saved_at
-        state = f"at most {progress.left_s:.0f} s left, {progress.num_tight} of {progress.num_cells} cells certain"
-        bar.update(task, completed=progress.elapsed_s, state=state)
-        if progress.elapsed_s - saved_at >= SAVE_EVERY_S:
-            saved_at = samples.elapsed_s = progress.elapsed_s
-            partial.save(samples)
-
-    return report
+        yield report

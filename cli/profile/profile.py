@@ -61,8 +61,7 @@ def run(
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     threads: int = THREADS,
     seed: int = typer.Option(0, min=0, help="Of prompts and order."),
-    fresh: bool = typer.Option(False, "--fresh", help="Start anew instead of going on with an interrupted profile."),
-    data_dir: Path = typer.Option(Path(".speclen"), help="Folder of unfinished and finished profiles."),
+    data_dir: Path = typer.Option(Path(".speclen"), help="Its folder `profiles` holds what was measured."),
     db: Path = DB,
     controller: str = CONTROLLER,
     store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
@@ -71,8 +70,6 @@ def run(
     **settings: Any,
 ) -> None:
     """Measure whole-step times and survival over batch sizes and lengths on the real engine.
-
-    Ctrl-C keeps what was measured; the same command goes on from there.
 
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
@@ -86,40 +83,28 @@ def run(
     pair = load(threads, **models_of(settings))
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
     plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
-    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", fresh, out)
+    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", out)
     if destination is not None:
         hand_over(document, destination)
     present(document, as_json)
 
 
 def measured(
-    pair: ModelPair,
-    plan: ProfileSettings,
-    prompts: Path | None,
-    source: str,
-    folder: Path,
-    fresh: bool,
-    out: Path | None,
+    pair: ModelPair, plan: ProfileSettings, prompts: Path | None, source: str, folder: Path, out: Path | None
 ) -> ProfileDocument:
     """A new profile, kept in `out` or in the folder. Raises UserError."""
+    from speclen.cli.profile.document import write_document
     from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     try:
-        texts = texts_from_file(prompts) if prompts else held_out_texts()
-        return measure(
-            *(pair, plan, texts, folder, fresh, source),
-            lambda made: keep(made, out or folder / f"{file_stem(made.context)}.json"),
-        )
+        made = measure(pair, plan, texts_from_file(prompts) if prompts else held_out_texts(), source)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def keep(document: ProfileDocument, path: Path) -> None:
-    from speclen.cli.profile.document import write_document
-
-    write_document(path, document.to_json())
+    path = out or folder / f"{file_stem(made.context)}.json"
+    write_document(path, made.to_json())
     say(f"profile in {path}")
+    return made
 
 
 def hand_over(document: ProfileDocument, destination: Destination) -> None:

@@ -32,7 +32,6 @@ from speclen.v1 import control_pb2_grpc as rpc
 from speclen.worker.profiling.file import foreign_parts, table_from_file
 from speclen.worker.profiling.samples import ProfileSamples
 from speclen.worker.profiling.seeding import knows_context, profile_request
-from speclen.worker.profiling.settings import ProfileSettings
 from speclen.worker.reporting.table import ArmTable
 from tests.support import tiny_models
 from tests.support.store_rows import NOW, context, report, rows, store_now, worker
@@ -88,7 +87,6 @@ def test_a_run_is_stored_seeds_the_estimator_and_is_readable_as_file(measured: P
     assert stored.context.target == document.context.target
     assert {row["source"] for row in rows} == {"profile"}
     assert sum(row["is_best"] for row in rows) == len({row["batch_bucket"] for row in rows})
-    assert not list((measured / "profiles").glob("*.partial.json"))
 
 
 def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: Path, tmp_path: Path) -> None:
@@ -100,16 +98,6 @@ def test_a_profile_says_what_made_it_where_older_readers_do_not_look(measured: P
         del content["details"][name]
     (tmp_path / "earlier.json").write_text(json.dumps(content))
     assert read_document(tmp_path / "earlier.json").profile == document.profile
-
-
-def test_steps_of_another_commit_are_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ProfileSettings((1,), (0,), 1.0)
-
-    def name(commit: str) -> Path:
-        monkeypatch.setattr(speclen.cli.profile.measuring, "provenance", lambda: {"commit": commit})
-        return speclen.cli.profile.measuring.partial_of(tmp_path, KEY, settings, ["text"]).path
-
-    assert name("a") == name("a") != name("b")
 
 
 def test_a_worker_without_controller_starts_from_the_same_file(measured: Path) -> None:
@@ -192,7 +180,6 @@ def change(content: dict[str, Any], path: Sequence[object], value: object) -> di
     [
         (["format"], "something"),
         (["version"], 2),
-        (["format"], "speclen-profile-partial"),
         (["cells"], []),
         (["cells", 0, "step_s"], -1.0),
         (["cells", 0, "step_s"], float("nan")),
@@ -217,32 +204,16 @@ def test_files_that_are_no_profile_are_refused(
     assert "not JSON" in fail("show", file)
 
 
-def test_an_interrupted_run_is_kept_and_gone_on_with_but_never_used(
+def test_an_interrupted_run_makes_no_profile(
     folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = ["run", *models(folders), "--batch-sizes", "1,2", "--lengths", "0,1", "--budget-s", 3, "--precision", 0.5]
-    run += ["--data-dir", tmp_path, "--db", tmp_path / "s.db"]
-    original = ProfileSamples.add
-
     def interrupted(self: ProfileSamples, step: Any) -> None:
-        original(self, step)
-        if self.num_rounds == 1:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(ProfileSamples, "add", interrupted)
-    result = call(*run)
-    assert result.exit_code == 130
-    assert "goes on from there" in result.stderr
-    assert not (tmp_path / "s.db").exists()
-    (partial,) = (tmp_path / "profiles").glob("*.json")
-    assert "unfinished profile" in fail("show", partial)
-    assert "unfinished profile" in fail("import", partial, *models(folders), "--db", tmp_path / "s.db")
-    monkeypatch.setattr(ProfileSamples, "add", original)
-    result = call(*run)
-    assert result.exit_code == 0
-    assert "going on with the profile that was interrupted" in result.stderr
-    assert not partial.exists()
-    assert len(list((tmp_path / "profiles").glob("*.json"))) == 1
+    run = ["run", *models(folders), "--batch-sizes", "1", "--lengths", "0", "--budget-s", 3]
+    assert call(*run, "--data-dir", tmp_path, "--db", tmp_path / "s.db").exit_code == 130
+    assert not list(tmp_path.rglob("*.*"))
 
 
 @pytest.mark.parametrize(
