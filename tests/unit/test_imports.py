@@ -105,7 +105,7 @@ ALLOWED = {
     },
     # In processes of Ray's: a controller, or a worker with both its edges.
     "integrations.ray": {"v1", "transport", "store", "controller", "worker"},
-    "cli": {"bench", "v1", "transport", "worker", "controller", "store"},
+    "cli": {"v1", "transport", "worker", "controller", "store"},
 }
 # What the estimator must not even load: it has no transport, no storage, no clock of its own and no models.
 HEAVY = {"asyncio", "google", "grpc", "speclen.v1", "speclen.store", "sqlite3", "sqlite_utils", "torch"}
