@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,10 +18,12 @@ CALL_INTERVAL_S = 0.05
 
 
 class Process(Protocol):
-    """A controller. cpu_s: processor time so far, all threads."""
+    """A controller."""
 
     address: str
-    cpu_s: Callable[[], float]
+
+    def cpu_s(self) -> float:
+        """Processor time so far, all threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,13 @@ async def load_of(process: Process, num_workers: int, group: int, warm_up_s: flo
     for error in ended:
         if isinstance(error, Exception):
             raise error
-    rates = (sent / taken_s).tolist()
+    messages_per_s, reports_per_s = (sent / taken_s).tolist()
     sample_every = max(worker.sample_every for worker in workers)
     trips_s = [trip for worker in workers for trip in worker.trips_s]
+    (trip_p50, trip_p99), (call_p50, call_p99) = _percentiles_ms(trips_s), _percentiles_ms(calls_s)
     return Load(
-        num_workers, *rates, cpu_s / taken_s, sample_every, *_percentiles_ms(trips_s), *_percentiles_ms(calls_s)
+        *(num_workers, messages_per_s, reports_per_s, cpu_s / taken_s, sample_every),
+        *(trip_p50, trip_p99, call_p50, call_p99),
     )
 
 
