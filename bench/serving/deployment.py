@@ -20,7 +20,7 @@ STOP_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a worker that is measured is started."""
+    """Settings of the worker under test."""
 
     target: str
     draft: str

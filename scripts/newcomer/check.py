@@ -86,15 +86,15 @@ def install(folder: Path, report: Report) -> Terminal:
 def readme(terminal: Terminal, report: Report) -> None:
     """README's own commands, beside the `speclen up` that it starts, on the default ports."""
     report.say("\n## README's commands, in 80 columns")
-    serve, use, look = shell_blocks("README.md")[1:4]
-    up = terminal.start(serve.strip())
+    _, serve, *use = shell_blocks("README.md")[1].strip().splitlines()
+    up = terminal.start(serve)
     if not up.wait_for("In another terminal", 240):
         report.show(up.end(1, interrupt=True))
         raise SystemExit("newcomer_check: README's `speclen up` does not serve")
-    for line in [*use.strip().splitlines(), *look.strip().splitlines()]:
-        model_text = 0 if " generate " in line else 100 if "sqlite-utils" in line else 80
-        report.show(terminal.type(line), columns=model_text)
-    program = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    for line in use:
+        report.show(terminal.type(line), columns=0 if " generate " in line else 80)
+    page = (ROOT / "docs/reference/grpc.md").read_text()
+    program = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
     (terminal.folder / "program.py").write_text(program)
     report.show(terminal.type("python program.py"), columns=0)
     report.show(terminal.type("timeout 4 speclen top"), code=124)

@@ -14,12 +14,15 @@ from speclen.transport.settings import settings_of
 from speclen.v1 import control_pb2 as pb
 from tests.support.control_fakes import group, identity, registration, report, run, served, status_of
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "controller.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+SETTINGS, METRICS = (
+    (REFERENCE / name).read_text().partition("## The controller's")[2] for name in ("settings.md", "metrics.md")
+)
 
 
 def test_every_setting_is_on_the_page_and_no_other():
-    told = re.findall(r"^\| `--([\w-]+)[^|]*\|", DOCUMENT.read_text(), re.MULTILINE)
-    both = re.findall(r"^\| `--[\w-]+`, `--([\w-]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
+    told = re.findall(r"^\| `--([\w-]+)[^|]*\|", SETTINGS, re.MULTILINE)
+    both = re.findall(r"^\| `--[\w-]+`, `--([\w-]+)` \|", SETTINGS, re.MULTILINE)
     assert {name.replace("-", "_") for name in told + both} == set(settings_of(ControllerConfig))
 
 
@@ -120,7 +123,7 @@ def test_every_metric_is_documented():
         async with served(None) as at:
             found = re.findall(r"^# HELP (speclen_controller_\w+)", page(at.controller.servicer), re.MULTILINE)
             names = {name.removesuffix("_total") for name in found}
-            documented = set(re.findall(r"`(speclen_controller_\w+)", DOCUMENT.read_text()))
+            documented = set(re.findall(r"`(speclen_controller_\w+)", METRICS))
             assert names <= documented, names - documented
 
     run(story)

@@ -17,7 +17,8 @@ from speclen.worker.observing.tracing import Origin, RequestTrace, attributes
 from speclen.worker.requests.request import GenerationRequest, SamplingParams
 from tests.support.http_worker import http_worker
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+PAGE, METRICS = ((REFERENCE / name).read_text() for name in ("http.md", "metrics.md"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_every_status_is_named():
 def test_every_attribute_of_a_span_is_named():
     request = GenerationRequest("r", (1,), SamplingParams(seed=1), fixed_length=1)
     made = attributes(RequestTrace(None, request, Origin(), 0.0), "m")
-    table = PAGE.partition("## Traces")[2].partition("\n## ")[0]
+    table = METRICS.partition("## Traces")[2].partition("\n## ")[0]
     named = set(re.findall(r"`((?:gen_ai|speclen|error)\.[a-z_.]+)`", table))
     assert named == {*made, "error.type"}
 
@@ -75,7 +76,7 @@ def test_every_metric_is_named_and_exists(worker):
     families = {line.split()[2] for line in lines if line.startswith("# TYPE")}
     ours = {name.removeprefix("speclen_") for name in families if name.startswith("speclen_")}
     ours = {name for name in ours if not name.endswith("_created")}
-    table = PAGE.partition("## Metrics")[2].partition("\n## ")[0]
+    table = METRICS.partition("## A worker's")[2].partition("\n## ")[0]
     named = {name.partition("{")[0] for name in re.findall(r"`([a-z0-9_]+(?:\{[^}]*\})?)`", table)}
     assert not ours - named
     assert not named - ours - {"model_name", "python_info", "speclen_", "stop", "length", "abort", *REASONS}
