@@ -31,22 +31,9 @@ def pair(tmp_path_factory):
 def serve_arguments(pair):
     target, draft = pair
     return [
-        *(
-            "serve",
-            "--track",
-            "mixed",
-            "--block-s",
-            "2",
-            "--target",
-            target,
-            "--draft",
-            draft,
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-        ),
-        *("--max-batch-size", "4", "--max-length", "2", "--minutes", "5", "--learn-s", "2"),
+        *("serve", "--track", "mixed", "--block-s", "2", "--device", "cpu", "--threads", "1"),
+        *("--target", target, "--draft", draft, "--max-batch-size", "4", "--max-length", "2"),
+        *("--minutes", "5", "--learn-s", "2"),
     ]
 
 
