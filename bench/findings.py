@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-
-from speclen.worker.models.devices import processor_name
 
 
 @dataclass
@@ -34,10 +28,3 @@ class Report:
         edge = [""] if apart else []
         self.say(*edge, f"| {' | '.join(head)} |", f"|{'---|' * len(head)}")
         self.say(*(f"| {' | '.join(row)} |" for row in rows), *edge)
-
-    def heading(self, title: str, script: str, conditions: str) -> None:
-        """Begin a page: time, machine and commit before the conditions of the check."""
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True)
-        machine = f"{processor_name()} x{os.cpu_count()}, {platform.system()}, commit {commit.stdout.strip()}"
-        self.say(f"# {title}", "", f"Made by `{script}`.", "")
-        self.say(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {machine}; {conditions}")

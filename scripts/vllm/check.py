@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import typer
@@ -14,6 +17,7 @@ from servers import MAX_BATCH, Server, controller, free_port, vllm
 from tables import exported
 
 from speclen.bench.findings import Report
+from speclen.worker.models.devices import processor_name
 
 LONGEST = 5
 PLAIN = {"num_speculative_tokens": LONGEST, "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, LONGEST]]}
@@ -33,7 +37,7 @@ def main(
     report = Report()
     prompts = make_weights(folder)
     (folder / "adaptive.db").unlink(missing_ok=True)
-    begin(report, vllm_python, dtype)
+    report.say(*heading(vllm_python, dtype))
     port = free_port()
     with vllm(vllm_python, folder, "speclen", PLAIN, dtype, port) as steered:
         with controller(folder, port) as database:
@@ -61,17 +65,21 @@ def make_weights(folder: Path) -> list[str]:
     return prompts
 
 
-def begin(report: Report, vllm_python: str, dtype: str) -> None:
-    """The page's heading."""
+def heading(vllm_python: str, dtype: str) -> list[str]:
     code = "import vllm, torch; print(vllm.__version__, torch.__version__)"
     done = subprocess.run([vllm_python, "-c", code], check=True, capture_output=True, text=True)
     engine, torch = done.stdout.split()[-2:]
-    report.heading(
-        "vLLM as a worker",
-        "scripts/vllm_check",
-        f"vLLM {engine} for CPUs, torch {torch}, one thread, eager, {dtype}; bundled:target-60m (widened) with "
-        "bundled:draft as its draft model, 64 prompt and 64 new tokens, greedy; the official `openai` client.",
-    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
+    return [
+        "# vLLM as a worker",
+        "",
+        "Made by `scripts/vllm_check`.",
+        "",
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {processor_name()} x{os.cpu_count()}, {platform.system()}, commit "
+        f"{commit.strip()}; vLLM {engine} for CPUs, torch {torch}, one thread, eager, {dtype}; bundled:target-60m "
+        "(widened) with bundled:draft as its draft model, 64 prompt and 64 new tokens, greedy; the official `openai` "
+        "client.",
+    ]
 
 
 def compare_outputs(report: Report, steered: Server, own: Server, prompts: list[str]) -> None:
