@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,13 +19,12 @@ from speclen.bench.serving.prompts import PromptDrawer
 from speclen.bench.serving.recipes import TRACKS, TrackRecipe, recipe_of
 from speclen.bench.serving.tracks import draw_requests
 from speclen.bench.serving.warm import WarmWorker
-from speclen.cli.support.errors import UserError, say
+from speclen.cli.support.errors import say
 from speclen.cli.support.machine import machine
 from speclen.records import Arm
 from speclen.transport.settings import check_bounds, setting
 from speclen.v1 import generation_pb2 as pb
 from speclen.v1.control_pb2 import ContextKey
-from speclen.worker.models.devices import processor_model
 
 DRAWN_TOGETHER = 64  # requests of a mix, among which conversations go on
 
@@ -69,10 +67,8 @@ class Plan:
             "policies": self.names,
             "worker": {name: getattr(self.settings, name) for name in self.settings.__slots__},
             "profile": None if self.profile is None else self.profile.name,
-            "profile_sha256": None if self.profile is None else digest_of(self.profile),
             "seed": self.seed,
             "learn_s": self.learn_s,
-            "processor": processor_model(),
         }
 
 
@@ -122,14 +118,6 @@ class Visitor:
         while True:
             for each in draw_requests(rng, np.zeros(DRAWN_TOGETHER), self._plan.recipe.mix):
                 yield request_of(each, self._drawer.draw(each.kind, each.prompt_tokens, each.prompt_seed))
-
-
-def digest_of(path: Path) -> str:
-    """Of a profile, whose name says little. Raises UserError naming the file."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise UserError(f"cannot read the profile {path}: {error.strerror}") from error
 
 
 def load_tokenizer(target: str) -> Any:
