@@ -220,12 +220,12 @@ def show(result: dict[str, Any]) -> None:
         f"{result['target']} with {result['draft'] or 'no draft'}, {result['dtype']}, {result['machine']['device']}, "
         f"{result['machine']['torch_threads']} threads; tokens/s: median of whole runs; all busy: without tails"
     )
-    columns = ["tokens/s", "over length 0", "all busy", "per step", "step ms", "draft", "verify", "other"]
+    columns = ["tokens/s", "over 0", "all busy", "per step", "step ms", "draft", "verify", "other"]
     table = Table("", "batch", "length", *(Column(name, justify="right") for name in columns))
     for row in result["cells"]:
         length = row["speculation_length"]
         where = (row["kind"], str(row["batch_size"]), "-" if length is None else str(length))
-        spreads = (str(Spread(**row[key])) for key in ("tokens_per_s", "over_length_0"))
+        rates = (str(Spread(**row["tokens_per_s"])), figure(row["over_length_0"]["median"]))
         values = (figure(row[k]) if k in row else "-" for k in ("full_batch_tokens_per_s", "tokens_per_step", *MS))
-        table.add_row(*where, *spreads, *values)
+        table.add_row(*where, *rates, *values)
     console.print(table)
