@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from speclen.cli.profile.document import ProfileDocument
-from speclen.controller.analysis.paper_model import PaperModel, fit
+from speclen.cli.profile.paper_model import PaperModel, fit
 from speclen.controller.estimator import Estimator
 from speclen.records import Limits, Profile, ProfileCell
 
@@ -19,7 +19,7 @@ class BatchAnalysis:
     ms_per_token: measured, by length. best_length: the least of them. paper_length, estimator_length: what the paper's
     model and our estimator choose from the same profile, None where they cannot. *_excess: how much slower than the
     best measured length that choice is, by the measurements; None where it was not measured. paper_optimum,
-    paper_ceiling: real lengths, see speclen.controller.analysis.paper_model.
+    paper_ceiling: real lengths, see speclen.cli.profile.paper_model.
     """
 
     batch_size: int

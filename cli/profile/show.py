@@ -10,7 +10,7 @@ from rich.text import Text
 
 from speclen.cli.profile.analysis import Analysis, BatchAnalysis, expected_tokens
 from speclen.cli.profile.document import ProfileDocument
-from speclen.controller.analysis.paper_model import LONGEST, PaperModel
+from speclen.cli.profile.paper_model import LONGEST, PaperModel
 
 
 def console() -> Console:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from speclen.controller.analysis.paper_model import PaperModel, fit
+from speclen.cli.profile.paper_model import PaperModel, fit
 from speclen.records import ProfileCell
 
 C, GAMMA, BETA = 0.8, 0.55, 0.020
