@@ -30,7 +30,7 @@ def test_blocks_are_deterministic_ordered_and_within_their_time(track):
 
 
 def test_a_block_asks_for_the_share_of_capacity_that_it_names():
-    block = make_block("mixed", CAPACITY, duration_s=10_000)
+    block = make_block("mixed", CAPACITY, duration_s=2_000)
     asked = sum(arrival.output_tokens for arrival in block.arrivals) / block.duration_s
     assert asked / CAPACITY == pytest.approx(MEAN_LOAD, rel=0.05)
 
