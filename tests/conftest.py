@@ -15,10 +15,6 @@ if os.environ.get("SPECLEN_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports it: kernels run without a GPU, slowly
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=100, help="How often test_kill.py kills a controller.")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # Before any test makes a channel: the first use decides how gRPC's poller is made, for the whole process.
     prepare_aio()

@@ -72,7 +72,7 @@ def course(
 
 
 def style(name: str, names: Sequence[str]) -> dict[str, Any]:
-    """How a line is drawn: the first policy, which it is about, in front; the others in colours of their own."""
+    """Style of a policy's line: the first policy in front, the others in colours of their own."""
     from matplotlib import colormaps
 
     if name == names[0]:

@@ -1,4 +1,4 @@
-"""How fast memory is read, and the time that a pass over one row cannot go below for it."""
+"""Measure memory bandwidth, and the least time of a pass over one sequence that follows from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How near single passes come to what the device's memory allows."""
+"""Time single passes beside what the device's memory bandwidth allows."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class BatchAnalysis:
 
     @property
     def gain(self) -> float | None:
-        """How many times faster than length 0 the best length is."""
+        """Speed of the best length over length 0."""
         return self.ms_per_token[0] / self.ms_per_token[self.best_length] if 0 in self.ms_per_token else None
 
 

@@ -41,7 +41,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a worker that is measured is started."""
+    """Settings of the worker under test."""
 
     target: str
     draft: str

@@ -323,7 +323,7 @@ def test_a_profile_that_the_database_did_not_take_is_an_error(tmp_path: Path, mo
 
 
 def test_an_import_without_a_controller_lets_no_report_go(tmp_path: Path) -> None:
-    """How many are kept is for the controller to say, and it may have been told to keep them for years."""
+    """Retention is the controller's to decide; it may have been told to keep reports for years."""
     store = Store.open(tmp_path / "s.db", StoreConfig(retention=KEEP_REPORTS))
     reports = [report(seq, received_at=NOW - 400 * 86_400.0) for seq in (1, 2, 3)]
     assert store_now(store, Commit(contexts=[context()], workers=[worker(3)], reports=reports)) is None
