@@ -11,7 +11,7 @@ import torch
 from speclen.bench.engine.bandwidth import bytes_per_pass
 from speclen.worker.backends import openvino
 from speclen.worker.backends.check import check_model, inspect_layers
-from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair, load_pair
