@@ -75,28 +75,26 @@ ALLOWED = {
     "controller.config": {"transport"},
     "controller.wire": {"v1", "store.records"},
     "controller.service": {"v1", "transport", "store", "controller.config", "controller.estimator", "controller.wire"},
-    "cli.support": {"v1", "transport", "store"},
+    "cli.support": {"v1", "transport", "store", "worker.models.devices"},
     "cli.learned": {"cli.support", "v1", "transport", "store", "controller"},
     "cli.transfer": {"cli.support", "cli.learned", "store", "controller.estimator"},
     "cli.up": {"cli.support", "cli.learned", "v1", "transport", "store", "worker", "integrations.ray"},
-    "bench.machine": {"worker"},
     "bench.findings": set(),
     "bench.spread": set(),
-    "bench.clients": {"cli.support"},
-    "bench.fleet": {"bench.service", "v1"},
+    "cli.profile": {"cli.support", "cli.transfer", "v1", "worker", "controller", "store"},
+    "bench.clients": {"bench.findings", "cli.support"},
+    "bench.fleet": {"bench.spread", "cli.support", "v1", "transport", "store.connection", "worker.models.devices"},
     "bench.simulation": {"cli.support", "controller.estimator"},
-    "bench.engine": {"bench.machine", "bench.spread", "cli.support", "worker"},
-    "bench.gpu": {"bench.machine", "bench.engine", "bench.serving", "cli.support", "integrations.vllm", "worker"},
-    "bench.profile": {"bench.machine", "cli.support", "v1", "worker", "controller", "store"},
+    "bench.engine": {"bench.spread", "cli.support", "worker"},
+    "bench.gpu": {"bench.engine", "bench.serving", "cli.support", "integrations.vllm", "worker"},
     "bench.serving": {
-        "bench.profile",
+        "cli.profile",
         "cli.support",
         "v1",
         "transport",
         "worker",
     },
-    "bench.comparison": {"bench.serving", "bench.machine", "cli.support", "v1", "transport", "worker"},
-    "bench.service": {"bench.spread", "cli.support", "v1", "transport", "controller", "store"},
+    "bench.comparison": {"bench.serving", "cli.support", "v1", "transport", "worker"},
     # In other people's processes: what a worker tells a controller, and nothing of what it runs models with.
     "integrations.vllm": {
         "v1",
@@ -108,7 +106,7 @@ ALLOWED = {
     },
     # In processes of Ray's: a controller, or a worker with both its edges.
     "integrations.ray": {"v1", "transport", "store", "controller", "worker"},
-    "cli": {"bench", "v1", "transport", "worker", "controller", "store"},
+    "cli": {"v1", "transport", "worker", "controller", "store"},
 }
 # What the estimator must not even load: it has no transport, no storage, no clock of its own and no models.
 HEAVY = {"asyncio", "google", "grpc", "speclen.v1", "speclen.store", "sqlite3", "sqlite_utils", "torch"}
