@@ -42,7 +42,9 @@ def test_reports_of_real_decoding_become_a_learned_table(fleet):
 
     sampling = pb.SamplingParams(max_tokens=32, ignore_eos=True)
     with ThreadPoolExecutor(8) as pool:
-        plain = pool.submit(generate, worker.address, sampling_params=sampling, speculation=off()).result()
+        plain = pool.submit(
+            generate, worker.address, sampling_params=sampling, speculation=pb.Speculation(mode=pb.Speculation.MODE_OFF)
+        ).result()
         outputs = [
             pool.submit(generate, worker.address, sampling_params=sampling, stream=index % 2 == 0)
             for index in range(24)
@@ -61,10 +63,6 @@ def test_reports_of_real_decoding_become_a_learned_table(fleet):
     )
     assert best
     assert all(count == 1 for _, count in best)
-
-
-def off() -> pb.Speculation:
-    return pb.Speculation(mode=pb.Speculation.MODE_OFF)
 
 
 def serving_from_a_directory(fleet, folder: Path, family: str, *options: str) -> Child:

@@ -72,7 +72,7 @@ def test_queries_attend_to_what_their_row_holds(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
 def test_recorded_passes_of_them_give_the_same_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows of several lengths, after their prompts; with windows, biases and normed heads."""
     plain, _ = logits_of_passes(family, None, monkeypatch)

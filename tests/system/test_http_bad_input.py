@@ -198,6 +198,12 @@ def test_bodies_that_arrive_take_no_more_memory_than_is_meant_for_them(worker, m
         assert b" 400 " in one.recv(4096)
 
 
+def test_options_of_a_stream_that_is_none(worker):
+    answer = post(worker, {"prompt": "a", "stream_options": {"include_usage": True}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "stream_options"
+
+
 def test_a_failure_while_it_streams_is_told_on_a_data_line(worker, monkeypatch):
     def fail(*_):
         raise RuntimeError("secret")

@@ -95,7 +95,9 @@ def test_both_edges_write_the_same(worker: HttpWorker) -> None:
     ("fields", "param", "words"),
     [
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex '(' cannot be used: unclosed group"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs", "70000 characters, at most 65536"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "0 choices"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not valid JSON"),
         ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", 'unknown name: "foo"'),
         ({"structured_outputs": {"json": {"type": "foo"}}}, "structured_outputs", "Invalid type: foo"),
         ({"structured_outputs": {"json": False}}, "structured_outputs", "no JSON schema that anything fits"),

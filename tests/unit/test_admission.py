@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -88,10 +88,6 @@ class Worker:
 async def settled() -> None:
     for _ in range(9):
         await asyncio.sleep(0)
-
-
-def run(test: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10.0))
 
 
 async def test_a_slow_reader_keeps_no_place_once_the_engine_is_done() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from typing import Any
 
 import pytest
 
@@ -39,10 +38,6 @@ class Requests:
         async with self.fair_queue.turn(name[0]):
             self.entered.append(name)
             await self.doors[name].wait()
-
-
-def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10.0))
 
 
 async def test_callers_take_turns() -> None:

@@ -136,3 +136,12 @@ async def test_whoever_waits_for_the_engine_to_let_go_does_so_no_longer_than_it_
             else:
                 asking.cancel()
             assert (await asyncio.wait([asking], timeout=5))[0]
+
+
+async def test_an_abort_of_too_many_is_refused() -> None:
+    async with served() as at:
+        assert (await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1024))).num_aborted == 0
+        with pytest.raises(aio.AioRpcError) as raised:
+            await at.stub.Abort(pb.AbortRequest(request_ids=[""] * 1025))
+        said = "request_ids has 1025 entries, at most 1024 are allowed"
+        assert (raised.value.code().name, raised.value.details()) == ("INVALID_ARGUMENT", said)

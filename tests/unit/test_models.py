@@ -11,7 +11,7 @@ import torch
 
 import speclen.worker.models.loading
 import speclen.worker.models.naming
-from speclen.worker.models.loading import load_pair, resolve_dtype
+from speclen.worker.models.loading import load_pair, resolve_device, resolve_dtype
 from speclen.worker.models.naming import BUNDLED_FOLDER, ModelError, Shape, find_place
 from speclen.worker.reporting.identity import model_name
 from tests.support import tiny_models
@@ -161,6 +161,16 @@ def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.build("llama"), tmp_path / "model", with_tokenizer=False)
     with pytest.raises(ModelError, match="tokenizer"):
         load_pair(folder, None, "cpu")
+
+
+def test_unknown_devices_and_dtypes_are_named(folder: Path) -> None:
+    with pytest.raises(ModelError, match="'tpu'"):
+        load_pair(str(folder / "llama"), None, "tpu")
+    with pytest.raises(ModelError, match="'int3'"):
+        load_pair(str(folder / "llama"), None, "cpu", "int3")
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="no CUDA device"):
+            resolve_device("cuda")
 
 
 def test_auto_dtype_on_cpu_is_bfloat16_only_for_large_models_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:

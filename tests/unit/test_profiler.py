@@ -113,6 +113,28 @@ def test_the_largest_batch_that_fits_in_kv_memory_is_found_and_said(
     assert samples.result().largest_batch_size == 3
 
 
+def test_an_engine_that_cannot_be_built_for_the_largest_batch_is_built_for_half(
+    pair: ModelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(pair: ModelPair, config: EngineConfig, chooser: Any) -> Engine:
+        if config.max_batch_size > 2:
+            raise MemoryError("the pool does not fit")
+        return Engine(pair, config, chooser)
+
+    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", build)
+    with profiler(pair) as running:
+        samples = running.run()
+    assert samples.largest_batch_size == 2
+    assert {key[0] for key in keys(samples)} == {1, 2}
+
+    def never(pair: ModelPair, config: EngineConfig, chooser: Any) -> Engine:
+        raise MemoryError("the pool does not fit")
+
+    monkeypatch.setattr(speclen.worker.profiling.profiler, "Engine", never)
+    with pytest.raises(MemoryError):
+        profiler(pair)
+
+
 def test_running_out_of_memory_inside_a_step_lowers_the_batch_size(
     pair: ModelPair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

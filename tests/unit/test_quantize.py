@@ -85,6 +85,13 @@ def test_rounded_families_pass_the_check(family: str, dtype: torch.dtype) -> Non
     check_model(loaded(model, dtype), model, family)
 
 
+@needs_openvino
+def test_tied_embeddings_are_those_of_the_rounded_head() -> None:
+    model = rounded(tiny_models.build("llama", tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    check_model(loaded(model, torch.float32), model, "llama")
+
+
 def loaded(model: Any, dtype: torch.dtype) -> Any:
     layers = inspect_layers(private_copy(model), "model")
     return openvino.load(model, layers, 2, 256, 256, dtype, num_threads=1)

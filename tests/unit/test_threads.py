@@ -84,6 +84,27 @@ async def test_where_nothing_is_counted_the_number_stays(tmp_path, monkeypatch):
     assert [entry["event"] for entry in logs] == ["the system does not tell how long threads wait: their number stays"]
 
 
+def test_watching_tells_the_engine(monkeypatch):
+    moments = iter(range(1000))
+
+    def crowded(cores):
+        at = next(moments)
+        return Usage(float(at), {"1": at * 0.5}, {"1": at * 0.5}, 0.0)
+
+    monkeypatch.setattr(threads, "read_usage", crowded)
+    monkeypatch.setattr(threads, "INTERVAL_S", 0.001)
+    used = []
+
+    async def watch():
+        task = asyncio.create_task(watch_cores(ThreadChoice(3), used.append))
+        while len(used) < 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(watch(), 5.0))
+    assert used == [2, 1]
+
+
 def test_the_engine_changes_its_threads_between_steps():
     before = torch.get_num_threads()
     try:
