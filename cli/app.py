@@ -48,7 +48,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "Repeat decisions from stored reports; what other policies would have cost.",
     ),
     "profile": ("speclen.cli.profile", "app", "Measure step times and survival offline; look at, and hand on."),
-    "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller, once or again and again."),
+    "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
     "restore": ("speclen.cli.restore", "restore", "Make a backup the database again."),
     "export": (
         "speclen.cli.transfer.export",

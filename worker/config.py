@@ -214,7 +214,7 @@ class WorkerConfig:
         return None if path is None else read_file("--chat-template", path).decode("utf-8", errors="replace")
 
     def controller_security(self) -> ClientSecurity:
-        """How the controller is reached."""
+        """Credentials for the controller."""
         return ClientSecurity(
             self.controller_ca, self.controller_cert, self.controller_key, self.controller_token_file, "--controller-"
         )

@@ -61,33 +61,27 @@ class SlowTokenizer:
         return {"input_ids": [len(text)]}
 
 
-def test_long_texts_wait_for_each_other_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_wait_for_each_other_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speclen.worker.service.text_encoder, "MAX_WAITING", 2)
 
-    async def test() -> None:
-        tokenizer = SlowTokenizer()
-        encoder = TextEncoder(tokenizer, 100)
-        long = "x" * 5000
-        tasks = [asyncio.create_task(encoder.encode(long, "a")) for _ in range(3)]
-        await asyncio.sleep(0.05)
-        assert encoder.aside.num_waiting == 2
-        with pytest.raises(QueueFullError):
-            await encoder.encode(long, "a")
-        tokenizer.go.set()
-        assert await asyncio.gather(*tasks) == [[5000]] * 3
-        assert tokenizer.most_at_once == 1
-
-    run(test)
+    tokenizer = SlowTokenizer()
+    encoder = TextEncoder(tokenizer, 100)
+    long = "x" * 5000
+    tasks = [asyncio.create_task(encoder.encode(long, "a")) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert encoder.aside.num_waiting == 2
+    with pytest.raises(QueueFullError):
+        await encoder.encode(long, "a")
+    tokenizer.go.set()
+    assert await asyncio.gather(*tasks) == [[5000]] * 3
+    assert tokenizer.most_at_once == 1
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
-    async def test() -> None:
-        encoder = TextEncoder(tiny_models.tokenizer(), 256)
-        encoder.tokenizer = None  # which nothing may ask
-        with pytest.raises(ValueError, match="text has 4000000 bytes, too many for the model's context of 256 tokens"):
-            await encoder.encode("x" * 4_000_000, "a")
-
-    run(test)
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    encoder = TextEncoder(tiny_models.tokenizer(), 256)
+    encoder.tokenizer = None  # which nothing may ask
+    with pytest.raises(ValueError, match="text has 4000000 bytes, too many for the model's context of 256 tokens"):
+        await encoder.encode("x" * 4_000_000, "a")
 
 
 def byte_level(normalizer: Any = None, split: Any = None, **token: bool) -> PreTrainedTokenizerFast:

@@ -44,14 +44,6 @@ def test_threads_suit_the_model_and_the_cores(num_cores, num_parameters, threads
 
 
 @pytest.mark.parametrize(
-    ("policy", "lengths", "follows"), [("adaptive", {2}, True), ("none", {0}, False), ("fixed:5", {5}, False)]
-)
-def test_the_first_table_is_the_policys(policy, lengths, follows):
-    table, follow = initial_table(WorkerConfig(policy=policy, max_batch_size=4), Limits(4, 8))
-    assert ({arm.speculation_length for arm in table.arms[1:]}, follow) == (lengths, follows)
-
-
-@pytest.mark.parametrize(
     ("settings", "arms", "follows", "ngram"),
     [
         ({"arms": "n-gram else draft 3"}, {Arm(3, True)}, False, True),

@@ -1,4 +1,4 @@
-"""How long CPU threads that wait for each other spin before they sleep. Without torch, since it must come first."""
+"""Spinning of CPU threads that wait for each other. Imports no torch, since it must come first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many CPU threads a worker's models use: as many as help, and fewer while other processes want the cores.
+"""Number of CPU threads of a worker's models: as many as help, fewer while other processes want the cores.
 
 The threads of a pass wait for each other after every operator, a few hundred times, and spin while they wait, since
 sleeping and waking would take longer than most operators. That is worth up to half as much throughput again on two

@@ -282,7 +282,7 @@ class StepRunner:
     # Choosing.
 
     def _step_rule(self, plan: StepPlan, ragged: bool) -> TokenRule:
-        """How the plan's rows choose their tokens. Of its own for every try of a step: a rule keeps what was drafted."""
+        """Make the sampling rule of the plan's rows, anew for every try of a step: a rule keeps what was drafted."""
         if plan.rows != self._sampled_rows:
             self._sampling = BatchSampling([row.sampling for row in plan.rows], self._device)
             self._sampled_rows = plan.rows

@@ -114,7 +114,7 @@ def best_fitting(complaints: Sequence[Complaint], body: Any) -> list[Complaint]:
 
 
 def fit(complaint: Complaint, body: Any) -> tuple[list[int], bool]:
-    """How far a kind fits, to be compared: to which item, and whether what is wrong there is more than the kind."""
+    """Sort key for how far a kind fits: the item reached, and if more than the kind is wrong there."""
     place, _ = place_of(complaint, body)
     if complaint["type"] == "too_long":  # comes instead of any that its items have
         place = [*place, 0]

@@ -29,7 +29,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True, slots=True)
 class ProfileProgress:
-    """How far a profile is. left_s: time left at most; it ends earlier when all cells are tight."""
+    """Progress of a profile. left_s: time left at most; it ends earlier when all cells are tight."""
 
     num_rounds: int
     num_tight: int

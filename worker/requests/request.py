@@ -28,7 +28,7 @@ LOW_TEMPERATURE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence ends. Ranges are those of generation.proto.
+    """Rules for choosing tokens and ending a sequence. Ranges are those of generation.proto.
 
     temperature 0 is greedy. logprobs None: none; k: the chosen token's and the k most likely ones'.
     """

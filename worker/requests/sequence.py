@@ -227,7 +227,7 @@ class SequenceState:
         return ids if shown else ids[:-1]
 
     def _search_stop_strings(self, ids: list[int]) -> tuple[int, str, str | None]:
-        """How many tokens there are up to a complete stop string, their text up to it, and the stop string."""
+        """Number of tokens up to a complete stop string, their text up to it, and the stop string."""
         assert self._stops is not None
         text = ""
         for at, token in enumerate(ids):

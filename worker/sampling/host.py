@@ -1,4 +1,4 @@
-"""How rows choose whose tokens may be any, with the probabilities that their temperature gives. On the host and in numpy.
+"""Sample without restrictions other than temperature, on the host and in numpy.
 
 Both ways to accept drafts are here as in `verification`, for one distribution after the other: what nobody proposed is not
 looked at, nor what lies behind a token that was rejected; noise that a draft was drawn with is drawn once. For rows of all
@@ -133,7 +133,7 @@ class HostRule:
         return scores.argmax(-1)
 
     def _accept(self, row: int, logits: np.ndarray, proposed: np.ndarray, shares: list[float]) -> tuple[int, int]:
-        """How many of a row's proposals are accepted by rejection sampling, and the token that follows.
+        """Accept a prefix of a row's proposals by rejection sampling; return its length and the token that follows.
 
         As `verification.verify`; an n-gram token is one that was drawn from a distribution with nothing else in it. logits:
         [proposals + 1, vocab]; shares: as many numbers in [0, 1).

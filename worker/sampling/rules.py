@@ -1,4 +1,4 @@
-"""How a batch chooses its tokens: the greedy rule, and the rule for batches in which any row samples."""
+"""Sampling rules of a batch: greedy, and the rule for batches in which any row samples."""
 
 from __future__ import annotations
 

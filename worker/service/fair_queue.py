@@ -49,7 +49,7 @@ class FairQueue:
         return sum(num_new(queue) for queue in list(self._waiting.values()))
 
     def expected_wait_s(self, caller: str) -> float:
-        """How long one more request of a caller would wait if stays go on being as long (Little's law)."""
+        """Expected wait of one more request of a caller, if stays go on being as long (Little's law)."""
         if self._num_free > 0:
             return 0.0
         own = len(self._waiting.get(caller, ()))

@@ -109,7 +109,7 @@ def _children(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
-    """How many times shorter a text may become; None where that is unknown."""
+    """Factor by which a text may become shorter; None if unknown."""
     if normalizer is None:
         return 1
     factor = 1

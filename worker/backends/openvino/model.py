@@ -283,7 +283,7 @@ class _Input:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the tokens of a pass follow each other. Of every row of the pass: counts, its tokens, and begins, where they do.
+    """Layout of the tokens of a pass. Per sequence of the pass: counts, its tokens, and begins, where they do.
 
     Of every token: rows, whose it is, and offsets, its place among those. wanted: tokens whose logits are. is_single:
     whether every row has one token.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import random
 import sys
 
@@ -11,11 +10,7 @@ import pytest
 
 from speclen.worker.requests.request import SequenceOutput
 from tests.support import engines
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
+from tests.support.waiting import resident_bytes
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

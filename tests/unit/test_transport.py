@@ -137,6 +137,12 @@ def test_half_a_configuration_is_refused(tmp_path):
         ServerSecurity(tls_cert=tmp_path / "cert")
     with pytest.raises(ValueError, match="needs --tls-cert"):
         ServerSecurity(tls_client_ca=tmp_path / "ca")
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    with pytest.raises(ValueError, match="--read-token-file needs --token-file"):
+        ServerSecurity(read_token_file=token)
+    with pytest.raises(ValueError, match="--read-token-file holds a token of --token-file"):
+        ServerSecurity(token_file=token, read_token_file=token).interceptors()
     with pytest.raises(ValueError, match="cannot be read"):
         ServerSecurity(tls_cert=tmp_path / "cert", tls_key=tmp_path / "key").credentials()
     with pytest.raises(ValueError, match="belong together"):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 import torch
 
 import speclen.worker.engine.preparation
+from speclen.worker.backends import openvino
 from speclen.worker.backends.packed_linear import PackedLinear
 from speclen.worker.engine.config import EngineConfig
-from speclen.worker.engine.preparation import prepare
+from speclen.worker.engine.preparation import fit_rows, prepare
 from speclen.worker.models.naming import ModelError
 from tests.support import engines, tiny_models
 
@@ -18,7 +21,6 @@ from tests.support import engines, tiny_models
 def test_the_callers_models_stay_as_they_are() -> None:
     pair = engines.make_pair("llama")
     prepared = prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
-    assert pair.target.config._attn_implementation == "sdpa"
     assert not any(isinstance(module, PackedLinear) for module in pair.target.modules())
     assert prepared.target.model is not pair.target
     assert storages(prepared.target.model) == storages(pair.target)
@@ -50,44 +52,52 @@ def test_limits_may_be_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "least", "asked", "expected"),
+    ("budget", "least", "context", "expected"),
     [
-        (10**12, 1024, None, (16, 256)),
-        (2**20, 64, None, (16, 89)),  # the context gives way first
-        (2**20, 1024, None, (6, 256)),  # but not below what a request needs: then rows do
-        (2**20, 1024, 80, (16, 80)),
-        (2**20, 64, 200, (7, 200)),  # a context that was asked for is kept
+        (10**9, 256, 256, (16, 256)),
+        (1638, 64, 256, (16, 89)),  # the context gives way first
+        (1638, 256, 256, (6, 256)),  # but not below what a request needs: then rows do
+        (1638, 80, 80, (16, 80)),
+        (1638, 200, 200, (7, 200)),
+        (100, 200, 200, (0, 200)),
     ],
 )
 def test_on_a_gpu_rows_and_context_are_cut_to_what_fits(
-    free: int, least: int, asked: int | None, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    budget: int, least: int, context: int, expected: tuple[int, int]
 ) -> None:
-    """The arithmetic alone: 0.8 of 1 MiB in rows of 512 bytes a token, each with 6 tokens more that a step may
-    overshoot and 7 that rows of a recorded pass may write which are only there to fill it up."""
-    monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: free)
-    monkeypatch.setattr(speclen.worker.engine.preparation, "LEAST_CONTEXT", least)
-    pair = engines.make_pair("llama", device=torch.device("cuda:0"))
-    config = EngineConfig(max_batch_size=16, max_speculation_length=6, max_context_length=asked)
-    assert speclen.worker.engine.preparation._rows_and_context(pair, config, 512) == expected
+    assert fit_rows(16, context, least, spare=13, budget=budget) == expected
 
 
 def test_no_room_for_a_single_row_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speclen.worker.engine.preparation, "free_memory", lambda device: 1000)
     pair = engines.make_pair("llama", device=torch.device("cuda:0"))
     with pytest.raises(ModelError, match=r"a single row of 256 tokens needs more than the 0.0 GiB left on cuda:0"):
-        speclen.worker.engine.preparation._rows_and_context(pair, EngineConfig(max_batch_size=16), 512)
-
-
-def test_an_engine_has_the_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speclen.worker.engine.preparation, "_rows_and_context", lambda pair, config, size: (3, 100))
-    engine = engines.make_engine(max_batch_size=16)
-    assert (engine.max_batch_size, engine.max_context_length) == (3, 100)
-    requests = [engines.request(str(at), [1, 2, 3], max_tokens=5) for at in range(8)]
-    collected = engines.generate(engine, *requests)
-    assert all(collected.reason(str(at)) is not None for at in range(8))
+        prepare(pair, EngineConfig(max_batch_size=16))
 
 
 def test_models_that_are_refused_are_named() -> None:
     pair = engines.make_pair("llama", draft=tiny_models.build("bloom"), draft_name="some/bloom")
     with pytest.raises(ModelError, match=r"^some/bloom: 0 attention calls"):
         prepare(pair, EngineConfig(max_batch_size=2, backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "found", "reason"),
+    [
+        ("installed_version", lambda: None, r"not installed: pip install 'speclen\[openvino\]'"),
+        ("installed_version", lambda: "2027.1.0", r"version 2027.1.0 is installed and 2026\.4\.x was tested"),
+        ("cpu_has_bfloat16", lambda: False, "no bfloat16 products"),
+    ],
+)
+def test_machines_without_openvino(attribute: str, found: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino, "installed_version", lambda: "2026.4.1")
+    monkeypatch.setattr(openvino, attribute, found)
+    told = openvino.why_not(torch.device("cpu"), torch.bfloat16)
+    assert told is not None
+    assert re.search(reason, told)
+
+
+def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino.platform, "machine", lambda: "aarch64")
+    assert "on aarch64" in str(openvino.why_not(torch.device("cpu"), torch.float32))
+    assert "on cuda:0" in str(openvino.why_not(torch.device("cuda:0"), torch.float32))
