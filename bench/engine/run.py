@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from speclen.records import PLAIN, Arm, StepRecord
 from speclen.worker.backends.forward_clock import ForwardClock
-from speclen.worker.backends.recording import Recorder
+from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import prepare

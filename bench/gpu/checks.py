@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from speclen.records import Arm, StepRecord
-from speclen.worker.backends.captured_model import CapturedModel
-from speclen.worker.backends.recording import Recorder
+from speclen.worker.backends.torch.captured_model import CapturedModel
+from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.drafting.arm_chooser import ArmChoice
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.launched import LaunchedStep

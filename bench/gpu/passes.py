@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
+from speclen.worker.backends.torch.cached_model import CachedModel
 
 
 @dataclass(frozen=True, slots=True)

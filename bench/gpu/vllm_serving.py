@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from speclen.bench.machine import provenance
 from speclen.cli.support.files import write_whole
+from speclen.cli.support.machine import provenance
 
 POLICIES = ("adaptive", "none", "fixed:1", "fixed:3", "fixed:5", "fixed:8")
 REQUESTS = (32, 4, 16, 1)  # the first are measured most often

@@ -14,8 +14,8 @@ import torch
 
 from speclen.records import Arm, StepRecord
 from speclen.worker.backends import openvino
-from speclen.worker.backends.packed_linear import private_copy
-from speclen.worker.backends.recording import Recorder
+from speclen.worker.backends.torch.packed_linear import private_copy
+from speclen.worker.backends.torch.recording import Recorder
 from speclen.worker.drafting.arm_chooser import ArmChoice, ArmChooser, FixedArm
 from speclen.worker.engine.engine import Engine, EngineConfig
 from speclen.worker.engine.preparation import prepare

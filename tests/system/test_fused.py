@@ -17,13 +17,13 @@ from tests.support import engines, tiny_models
 
 pytest.importorskip("triton")
 
-from speclen.worker.backends import captured_model, fused, llama
-from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.captured_model import CapturedModel
 from speclen.worker.backends.check import inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.passes import PassPart, StepRows, prompt_part
-from speclen.worker.backends.recording import RerunRecorder
+from speclen.worker.backends.torch import captured_model, fused, llama
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.captured_model import CapturedModel
+from speclen.worker.backends.torch.recording import RerunRecorder
 
 CONTEXT = 64
 DTYPES = [torch.float32, torch.bfloat16]
@@ -174,7 +174,7 @@ def test_kernels_that_do_not_do_are_left_out(
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from speclen.worker.backends import fused
+from speclen.worker.backends.torch import fused
 
 constants = {"has_change": True, "block": 64, "num_heads": 4, "num_stored": 4, "head_dim": 64}
 constants |= {"block_heads": 16, "block_dim": 64, "kv_heads": 2, "block_queries": 16, "block_keys": 64}

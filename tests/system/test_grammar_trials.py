@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from speclen.worker.requests.request import QueueFullError, StructuredOutput
-from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.requests.request import QueueFullError
 from speclen.worker.service import grammars
 from speclen.worker.service.grammars import Grammars
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import StructuredOutput
 from tests.support import tiny_models
 
 pytest.importorskip("llguidance")

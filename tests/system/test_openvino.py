@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from speclen.worker.backends import openvino, threads
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import check_model, inspect_layers
-from speclen.worker.backends.packed_linear import private_copy
 from speclen.worker.backends.passes import RaggedPart, StepRows
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.config import WorkerConfig
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import PreparedPair, prepare

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from speclen.records import Arm
-from speclen.worker.backends.attention import install
 from speclen.worker.backends.check import inspect_layers
-from speclen.worker.backends.llama import FIRST_POSITIONS, rewrite
+from speclen.worker.backends.torch.attention import install
+from speclen.worker.backends.torch.llama import FIRST_POSITIONS, rewrite
 from speclen.worker.drafting.arm_chooser import FixedArm
 from speclen.worker.models.loading import load_pair
 from tests.support import engines, tiny_models

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from speclen.records import Arm
-from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams, StructuredOutput
-from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.requests.request import FinishReason, GenerationRequest, SamplingParams
 from speclen.worker.structured import source, trial
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import StructuredOutput
 from tests.support import engines, tiny_models
 from tests.support.engines import Arms, Collected, RandomLengths
 

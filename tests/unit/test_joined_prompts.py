@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention, StepMasks
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.kv_cache import KVPool, LayerShape
 from speclen.worker.backends.passes import prompt_part
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.row_attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from tests.support import engines
 from tests.support.engines import RandomLengths, check_greedy
 

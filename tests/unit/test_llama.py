@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import speclen.worker.engine.preparation
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool
-from speclen.worker.backends.llama import LlamaDecoder, merge, rewrite
-from speclen.worker.backends.packed_linear import PackedLinear, private_copy
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.llama import LlamaDecoder, merge, rewrite
+from speclen.worker.backends.torch.packed_linear import PackedLinear, private_copy
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from tests.support import tiny_models

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import speclen.worker.backends.attention
 import speclen.worker.backends.check
-from speclen.worker.backends.cached_model import CachedModel
+import speclen.worker.backends.torch.attention
 from speclen.worker.backends.check import check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool
-from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.models.naming import ModelError
 from tests.support import tiny_models
 
@@ -67,9 +67,9 @@ def with_sinks() -> Any:
 def test_attention_sinks_are_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_sinks()
     check_model(cached(private_copy(model)), model, "model")
-    honest = speclen.worker.backends.attention.attend_rows
+    honest = speclen.worker.backends.torch.attention.attend_rows
     monkeypatch.setattr(
-        speclen.worker.backends.attention,
+        speclen.worker.backends.torch.attention,
         "attend_rows",
         lambda *args, s_aux=None, **options: honest(*args, **options),
     )
@@ -123,7 +123,7 @@ def test_the_check_costs_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch
     )
     layers = inspect_layers(private_copy(model), "model")
     one = CachedModel(private_copy(model), KVPool(layers, 2, 4096, torch.float32, CPU), 4096)
-    speclen.worker.backends.attention.install(one.model)
+    speclen.worker.backends.torch.attention.install(one.model)
     check_model(one, model, "model")
     hook.remove()
     assert max(lengths) == 48
@@ -147,14 +147,14 @@ def test_an_attention_function_that_forgets_a_keyword_is_caught(
     family: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its window Mistral is wrong by 0.3 and Gemma 2 by 0.6: that is what the numeric comparison is for."""
-    honest = speclen.worker.backends.attention.attend_rows
+    honest = speclen.worker.backends.torch.attention.attend_rows
 
     def forgetful(*args: Any, **options: Any) -> Any:
         if "row_attention" in options:
             options.pop(forgotten, None)
         return honest(*args, **options)
 
-    monkeypatch.setattr(speclen.worker.backends.attention, "attend_rows", forgetful)
+    monkeypatch.setattr(speclen.worker.backends.torch.attention, "attend_rows", forgetful)
     model = tiny_models.build(family)
     one = cached(private_copy(model))
     with pytest.raises(ModelError, match=rf"{family} gives other logits in ragged batches than alone \(by "):

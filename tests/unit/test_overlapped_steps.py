@@ -11,20 +11,15 @@ from typing import Any, NoReturn
 
 import pytest
 
-from speclen.worker.backends.recording import Recorder, RerunRecorder
+from speclen.worker.backends.torch.recording import Recorder, RerunRecorder
 from speclen.worker.engine.engine import Engine
 from speclen.worker.requests.detokenize import Detokenizer
-from speclen.worker.requests.request import (
-    EngineFailedError,
-    FinishReason,
-    GenerationRequest,
-    SequenceOutput,
-    StructuredOutput,
-)
+from speclen.worker.requests.request import EngineFailedError, FinishReason, GenerationRequest, SequenceOutput
 from speclen.worker.requests.sequence import SequenceState
-from speclen.worker.sampling import grammar as grammar_module
-from speclen.worker.sampling.grammar import Grammar
+from speclen.worker.structured import grammar as grammar_module
 from speclen.worker.structured import source, trial
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import StructuredOutput
 from tests.support import engines, tiny_models
 from tests.support.engines import (
     Collected,

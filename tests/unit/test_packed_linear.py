@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from speclen.worker.backends.packed_linear import PackedLinear, num_packed_bytes, pack_linears, private_copy
+from speclen.worker.backends.torch.packed_linear import PackedLinear, num_packed_bytes, pack_linears, private_copy
 from tests.support import tiny_models
 
 

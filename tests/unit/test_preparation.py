@@ -11,7 +11,7 @@ import torch
 
 import speclen.worker.engine.preparation
 from speclen.worker.backends import openvino
-from speclen.worker.backends.packed_linear import PackedLinear
+from speclen.worker.backends.torch.packed_linear import PackedLinear
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import fit_rows, prepare
 from speclen.worker.models.naming import ModelError

@@ -97,30 +97,6 @@ def test_survival_is_that_of_serving(pair: ModelPair) -> None:
     assert 0.05 < served[2] < served[0] < 0.95  # or the comparison says nothing
 
 
-def test_an_interrupted_profile_goes_on_where_it_stopped(pair: ModelPair) -> None:
-    """The samples survive the interruption and a round trip through JSON, and later rounds add to them."""
-
-    def interrupt(progress: Any) -> None:
-        if progress.num_rounds == 2:
-            raise KeyboardInterrupt
-
-    samples = ProfileSamples()
-    with pytest.raises(KeyboardInterrupt), profiler(pair, samples=samples, on_progress=interrupt) as running:
-        running.run()
-    assert samples.num_rounds == 2
-    before = {key: list(steps) for key, steps in samples.steps.items()}
-    assert before
-    again = ProfileSamples.from_json(samples.to_json())
-    assert again == samples
-    with profiler(pair, samples=again) as running:
-        running.run()
-    assert again.num_rounds > 2
-    assert again.elapsed_s > samples.elapsed_s > 0
-    assert keys(again) == ALL_CELLS
-    for key, steps in before.items():
-        assert again.steps[key][: len(steps)] == steps
-
-
 def test_the_largest_batch_that_fits_in_kv_memory_is_found_and_said(
     pair: ModelPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

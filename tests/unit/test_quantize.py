@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from speclen.bench.engine.bandwidth import bytes_per_pass
 from speclen.worker.backends import openvino
 from speclen.worker.backends.check import check_model, inspect_layers
-from speclen.worker.backends.packed_linear import private_copy
+from speclen.worker.backends.torch.packed_linear import private_copy
 from speclen.worker.engine.config import EngineConfig
 from speclen.worker.engine.preparation import prepare
 from speclen.worker.models.loading import ModelPair, load_pair
@@ -125,13 +124,3 @@ def test_a_rounded_pair_is_loaded_and_learned_for_apart() -> None:
     assert first.target != second.target
     assert first.draft != second.draft
     assert first.target.partition("#")[0] == second.target.partition("#")[0] == "bundled:target"
-
-
-def test_a_pass_reads_a_byte_a_weight() -> None:
-    """Story: `bench step` compared the passes of rounded targets with the time that reading the full weights takes."""
-    model = tiny_models.build("llama")
-    full = bytes_per_pass(model)
-    rest = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
-    round_weights(model)
-    scales = sum(4 * module.weight.shape[0] for module in linears(model).values())
-    assert bytes_per_pass(model) == (full - rest) // 4 + scales + rest

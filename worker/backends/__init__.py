@@ -9,7 +9,7 @@ A backend also keeps the keys and values of the rows (`RowStore`): rows are copi
 rejected is forgotten by feeding the next tokens over it. Where a row lies, and whether exchanging two of them moves memory
 or two entries of a table, is the backend's own affair. Scheduler, rules and step know nothing else of it.
 
-    torch            worker/backends/cached_model.py   any device; the reference
-    CUDA graphs      worker/backends/captured_model.py the same passes, recorded
+    torch            worker/backends/torch/cached_model.py   any device; the reference
+    CUDA graphs      worker/backends/torch/captured_model.py the same passes, recorded
     OpenVINO         worker/backends/openvino x86 CPUs, if the package is installed
 """

@@ -16,9 +16,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from speclen.worker.backends.attention import install
 from speclen.worker.backends.kv_cache import LayerShape
 from speclen.worker.backends.passes import PassModel, PassPart, StepRows, prompt_part
+from speclen.worker.backends.torch.attention import install
 from speclen.worker.models.naming import ModelError
 from speclen.worker.models.source import refuse_latent_attention
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from speclen.worker.backends import openvino
-from speclen.worker.backends.attention import install
-from speclen.worker.backends.cached_model import CachedModel
-from speclen.worker.backends.captured_model import CapturedModel
 from speclen.worker.backends.check import LEAST_TOKENS, NUM_TAIL, check_model, inspect_layers
 from speclen.worker.backends.kv_cache import KVPool, LayerShape, free_memory
-from speclen.worker.backends.llama import rewrite
-from speclen.worker.backends.packed_linear import num_packed_bytes, pack_linears, private_copy
 from speclen.worker.backends.passes import PassModel, padded_width
-from speclen.worker.backends.recording import GraphRecorder, Recorder
+from speclen.worker.backends.torch.attention import install
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.captured_model import CapturedModel
+from speclen.worker.backends.torch.llama import rewrite
+from speclen.worker.backends.torch.packed_linear import num_packed_bytes, pack_linears, private_copy
+from speclen.worker.backends.torch.recording import GraphRecorder, Recorder
 from speclen.worker.engine.config import BACKENDS, EngineConfig
 from speclen.worker.models.loading import ModelPair
 from speclen.worker.models.naming import ModelError

@@ -10,15 +10,10 @@ from typing import Any
 from speclen.worker.http.chat import chat_prompt
 from speclen.worker.http.errors import ApiError, text_too_long, too_long
 from speclen.worker.http.schema import INSTEAD, UNSUPPORTED, ChatRequest, CompletionRequest, Sampling
-from speclen.worker.requests.request import (
-    ANY_OBJECT,
-    GenerationRequest,
-    SamplingParams,
-    StructuredOutput,
-    TextTooLongError,
-)
+from speclen.worker.requests.request import GenerationRequest, SamplingParams, TextTooLongError
 from speclen.worker.requests.validation import MAX_ANSWER_LOGPROBS, num_answer_logprobs
 from speclen.worker.service.async_engine import AsyncEngine
+from speclen.worker.structured.source import ANY_OBJECT, StructuredOutput
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; chat has none
 

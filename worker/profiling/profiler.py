@@ -47,8 +47,7 @@ def quick_profile(
 class Profiler:
     """Runs one profile; use as a context manager, which gives the engine's memory back.
 
-    samples: what an interrupted profile of the same settings had measured; they are added to in place, so that they
-    are all there when `run` is interrupted. on_progress is called about once per visited cell.
+    on_progress is called about once per visited cell.
     """
 
     def __init__(
@@ -56,14 +55,13 @@ class Profiler:
         pair: ModelPair,
         settings: ProfileSettings,
         source: PromptSource,
-        samples: ProfileSamples | None = None,
         on_progress: Callable[[ProfileProgress], None] = lambda progress: None,
     ) -> None:
         self.settings = fit_settings(pair, settings)
-        self.samples = samples or ProfileSamples()
+        self.samples = ProfileSamples()
         self._source = source
         self._on_progress = on_progress
-        self._random = random.Random(settings.seed + self.samples.num_rounds)
+        self._random = random.Random(settings.seed)
         self._chooser = FixedArm(PLAIN)
         self._settling_length = 1 if pair.draft is not None else 0
         self._tight: set[Key] = set()
@@ -117,7 +115,7 @@ class Profiler:
 
     def run(self) -> ProfileSamples:
         """Measure until every cell is tight or the time is up."""
-        self._started = time.perf_counter() - self.samples.elapsed_s
+        self._started = time.perf_counter()
         try:
             while not self._is_done():
                 self._round()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -74,31 +73,4 @@ class ProfileSamples:
             draft_pass_s=self.draft_s / self.num_draft_passes if self.num_draft_passes else None,
             elapsed_s=self.elapsed_s,
             largest_batch_size=self.largest_batch_size,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "steps": [[*key, values] for key, values in self.steps.items()],
-            "histograms": [[length, counts] for length, counts in self.histograms.items()],
-            "draft_s": self.draft_s,
-            "num_draft_passes": self.num_draft_passes,
-            "elapsed_s": self.elapsed_s,
-            "num_rounds": self.num_rounds,
-            "largest_batch_size": self.largest_batch_size,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> ProfileSamples:
-        """Raises KeyError, TypeError or ValueError when the content is not what `to_json` gave."""
-        return cls(
-            steps={
-                (int(b), int(s)): [(float(t), float(c), int(r)) for t, c, r in values]
-                for b, s, values in content["steps"]
-            },
-            histograms={int(length): [int(n) for n in counts] for length, counts in content["histograms"]},
-            draft_s=float(content["draft_s"]),
-            num_draft_passes=int(content["num_draft_passes"]),
-            elapsed_s=float(content["elapsed_s"]),
-            num_rounds=int(content["num_rounds"]),
-            largest_batch_size=content["largest_batch_size"],
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from speclen.records import RequestClass
 
 if TYPE_CHECKING:
-    from speclen.worker.sampling.grammar import Grammar
+    from speclen.worker.structured.grammar import Grammar
 
 
 class FinishReason(enum.Enum):
@@ -19,8 +19,6 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
 
-
-ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
 
 # Highest temperature of the class: most ask for 0.7 or 1.0, whose best lengths differ by two or three.
 LOW_TEMPERATURE = 0.75
@@ -59,20 +57,6 @@ class SamplingParams:
             return RequestClass.GREEDY
         low = self.temperature <= LOW_TEMPERATURE
         return RequestClass.LOW_TEMPERATURE if low else RequestClass.HIGH_TEMPERATURE
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """The form that an output must have, in the caller's words.
-
-    kind: "json_schema", "regex", "choice" (text: a JSON list of strings) or "grammar" (Lark). whitespace: None for any
-    between the parts of JSON, "" for none, else a regex of it. field: where the caller wrote it, for errors.
-    """
-
-    kind: str
-    text: str
-    whitespace: str | None = None
-    field: str = field(default="structured_output", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import torch
 
 from speclen.worker.models.upload import upload
 from speclen.worker.sampling import noise
-from speclen.worker.sampling.grammar import GrammarState, StepGrammars
 from speclen.worker.sampling.host import HostSettings
 from speclen.worker.sampling.logits import LogitEdits, RowEdits
 from speclen.worker.sampling.verification import (
@@ -23,6 +22,7 @@ from speclen.worker.sampling.verification import (
     most_likely,
     verify,
 )
+from speclen.worker.structured.grammar import GrammarState, StepGrammars
 
 
 @dataclass(slots=True)

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 
 from speclen.v1 import generation_pb2 as pb
 from speclen.worker.requests.request import (
-    ANY_OBJECT,
     FinishReason,
     GenerationRequest,
     SamplingParams,
     SequenceOutput,
-    StructuredOutput,
     TokenLogprobs,
 )
 from speclen.worker.requests.validation import check_length, check_lengths
-from speclen.worker.sampling.grammar import Grammar
-from speclen.worker.structured.source import MAX_CHOICES
+from speclen.worker.structured.grammar import Grammar
+from speclen.worker.structured.source import ANY_OBJECT, MAX_CHOICES, StructuredOutput
 
 MAX_REQUEST_ID = 128
 

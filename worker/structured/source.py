@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
-
-from speclen.worker.requests.request import StructuredOutput
 
 MAX_TEXT = 64 * 1024  # characters of a schema, a regular expression, a grammar, or a list of choices
 MAX_CHOICES = 4096
 MAX_SHOWN = 80  # characters of a value in an error
+
+ANY_OBJECT = '{"type": "object"}'  # as a JSON schema
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that an output must have, in the caller's words.
+
+    kind: "json_schema", "regex", "choice" (text: a JSON list of strings) or "grammar" (Lark). whitespace: None for any
+    between the parts of JSON, "" for none, else a regex of it. field: where the caller wrote it, for errors.
+    """
+
+    kind: str
+    text: str
+    whitespace: str | None = None
+    field: str = field(default="structured_output", compare=False)
 
 
 def source(wanted: StructuredOutput) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from speclen.worker.backends.kv_cache import free_memory
 from speclen.worker.backends.openvino.blocks import BlockPool, begins_of
 from speclen.worker.backends.openvino.convert import BLOCK_INPUTS, TOKEN_INPUTS, cache_names
 from speclen.worker.backends.openvino.huge_pages import NewMemory
+from speclen.worker.backends.openvino.inputs import Input, Layout, joined, layout_of
 from speclen.worker.backends.openvino.trace import Weight
 from speclen.worker.backends.passes import PassPart, RaggedPart, StepRows
 
@@ -62,11 +61,10 @@ class OpenVinoModel:
         self._model = model
         self._weights = weights  # kept, since compiled models read them at their first pass, whoever has let go of them
         self._num_weight_bytes = num_weight_bytes
-        self._seen: set[tuple[int, ...]] = set()  # threads, tokens and wanted logits of passes
         self._threads = num_threads
-        self._inputs = {name: _Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
-        self._inputs |= {name: _Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
-        self._inputs[BLOCK_INPUTS[-1]] = _Input(ov.Type.i32, 0)
+        self._inputs = {name: Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
+        self._inputs |= {name: Input(ov.Type.i32, 1) for name in BLOCK_INPUTS[:-1]}
+        self._inputs[BLOCK_INPUTS[-1]] = Input(ov.Type.i32, 0)
         self._slow_tokens = SLOW_TOKENS if pool.dtype == torch.bfloat16 else 0
         self._size, self._num_filled = 0, 0  # tokens of the last pass; passes in a row that were filled up to so many
         self._extended: dict[str, tuple[np.ndarray, int, np.ndarray]] = {}  # inputs, an element more, and both as one
@@ -106,7 +104,6 @@ class OpenVinoModel:
         for old in spare[: max(0, len(self._requests) - MOST_COPIES)]:
             del self._requests[old]
             self._new_memory.pop(old, None)
-            self._seen = {shape for shape in self._seen if shape[0] != old}
 
     def _lay_out_weights(self) -> None:
         """Run the first pass, which brings the weights into their kernels' layout, on tokens that nobody wants."""
@@ -130,15 +127,15 @@ class OpenVinoModel:
     def _forward_ragged(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """Logits of parts of which some are ragged."""
         ragged = [RaggedPart.of(part) if isinstance(part, PassPart) else part for part in parts]
-        past, counts = _joined([part.starts for part in ragged]), _joined([part.counts for part in ragged])
-        num_wanted = _joined([part.num_logits for part in ragged])
+        past, counts = joined([part.starts for part in ragged]), joined([part.counts for part in ragged])
+        num_wanted = joined([part.num_logits for part in ragged])
         begins = begins_of(counts)
         rows = np.repeat(np.arange(len(counts)), counts)
         offsets = np.arange(len(rows)) - begins[rows]
         ends = past + counts
-        blocks, block_begins = self.pool.reach_rows(_joined([part.rows for part in ragged]), ends)
+        blocks, block_begins = self.pool.reach_rows(joined([part.rows for part in ragged]), ends)
         logits = self._infer(
-            input_ids=_joined([part.ids.numpy() for part in ragged]),
+            input_ids=joined([part.ids.numpy() for part in ragged]),
             position_ids=np.minimum(past[rows] + offsets, self.max_context_length - 1),
             wanted=np.flatnonzero(offsets >= (counts - num_wanted)[rows]),
             past_lens=past,
@@ -158,7 +155,7 @@ class OpenVinoModel:
         return self._logits_of(rows, ids, num_logits, column)
 
     def _logits_of(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int) -> np.ndarray:
-        layout = _layout(((*ids.shape, num_logits),))
+        layout = layout_of(((*ids.shape, num_logits),))
         past = rows.starts + column
         ends = past + layout.counts
         logits = self._infer_same(layout, ids.reshape(-1), past, ends, self.pool.reach(rows.first_row, ends))
@@ -169,15 +166,15 @@ class OpenVinoModel:
         if len(parts) == 1:
             (part,) = parts
             return [torch.from_numpy(self._logits_of(part.rows, part.ids.numpy(), part.num_logits, part.column))]
-        layout = _layout(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
-        past = _joined([part.rows.starts + part.column for part in parts])
-        ids, ends = _joined([part.ids.numpy().reshape(-1) for part in parts]), past + layout.counts
+        layout = layout_of(tuple([(*part.ids.shape, part.num_logits) for part in parts]))
+        past = joined([part.rows.starts + part.column for part in parts])
+        ids, ends = joined([part.ids.numpy().reshape(-1) for part in parts]), past + layout.counts
         logits = torch.from_numpy(self._infer_same(layout, ids, past, ends, self._blocks(parts, ends)))
         pieces = logits.split([len(part.ids) * part.num_logits for part in parts])
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
     def _infer_same(
-        self, layout: _Layout, ids: np.ndarray, past: np.ndarray, ends: np.ndarray, held: tuple[np.ndarray, np.ndarray]
+        self, layout: Layout, ids: np.ndarray, past: np.ndarray, ends: np.ndarray, held: tuple[np.ndarray, np.ndarray]
     ) -> np.ndarray:
         """As `_infer`, for tokens whose layout is remembered. held: blocks of the rows, and where each row's begin."""
         blocks, begins = held
@@ -247,72 +244,7 @@ class OpenVinoModel:
             self._inputs[name].fill(array)
         # Not the wrapper's default, which would copy the logits; nor its look-up of outputs by number, which takes longer.
         (logits,) = self._requests[self._threads].infer(share_outputs=True).values()
-        shape = self._threads, self._inputs["input_ids"].size, len(logits)
-        if shape not in self._seen:
-            self._seen.add(shape)
+        if (memory := self._new_memory.pop(self._threads, None)) is not None:
             self.num_first_uses += 1
-            if (memory := self._new_memory.pop(self._threads, None)) is not None:
-                memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
+            memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.
         return logits
-
-
-class _Input:
-    """An input of the compiled model, in a tensor that it reads at every pass. What stays as it is is not filled again.
-
-    Arrays are known by identity, so whoever fills it must not change them afterwards.
-    """
-
-    def __init__(self, kind: ov.Type, rank: int) -> None:
-        self.tensor = ov.Tensor(kind, [1] * rank)
-        self._view = self.tensor.data
-        self._filled: object = None
-
-    @property
-    def size(self) -> int:
-        return self._view.size
-
-    def fill(self, array: np.ndarray | int) -> None:
-        if array is self._filled:
-            return
-        if isinstance(array, np.ndarray) and array.shape != self._view.shape:
-            self.tensor.shape = array.shape
-            self._view = self.tensor.data
-        self._view[...] = array
-        self._filled = array
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Layout of the tokens of a pass. Per sequence of the pass: counts, its tokens, and begins, where they do.
-
-    Of every token: rows, whose it is, and offsets, its place among those. wanted: tokens whose logits are. is_single:
-    whether every row has one token.
-    """
-
-    counts: np.ndarray
-    begins: np.ndarray
-    rows: np.ndarray
-    offsets: np.ndarray
-    wanted: np.ndarray
-    is_single: bool
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(shapes: tuple[tuple[int, int, int], ...]) -> _Layout:
-    """shapes: rows, queries and wanted logits a row, of every part."""
-    counts = np.concatenate([np.full(rows, queries) for rows, queries, _ in shapes])
-    begins = begins_of(counts)
-    ends = begins[1:].astype(np.int64)
-    num_wanted = np.concatenate([np.full(rows, wanted) for rows, _, wanted in shapes])
-    return _Layout(
-        counts,
-        begins,
-        np.repeat(np.arange(len(counts)), counts),
-        np.concatenate([np.arange(count) for count in counts]),
-        np.concatenate([np.arange(end - wanted, end) for end, wanted in zip(ends, num_wanted, strict=True)]),
-        bool((counts == 1).all()),
-    )
-
-
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,4 +1,4 @@
-"""`speclen profile show` and `diff`: profiles as tables."""
+"""`speclen profile show`: a profile as tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speclen.bench.profile.analysis import Analysis, BatchAnalysis, expected_tokens, ms_per_token
-from speclen.bench.profile.document import ProfileDocument
+from speclen.cli.profile.analysis import Analysis, BatchAnalysis, expected_tokens
+from speclen.cli.profile.document import ProfileDocument
 from speclen.controller.analysis.paper_model import LONGEST, PaperModel
 
 
@@ -106,51 +106,3 @@ def choice(length: int | None, excess: float | None) -> str:
     if length is None:
         return ""
     return f"{length} (not measured)" if excess is None else f"{length} ({excess:.1%})"
-
-
-def show_difference(first: ProfileDocument, second: ProfileDocument) -> None:
-    """Show changes from the first to the second: contexts, step times, best lengths, survival."""
-    out = console()
-    for name in ("target", "draft", "device", "dtype", "engine_fingerprint"):
-        before, after = getattr(first.context, name), getattr(second.context, name)
-        if before != after:
-            out.print(f"{name}: {before} -> {after}")
-    out.print("Step times; ! where the change is outside its 95% interval")
-    out.print(difference_table(first, second))
-    for position, (before, after) in enumerate(zip(first.profile.survival, second.profile.survival, strict=False), 1):
-        out.print(f"survival of position {position}: {before:.3f} -> {after:.3f}")
-
-
-def difference_table(first: ProfileDocument, second: ProfileDocument) -> Table:
-    """Step times of cells that both have; the change is marked where it exceeds the 95% interval of the difference."""
-    table = Table()
-    for name in ("batch", "length", "first ms", "second ms", "change", "ms per token"):
-        table.add_column(name, justify="right")
-    for row in differences(first, second):
-        mark = " !" if row.is_certain else ""
-        per_token = f"{row.first_ms_per_token:.3g} -> {row.second_ms_per_token:.3g}"
-        times = [f"{row.first_ms:.4g}", f"{row.second_ms:.4g}", f"{row.second_ms / row.first_ms - 1:+.1%}{mark}"]
-        table.add_row(str(row.batch_size), str(row.speculation_length), *times, per_token)
-    return table
-
-
-class Difference:
-    """One cell of two profiles."""
-
-    def __init__(self, documents: tuple[ProfileDocument, ProfileDocument], key: tuple[int, int]) -> None:
-        first, second = (
-            next(c for c in document.profile.cells if (c.batch_size, c.speculation_length) == key)
-            for document in documents
-        )
-        self.batch_size, self.speculation_length = key
-        self.first_ms, self.second_ms = 1e3 * first.step_s, 1e3 * second.step_s
-        self.first_ms_per_token = ms_per_token(documents[0].profile, first)
-        self.second_ms_per_token = ms_per_token(documents[1].profile, second)
-        error = (first.step_s_stderr**2 + second.step_s_stderr**2) ** 0.5
-        self.is_certain = abs(second.step_s - first.step_s) > 1.96 * error
-
-
-def differences(first: ProfileDocument, second: ProfileDocument) -> list[Difference]:
-    """Cells that both profiles have, by batch size and length."""
-    keys = [{(c.batch_size, c.speculation_length) for c in d.profile.cells} for d in (first, second)]
-    return [Difference((first, second), key) for key in sorted(keys[0] & keys[1])]

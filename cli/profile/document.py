@@ -18,7 +18,6 @@ from speclen.v1 import control_pb2 as pb
 from speclen.worker.profiling.samples import ProfileResult
 
 FORMAT, VERSION = "speclen-profile", 1
-PARTIAL_FORMAT = "speclen-profile-partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,6 @@ def read_document(path: Path) -> ProfileDocument:
         raise UserError(f"cannot read the profile {path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
-    if isinstance(content, dict) and content.get("format") == PARTIAL_FORMAT:
-        raise UserError(f"{path} is an unfinished profile: finish it with the same `speclen profile run` command")
     try:
         return parse_document(content)
     except (InvalidMessageError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`speclen profile`: measure, look at, compare and hand on offline profiles."""
+"""`speclen profile`: measure, look at and hand on offline profiles."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from speclen.worker.backends.spinning import set_spins
 from speclen.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from speclen.bench.profile.document import ProfileDocument
-    from speclen.bench.profile.importing import Destination
+    from speclen.cli.profile.document import ProfileDocument
+    from speclen.cli.profile.importing import Destination
     from speclen.worker.models.loading import ModelPair
     from speclen.worker.profiling.settings import ProfileSettings
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="""Measure step times and survival offline; look at them, compare them and hand them on.
+    help="""Measure step times and survival offline; look at them and hand them on.
 
     Example: speclen profile run --quick
     """,
@@ -61,8 +61,7 @@ def run(
     prompts: Path | None = typer.Option(None, help="File of prompts; default: held-out files of Python's library."),
     threads: int = THREADS,
     seed: int = typer.Option(0, min=0, help="Of prompts and order."),
-    fresh: bool = typer.Option(False, "--fresh", help="Start anew instead of going on with an interrupted profile."),
-    data_dir: Path = typer.Option(Path(".speclen"), help="Folder of unfinished and finished profiles."),
+    data_dir: Path = typer.Option(Path(".speclen"), help="Its folder `profiles` holds what was measured."),
     db: Path = DB,
     controller: str = CONTROLLER,
     store: bool = typer.Option(True, help="Hand the profile to the controller that owns the database."),
@@ -72,11 +71,9 @@ def run(
 ) -> None:
     """Measure whole-step times and survival over batch sizes and lengths on the real engine.
 
-    Ctrl-C keeps what was measured; the same command goes on from there.
-
     Example: speclen profile run --target bundled:target-60m --batch-sizes 1,2,4,8,16 --lengths 0-8
     """
-    from speclen.bench.profile.importing import find_destination
+    from speclen.cli.profile.importing import find_destination
 
     if out is not None:
         check_place(out)
@@ -86,40 +83,28 @@ def run(
     pair = load(threads, **models_of(settings))
     plan = plan_of(sizes, wanted if pair.draft is not None else (0,), quick, budget_s)
     plan = replace(plan, precision=precision, temperature=temperature, seed=seed, backend=settings["backend"])
-    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", fresh, out)
+    document = measured(pair, plan, prompts, QUICK_SOURCE if quick else SOURCE, data_dir / "profiles", out)
     if destination is not None:
         hand_over(document, destination)
     present(document, as_json)
 
 
 def measured(
-    pair: ModelPair,
-    plan: ProfileSettings,
-    prompts: Path | None,
-    source: str,
-    folder: Path,
-    fresh: bool,
-    out: Path | None,
+    pair: ModelPair, plan: ProfileSettings, prompts: Path | None, source: str, folder: Path, out: Path | None
 ) -> ProfileDocument:
     """A new profile, kept in `out` or in the folder. Raises UserError."""
-    from speclen.bench.profile.run import file_stem, measure
+    from speclen.cli.profile.document import write_document
+    from speclen.cli.profile.measuring import file_stem, measure
     from speclen.worker.profiling.prompts import held_out_texts, texts_from_file
 
     try:
-        texts = texts_from_file(prompts) if prompts else held_out_texts()
-        return measure(
-            *(pair, plan, texts, folder, fresh, source),
-            lambda made: keep(made, out or folder / f"{file_stem(made.context)}.json"),
-        )
+        made = measure(pair, plan, texts_from_file(prompts) if prompts else held_out_texts(), source)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def keep(document: ProfileDocument, path: Path) -> None:
-    from speclen.bench.profile.document import write_document
-
-    write_document(path, document.to_json())
+    path = out or folder / f"{file_stem(made.context)}.json"
+    write_document(path, made.to_json())
     say(f"profile in {path}")
+    return made
 
 
 def hand_over(document: ProfileDocument, destination: Destination) -> None:
@@ -156,8 +141,8 @@ def plot(
 
     Example: speclen profile plot latest --out profile.svg
     """
-    from speclen.bench.profile.analysis import analyse
-    from speclen.bench.profile.plot import plot as draw
+    from speclen.cli.profile.analysis import analyse
+    from speclen.cli.profile.plot import plot as draw
 
     document = found(profile, db)
     draw(document, analyse(document), out)
@@ -174,7 +159,7 @@ def export(
 
     Example: speclen profile export latest --out profile.json
     """
-    from speclen.bench.profile.document import write_document
+    from speclen.cli.profile.document import write_document
 
     content = found(profile, db).to_json()
     if out is None:
@@ -208,12 +193,12 @@ def import_(
     if table_format != "speclen":
         compare_table(profile, table_format, db, context, as_json)
         return
-    from speclen.bench.profile.document import read_document
-    from speclen.bench.profile.importing import check_same_context, find_destination
+    from speclen.cli.profile.document import read_document
+    from speclen.cli.profile.importing import check_same_context, find_destination
 
     document = read_document(profile)
     destination = find_destination(db, controller, client_from(settings))
-    from speclen.bench.profile.run import core_context  # imports torch, which takes seconds
+    from speclen.cli.profile.measuring import core_context  # imports torch, which takes seconds
 
     here = core_context(load(threads, **models_of(settings)), settings["backend"])
     check_same_context(profile, document.context, here, as_prior)
@@ -239,28 +224,6 @@ def compare_table(path: Path, table_format: str, db: Path, context: str, as_json
         Console().print(chosen.as_matrix(*found))
 
 
-@app.command()
-def diff(
-    first: str = typer.Argument(help="Profile: a JSON file, the id of one in the database, or latest."),
-    second: str = typer.Argument(help="The one to compare it with."),
-    db: Path = DB,
-    as_json: bool = JSON,
-) -> None:
-    """Compare two profiles cell by cell.
-
-    Example: speclen profile diff before.json latest
-    """
-    from speclen.bench.profile.show import differences, show_difference
-
-    documents = (found(first, db), found(second, db))
-    if not differences(*documents):
-        raise UserError("the two profiles have no batch size and length in common")
-    if as_json:
-        print(json.dumps([vars(row) for row in differences(*documents)], indent=1))
-    else:
-        show_difference(*documents)
-
-
 def models_of(settings: dict[str, Any]) -> dict[str, str]:
     """The settings that name and place the models."""
     return {name: settings[name] for name in MODELS}
@@ -281,14 +244,14 @@ def load(threads: int, target: str, draft: str, device: str, dtype: str, weights
 
 
 def found(profile: str, db: Path) -> ProfileDocument:
-    from speclen.bench.profile.document import find_profile
+    from speclen.cli.profile.document import find_profile
 
     return find_profile(profile, db)
 
 
 def present(document: ProfileDocument, as_json: bool) -> None:
-    from speclen.bench.profile.analysis import analyse, analysis_json
-    from speclen.bench.profile.show import show as show_tables
+    from speclen.cli.profile.analysis import analyse, analysis_json
+    from speclen.cli.profile.show import show as show_tables
 
     analysis = analyse(document)
     if as_json:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from speclen.worker.backends.attention import RecordedRows, StepMasks
-from speclen.worker.backends.cached_model import CachedModel
 from speclen.worker.backends.passes import PassPart
-from speclen.worker.backends.recording import Recording
+from speclen.worker.backends.torch.cached_model import CachedModel
+from speclen.worker.backends.torch.recording import Recording
+from speclen.worker.backends.torch.row_attention import RecordedRows, StepMasks
 from speclen.worker.models.upload import upload
 
 BLOCK_TOKENS = 16

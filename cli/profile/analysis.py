@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from speclen.bench.profile.document import ProfileDocument
+from speclen.cli.profile.document import ProfileDocument
 from speclen.controller.analysis.paper_model import PaperModel, fit
 from speclen.controller.estimator import Estimator
 from speclen.records import Limits, Profile, ProfileCell
@@ -108,34 +108,9 @@ def estimator_lengths(document: ProfileDocument) -> dict[int, int]:
 
 
 def analysis_json(document: ProfileDocument, analysis: Analysis) -> dict[str, Any]:
-    """The profile with everything that `speclen profile show` says about it."""
-    paper = analysis.paper
-    return document.to_json() | {
-        "best": [
-            {
-                "batch_size": batch.batch_size,
-                "best_length": batch.best_length,
-                "gain_over_length_0": batch.gain,
-                "ms_per_token": {str(length): value for length, value in batch.ms_per_token.items()},
-                "paper_length": batch.paper_length,
-                "paper_optimum": batch.paper_optimum,
-                # JSON has no infinity: a length without bound is null.
-                "paper_ceiling": batch.paper_ceiling if batch.paper_ceiling != math.inf else None,
-                "paper_excess": batch.paper_excess,
-                "estimator_length": batch.estimator_length,
-                "estimator_excess": batch.estimator_excess,
-            }
-            for batch in analysis.batches
-        ],
-        "paper_model": None
-        if paper is None
-        else {
-            "c": paper.c,
-            "gamma": paper.gamma,
-            "beta_ms": 1e3 * paper.beta_s,
-            "slope_ms": {str(size): 1e3 * slope for size, slope in paper.slope_s.items()},
-            "draft_pass_ms": None if paper.draft_pass_s is None else 1e3 * paper.draft_pass_s,
-            "step_error": paper.step_error,
-            "accepted_error": paper.accepted_error,
-        },
-    }
+    """The profile with everything that `speclen profile show` says about it. JSON has no infinity: such a length is null."""
+    best = [asdict(batch) | {"gain_over_length_0": batch.gain} for batch in analysis.batches]
+    for batch in best:
+        batch |= {key: None for key, value in batch.items() if value == math.inf}
+    paper = None if analysis.paper is None else asdict(analysis.paper)
+    return document.to_json() | {"best": best, "paper_model": paper}

@@ -9,10 +9,8 @@ The logits differ by rounding alone; `check_model` compares them before anything
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +18,10 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import CausalLMOutput
 
-from speclen.worker.backends.attention import PackedAttention, RecordedRows, RowAttention, attend
-from speclen.worker.backends.check import first_line
 from speclen.worker.backends.kv_cache import LayerShape
-
-log = logging.getLogger(__name__)
+from speclen.worker.backends.torch.attention import attend
+from speclen.worker.backends.torch.kernels import Kernels, kernels_for, warn_left_out
+from speclen.worker.backends.torch.row_attention import PackedAttention, RecordedRows, RowAttention
 
 # Classes of transformers whose layers are norm, attention, norm, gated MLP. The last ones normalise every head's queries
 # and keys, too.
@@ -46,58 +43,6 @@ def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -
         return None
     weight = model.get_input_embeddings().weight
     return LlamaDecoder(model, shapes, max_context_length, kernels_for(weight.device, weight.dtype))
-
-
-class Kernels(Protocol):
-    """Several operators in one launch, see `fused`; what they compute is written beside the calls."""
-
-    def add_norm(
-        self, x: torch.Tensor, change: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor: ...
-
-    def rotate_and_store(
-        self,
-        projected: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        layer: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        layer: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        num_places: int,
-    ) -> torch.Tensor: ...
-
-
-@cache
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """`fused`, on a GPU where it runs in this dtype; None elsewhere."""
-    if device.type != "cuda":
-        return None
-    try:
-        from speclen.worker.backends import fused
-
-        if fused.works_on(device, dtype):
-            return fused
-        reason = "they compute something else"
-    except Exception as error:  # Triton is missing, or finds no compiler, or not the GPU that it knows.
-        reason = first_line(error)
-    warn_left_out(reason)
-    return None
-
-
-def warn_left_out(reason: str) -> None:
-    log.warning("Triton's kernels are left out, so that passes take longer: %s", reason)
 
 
 class RMSNorm(nn.Module):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from speclen.bench.profile.analysis import Analysis
-from speclen.bench.profile.document import ProfileDocument
+from speclen.cli.profile.analysis import Analysis
+from speclen.cli.profile.document import ProfileDocument
 from speclen.cli.support.errors import UserError
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from speclen.worker.backends.attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
+from speclen.worker.backends.torch.row_attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from speclen.worker.models.upload import upload
 
 # Packed passes are filled up to a multiple of so many tokens. Prompts have all lengths, and on a CPU a matrix product
