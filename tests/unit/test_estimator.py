@@ -301,3 +301,15 @@ def test_devices_learn_apart_and_share_acceptance() -> None:
     assert known[0][0] == pytest.approx(0.8, abs=0.05)
     assert learn(large, 0.008, 0.0040) == 0
     assert estimator.table(small).arm_for(8).speculation_length >= 3
+
+
+def test_a_context_that_starts_anew_forgets_what_it_learned_and_goes_on() -> None:
+    worker = Worker(made())
+    worker.serve(4, 400)
+    version = worker.estimator.table(KEY).version
+    outcome = worker.estimator.start_anew(KEY, "a test")
+    assert [(event.factor, event.context) for event in outcome.drift_events] == [("reset", KEY)]
+    assert not any(row.num_steps for row in worker.estimator.rows(KEY))
+    worker.serve(4, 400)
+    assert worker.estimator.table(KEY).version > version
+    assert worker.shortfall(4) < 0.03

@@ -39,7 +39,7 @@ from tests.support.waiting import on_loop_until as until
         (sampled(n=2**32 - 1), "n is 4294967295"),
         (tokenized(1, 999), "prompt token 999 is unknown"),
         (tokenized(*[1] * 256), "prompt has 256 tokens"),
-        (pb.GenerateRequest(text="x" * 1_000_000), "text has 1000000 bytes"),
+        (pb.GenerateRequest(text="x" * 1_000_000), "text begins with 4096 tokens"),
         (sampled(n=64, logprobs=20, max_tokens=2**32 - 1), "326400 entries, at most 250000"),
         (pb.GenerateRequest(text="ab " * 1000), r"prompt has \d+ tokens"),
         # Copied first, a message of 4 MiB held up the event loop for seconds: a set of millions for each of 64 sequences.

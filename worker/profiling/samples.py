@@ -1,4 +1,4 @@
-"""Samples of a profile: kept while it runs, saved when it is interrupted, summed up at its end."""
+"""Samples of a profile, summarised at its end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from speclen.worker.profiling.stats import Key, MeasuredCell, context_slope, mea
 class ProfileResult:
     """An offline profile.
 
-    cells: what was measured, nothing else. survival[i]: probability that draft tokens 0..i are all accepted, from
-    num_survival_rows[i] rows. context_slope_s: what one more token held by one sequence adds to a step. draft_pass_s: mean
-    time of one pass of the draft at batch size 1, None where it could not be timed. elapsed_s: measuring time.
-    largest_batch_size: set when larger ones of the grid did not fit in memory.
+    cells: measured ones only. survival[i]: probability that draft tokens 0..i are all accepted, from num_survival_rows[i]
+    rows. context_slope_s: seconds per step and token of context. draft_pass_s: mean time of a draft pass at batch size 1,
+    None if unknown. elapsed_s: measuring time. largest_batch_size: set when larger ones did not fit in memory.
     """
 
     cells: tuple[MeasuredCell, ...]
@@ -46,7 +45,7 @@ class ProfileSamples:
     largest_batch_size: int | None = None
 
     def add(self, step: StepRecord) -> None:
-        """Count one step that nothing disturbed."""
+        """Add one unflagged step."""
         length = step.arm.speculation_length
         key = (step.batch_size, length)
         self.steps.setdefault(key, []).append((step.latency_s, step.mean_context_length, self.num_rounds))

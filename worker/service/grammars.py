@@ -1,7 +1,7 @@
-"""Grammars for structured output: what callers wrote becomes masks over tokens, by llguidance.
+"""Grammars for structured output, compiled by llguidance and cached.
 
-llguidance since it is one file of 3 MB without dependencies, builds a grammar in about a millisecond, and can go back over
-rejected tokens. (xgrammar brings triton; outlines-core knows no recursion.) It is optional: the extra `grammar`.
+llguidance is one file of 3 MB without dependencies, builds a grammar in about a millisecond, and can roll back rejected
+tokens. (xgrammar needs triton; outlines-core has no recursion.) It is optional: the extra `grammar`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_WAITING = 16  # new grammars
 TRIAL_S = 5.0  # that one may take
 MAX_CACHED = 128  # grammars
 MAX_CACHED_BYTES = 256 * 2**20
-# Of all sequences together: bytes when they begin, and states of their lexers, of some 2 kB, which come as they are needed.
+# Over all sequences: initial bytes, and lexer states of some 2 kB each, which are made on demand.
 MAX_BYTES, MAX_ALL_STATES = 2 * 2**30, 400_000
 LEAST_BYTES, LEAST_STATES = 16 * 2**20, 4000  # that one sequence may have, however many there are
 
@@ -37,8 +37,8 @@ class Prepared:
 class Grammars:
     """For one event loop. Each new grammar is tried in a process of its own and then built, both in one thread.
 
-    vocab_size: of the models' logits. end_ids: the target's end tokens. num_rows: of the engine, each of which may follow a
-    grammar, with a copy of its own of all that it takes.
+    vocab_size: of the models' logits. end_ids: the target's end tokens. num_rows: of the engine, each of which may have a
+    copy of a grammar's state.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Grammars:
         self.aside = Aside("grammars", MAX_WAITING)
 
     async def prepare(self, wanted: StructuredOutput, caller: str) -> Grammar:
-        """Raises ValueError with one sentence when it cannot be served, QueueFullError when too many new ones wait."""
+        """The compiled grammar. Raises ValueError with one sentence, or QueueFullError when too many new ones wait."""
         if wanted not in self._prepared:
             self._keep(wanted, await self.aside.do(caller, self._make, wanted))
         self._prepared.move_to_end(wanted)
         return self._prepared[wanted].grammar
 
     def _make(self, wanted: StructuredOutput) -> Prepared:
-        if (known := self._prepared.get(wanted)) is not None:  # made while this caller waited
+        if (known := self._prepared.get(wanted)) is not None:  # made while this call waited
             return known
         text = source(wanted)
         if self._matching is None:
@@ -98,6 +98,6 @@ class Grammars:
             self._prepared.popitem(last=False)
 
     def close(self) -> None:
-        """Wait for the grammar in hand, and end the trial's process."""
+        """Wait for the running trial, and end its process."""
         self.aside.close(wait=True)
         self._trial.stop()

@@ -1,8 +1,8 @@
 """Grammars as masks over the vocabulary, one for every position of a step, drafted ones included.
 
-A mask is laid over the logits of draft and target alike, after the other edits and before temperature and truncation. So a
-token that the grammar forbids is neither proposed nor accepted, and what comes out is the target's distribution restricted
-at each token to what the grammar allows there: the same, whatever was drafted.
+Masks apply to the logits of draft and target alike, after the other edits and before temperature and truncation. So
+forbidden tokens are neither proposed nor accepted, and the output follows the target's distribution restricted to allowed
+tokens, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MASK_SMOOTHING = 0.2  # weight of the newest
 
 
 class Matcher(Protocol):
-    """Reads one output against a grammar; llguidance's LLMatcher. After an error it stays in error."""
+    """Matcher of one output against a grammar; llguidance's LLMatcher. After an error it stays in error."""
 
     def compute_bitmask(self) -> bytes:
         """One bit a token, the lowest first; end tokens are allowed where the output may end."""
@@ -42,7 +42,7 @@ class Matcher(Protocol):
 
 
 class Grammar:
-    """A grammar ready to be followed by any number of outputs. end_ids: tokens that end an output."""
+    """A compiled grammar for any number of outputs. end_ids: tokens that end an output."""
 
     def __init__(self, matcher: Matcher, vocab_size: int, end_ids: Sequence[int]) -> None:
         self._matcher = matcher
@@ -52,18 +52,18 @@ class Grammar:
     def start(self, held_back: Sequence[int] = (), min_tokens: int = 0, go_on: bool = False) -> GrammarState:
         """State of a new output.
 
-        held_back: tokens that must not come before output position min_tokens, nor end tokens if go_on says so, unless
-        the grammar allows nothing else.
+        held_back: tokens forbidden before output position min_tokens. go_on: True if end tokens are always forbidden. Both
+        unless the grammar allows nothing else.
         """
         return GrammarState(self._matcher, self._vocab_size, self._end_ids, held_back, min_tokens, go_on)
 
 
 class GrammarState:
-    """One output's place in its grammar, and the drafted tokens that are being looked at beyond it.
+    """One output's position in its grammar, and the draft tokens read beyond it.
 
-    matcher: at the grammar's beginning; it stays there. failure: why the grammar cannot be followed any further, "" while
-    it can. A matcher that fails beyond the output is no failure, since the output may never come there: what is drafted
-    there is not looked at, and another matcher is brought to the output's end.
+    matcher: at the grammar's beginning; it stays there. failure: reason for which the grammar cannot be followed any
+    further, "" while it can. A matcher that fails on draft tokens is no failure, since the output may never come there:
+    these are rejected, and another matcher is brought to the output's end.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class GrammarState:
     ) -> None:
         self.failure = ""
         self._matcher: Matcher | None = matcher.deep_copy()
-        self._kept, self._num_kept = matcher, 0  # one that has read so many tokens of the output, for when that fails
+        self._kept, self._num_kept = matcher, 0  # a spare one, which has read so many output tokens
         self._spent_s = 0.0
-        self._mask_s = 0.0  # what one took, of late
+        self._mask_s = 0.0  # recent mean time of a mask
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
         self._early = np.array([*held_back], dtype=np.int64)  # not before min_tokens
@@ -89,22 +89,22 @@ class GrammarState:
         self._output: list[int] = []
         self._ahead: list[int] = []  # tokens beyond the output that the matcher has read
         self._masks: list[np.ndarray] = []  # [vocab] after the output and the first 0, 1, ... of these
-        # Tokens beyond the output, the last of which the matcher cannot read, or after which it has no mask; and why.
+        # Paths beyond the output whose last token cannot be read, or after which there is no mask; with the reason.
         self._unreadable: dict[tuple[int, ...], str] = {}
         self._dead_ends: dict[tuple[int, ...], str] = {}
 
     def take_spent_s(self) -> float:
-        """Seconds that its masks took since this was last asked."""
+        """Seconds of masks since the last call."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
     @property
     def is_slow(self) -> bool:
-        """True if its masks take so long that none should be made in vain: all sequences wait for them."""
+        """True if its masks are slow: then none is made for proposals, since all sequences wait for it."""
         return self._mask_s > SLOW_MASK_S
 
     def append(self, ids: Sequence[int]) -> int:
-        """Move on by tokens that become output, an end token being the last; how many may. Fewer than all are a failure."""
+        """Append output tokens, an end token last. Returns the number of allowed ones; fewer than all is a failure."""
         for at, token in enumerate(ids):
             mask = self._mask(at)
             if mask is None or not mask[token]:
@@ -127,7 +127,7 @@ class GrammarState:
         return len(ids)
 
     def rewind(self, num_ahead: int = 0) -> None:
-        """Forget what was read beyond the output, but for its first tokens."""
+        """Roll back what was read beyond the output, but for num_ahead tokens."""
         extra = len(self._ahead) - num_ahead
         if extra > 0:
             if self._matcher is not None:
@@ -138,7 +138,7 @@ class GrammarState:
     def masks(self, draft: Sequence[int], first: int, columns: int) -> list[np.ndarray | None]:
         """Masks after the output and the draft's first `first`, `first + 1`, ... tokens, for so many columns.
 
-        None where an earlier token cannot come, so that the mask does not matter, and where it is not known.
+        None where an earlier token is forbidden, so that the mask is not needed, and where it is unknown.
         """
         began = time.perf_counter()
         try:
@@ -157,7 +157,7 @@ class GrammarState:
         return found[first:]
 
     def _read(self, tokens: Sequence[int], at: int) -> bool:
-        """Let the matcher read tokens[at], having read those before it; whether it may come and something may follow."""
+        """Read tokens[at] after those before it. Returns True if it is allowed and something may follow."""
         token = tokens[at]
         if at < len(self._ahead) and self._ahead[at] == token:
             return True
@@ -188,7 +188,7 @@ class GrammarState:
         mask[: len(allowed)] = allowed
         reason = matcher.get_error() if matcher.is_error() else "no token can follow"
         if mask[self._all_ends].any() and not matcher.is_accepting():
-            mask[self._all_ends] = False  # meant as text, but it would end the output
+            mask[self._all_ends] = False  # allowed as text, but it would end the output
             reason = reason if mask.any() else "it wants the text of an end token, which would end the output"
         if matcher.is_error() or not mask.any():
             self._matcher = None
@@ -201,7 +201,7 @@ class GrammarState:
         return self._masks[depth]
 
     def _ready_matcher(self) -> Matcher:
-        """A matcher that has read the output and what is looked at beyond it: another one if the last has failed."""
+        """A matcher that has read the output and the tokens ahead: a new one if the last has failed."""
         if self._matcher is None:
             kept = self._kept.deep_copy()
             for token in self._output[self._num_kept :]:
@@ -213,7 +213,7 @@ class GrammarState:
         return self._matcher
 
     def _later(self, mask: np.ndarray, depth: int) -> np.ndarray:
-        """The mask without what is held back, unless nothing is left then."""
+        """The mask without held-back tokens, unless nothing is left."""
         held = self._early if len(self._output) + depth < self._min_tokens else self._ends
         if not len(held):
             return mask
@@ -222,7 +222,7 @@ class GrammarState:
         return without if without.any() else mask
 
     def _fail(self, reason: str) -> None:
-        # The library's reason is followed by its state, which is long and nobody's business.
+        # The library appends its state, which is long and private.
         self.failure = self.failure or (reason.splitlines() or ["it cannot go on"])[0][:200]
 
 
@@ -232,7 +232,7 @@ class StepGrammars:
     def __init__(self, states: Sequence[GrammarState | None]) -> None:
         self._rows = [(at, state) for at, state in enumerate(states) if state is not None]
         for _, state in self._rows:
-            state.rewind()  # a step that failed may have read on
+            state.rewind()  # a failed step may have read ahead
 
     def restrict(
         self, logits: torch.Tensor, draft_ids: torch.Tensor, first: int, caps: torch.Tensor | None = None

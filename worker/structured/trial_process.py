@@ -25,7 +25,7 @@ class Trial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, text: str) -> tuple[str, int]:
-        """The fault of a grammar, or ""; and the bytes of memory that it took."""
+        """Error of a grammar, or ""; and the bytes of memory that it took."""
         limit_s = START_S
         try:
             if self._process is None:
@@ -38,10 +38,10 @@ class Trial:
             self.stop()
             return "it is too deep or too large", 0
         except TimeoutError:
-            self.stop()  # Its answer may yet come, and would be taken for that to the next grammar.
+            self.stop()  # A late answer would be taken for that to the next grammar.
             return f"preparing it takes more than {limit_s:g} s", 0
         except BaseException:
-            self.stop()  # What state it is in is not known: the next grammar gets another.
+            self.stop()  # Its state is unknown: the next grammar gets a new one.
             raise
 
     def _start(self) -> None:
@@ -54,16 +54,16 @@ class Trial:
     def _write(self, content: object) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It has ended, which its empty answer says.
+        with contextlib.suppress(BrokenPipeError):  # It has ended, so its answer is empty.
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
     def _ask(self, text: str, timeout_s: float) -> bytes:
-        """Its answer; nothing if it has ended. Raises TimeoutError."""
+        """Its answer; empty if it has ended. Raises TimeoutError."""
         self._write(text)
         assert self._process is not None
         assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:  # unlike select.select, it knows descriptors from 1024 on, too
+        with selectors.DefaultSelector() as selector:  # unlike select.select, it takes descriptors from 1024 on
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout_s):
                 raise TimeoutError

@@ -13,9 +13,9 @@ from speclen.worker.backends.openvino.blocks import begins_of
 
 
 class Input:
-    """An input of the compiled model, in a tensor that it reads at every pass. What stays as it is is not filled again.
+    """An input tensor of the compiled model, filled only when its array changes.
 
-    Arrays are known by identity, so whoever fills it must not change them afterwards.
+    Arrays are compared by identity: callers must not change them afterwards.
     """
 
     def __init__(self, kind: ov.Type, rank: int) -> None:
@@ -39,10 +39,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of the tokens of a pass. Per sequence of the pass: counts, its tokens, and begins, where they do.
+    """Order of the tokens of a pass, row after row.
 
-    Of every token: rows, whose it is, and offsets, its place among those. wanted: tokens whose logits are. is_single:
-    whether every row has one token.
+    counts, begins: tokens of each row, and the place of its first one. rows, offsets: of each token, its row and its place
+    among the row's tokens. wanted: places of tokens whose logits are wanted. is_single: True if every row has one token.
     """
 
     counts: np.ndarray

@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 CACHE_TYPES = {torch.float32: ov.Type.f32, torch.bfloat16: ov.Type.bf16}
-# Products of bfloat16 take longer for one row or two than for three to six (engine.md): such a pass gets tokens that
-# nobody wants, up to so many.
+# Products in bfloat16 take longer for one or two tokens than for three to six (docs/explanation/engine.md): such a pass is
+# padded to so many.
 SLOW_TOKENS, FILLED_TOKENS = 2, 4
-# A pass of another number of tokens than the one before takes longer by what 12 to 25 tokens do, since every operation
-# is prepared anew (engine.md): it gets tokens that nobody wants where so few are missing, for so many passes.
+# A pass with another number of tokens than the one before takes as long as with 12 to 25 more tokens, since every
+# operation is prepared anew (docs/explanation/engine.md): it is padded where so few are missing, for so many passes.
 MISSING_TOKENS, FILLED_PASSES = 8, 8
-FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and places of tokens that nobody wants
+FILLER = np.arange(FILLED_TOKENS + MISSING_TOKENS)  # ids and positions of padding tokens
 # Numbers of threads for which a model is kept, each with a copy of its weights.
 MOST_COPIES = 3
 MEMORY_MARGIN = 4  # times a model's weights that must be free before another copy of them is made
@@ -38,7 +38,7 @@ MEMORY_MARGIN = 4  # times a model's weights that must be free before another co
 class OpenVinoModel:
     """A `PassModel`. model, weights: as converted; num_weight_bytes: of the model's weights.
 
-    A compiled model has a copy of the weights in its kernels' own layout, and a fixed number of threads.
+    A compiled model has a copy of the weights in its kernels' layout, and a fixed number of threads.
     """
 
     device = CPU
@@ -59,7 +59,7 @@ class OpenVinoModel:
         self.max_context_length = max_context_length
         self.num_first_uses = 0
         self._model = model
-        self._weights = weights  # kept, since compiled models read them at their first pass, whoever has let go of them
+        self._weights = weights  # compiled models read them at their first pass
         self._num_weight_bytes = num_weight_bytes
         self._threads = num_threads
         self._inputs = {name: Input(ov.Type.i64, 1) for name in TOKEN_INPUTS}
@@ -72,7 +72,7 @@ class OpenVinoModel:
         self._requests = {num_threads: self._make_request(num_threads)}
 
     def _make_request(self, num_threads: int) -> ov.InferRequest:
-        """The model compiled in the numbers that were asked for: computed and kept in the pool's dtype."""
+        """The model compiled to compute, and to keep keys and values, in the pool's dtype."""
         precision = PRECISIONS[self.pool.dtype]
         options = {
             "INFERENCE_PRECISION_HINT": precision,
@@ -106,7 +106,7 @@ class OpenVinoModel:
             self._new_memory.pop(old, None)
 
     def _lay_out_weights(self) -> None:
-        """Run the first pass, which brings the weights into their kernels' layout, on tokens that nobody wants."""
+        """Run the first pass, which lays out the weights for their kernels, on padding tokens."""
         tokens = FILLER[:FILLED_TOKENS]
         self._infer(
             input_ids=tokens,
@@ -151,7 +151,7 @@ class OpenVinoModel:
         ]
 
     def host_logits(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int = 0) -> np.ndarray:
-        """As HostModel. Not what `forward` calls: who times both counts each pass once."""
+        """As HostModel. `forward` does not call it, so that a clock on both counts each pass once."""
         return self._logits_of(rows, ids, num_logits, column)
 
     def _logits_of(self, rows: StepRows, ids: np.ndarray, num_logits: int, column: int) -> np.ndarray:
@@ -162,7 +162,7 @@ class OpenVinoModel:
         return logits.reshape(rows.num_rows, num_logits, -1)
 
     def _forward_same(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits of parts whose rows are fed equally many tokens."""
+        """Logits of parts whose rows have equally many tokens."""
         if len(parts) == 1:
             (part,) = parts
             return [torch.from_numpy(self._logits_of(part.rows, part.ids.numpy(), part.num_logits, part.column))]
@@ -176,7 +176,7 @@ class OpenVinoModel:
     def _infer_same(
         self, layout: Layout, ids: np.ndarray, past: np.ndarray, ends: np.ndarray, held: tuple[np.ndarray, np.ndarray]
     ) -> np.ndarray:
-        """As `_infer`, for tokens whose layout is remembered. held: blocks of the rows, and where each row's begin."""
+        """As `_infer`, for a cached layout. held: blocks of the rows, and the beginning of each row in them."""
         blocks, begins = held
         longest = int(ends.max())
         positions = past if layout.is_single else past[layout.rows] + layout.offsets
@@ -194,7 +194,7 @@ class OpenVinoModel:
         )
 
     def _blocks(self, parts: Sequence[PassPart], ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of all rows of the pass, row after row, and where each row's begin."""
+        """Blocks of all rows of the pass, row after row, and the beginning of each row in them."""
         found, at = [], 0
         for part in parts:
             found.append(self.pool.reach(part.rows.first_row, ends[at : at + part.rows.num_rows]))
@@ -203,7 +203,7 @@ class OpenVinoModel:
         return np.concatenate(blocks), begins_of(np.concatenate([np.diff(one) for one in begins]))
 
     def _size_of(self, num_tokens: int) -> int:
-        """Tokens of the next pass, of which so many are wanted."""
+        """Tokens of the next pass, padding included."""
         size = FILLED_TOKENS if num_tokens <= self._slow_tokens else num_tokens
         if size < self._size <= size + MISSING_TOKENS and self._num_filled < FILLED_PASSES:
             self._num_filled += 1
@@ -212,7 +212,7 @@ class OpenVinoModel:
         return self._size
 
     def _filled_up(self, inputs: dict[str, Any], size: int) -> dict[str, Any]:
-        """The inputs with a row more, of tokens whose logits are not wanted, in a block that no other row has."""
+        """The inputs with one more row, of padding tokens in the spare block."""
         more = FILLER[: size - len(inputs["input_ids"])]
         news = {"input_ids": more, "position_ids": more, "past_lens": FILLER[:1]}
         lasts = {
@@ -228,7 +228,7 @@ class OpenVinoModel:
         )
 
     def _with_last(self, name: str, array: np.ndarray, last: int) -> np.ndarray:
-        """An input with an element more; the same array as long as both are the same, which then is not filled again."""
+        """An input with one more element; the same array while both are the same, so that it is not filled again."""
         known, known_last, extended = self._extended.get(name, (None, 0, array))
         if known is not array or known_last != last:
             extended = np.append(array, last)
@@ -236,14 +236,15 @@ class OpenVinoModel:
         return extended
 
     def _infer(self, **inputs: Any) -> np.ndarray:
-        """Logits [wanted, vocab]; they lie in the request's own memory. inputs: arrays, and one integer."""
+        """Logits [wanted, vocab] in the request's own memory. inputs: arrays, and one integer."""
         num_tokens = len(inputs["input_ids"])
         if (size := self._size_of(num_tokens)) > num_tokens:
             inputs = self._filled_up(inputs, size)
         for name, array in inputs.items():
             self._inputs[name].fill(array)
-        # Not the wrapper's default, which would copy the logits; nor its look-up of outputs by number, which takes longer.
+        # By default the wrapper copies the logits; looking outputs up by number takes longer.
         (logits,) = self._requests[self._threads].infer(share_outputs=True).values()
+        # A new number of tokens or logits is no first use: it costs what every change of size does.
         if (memory := self._new_memory.pop(self._threads, None)) is not None:
             self.num_first_uses += 1
             memory.use_huge_pages()  # The weights get their kernels' layout in the first pass.

@@ -1,12 +1,12 @@
 """Attention over rows of different lengths, for any model that goes through transformers' AttentionInterface.
 
-`install` points a model at `attend_rows`. The engine then calls the model with `use_cache=False`, positions per row and
-a `RowAttention` as the extra keyword `row_attention`, which transformers hands down to every attention layer. Each layer
-writes this pass's keys and values into the pool at every row's own positions and attends within every row's length. The
-model's code is not touched, and transformers builds no mask of its own.
+`install` sets a model's attention to `attend_rows`. The engine calls the model with `use_cache=False`, positions per row and
+a `RowAttention` as the extra keyword `row_attention`, which transformers passes to every attention layer. Each layer writes
+this pass's keys and values into the pool at every row's own positions and attends within every row's length. The model's
+code is unchanged, and transformers builds no mask.
 
-A pass may also take several groups of rows at once, decoding ones and prompts (`PackedAttention`): the model sees their
-tokens as one long sequence, which is all the same to everything in it but attention.
+A pass may also have several groups of rows, decoding ones and prompts (`PackedAttention`): the model gets their tokens as
+one long sequence, which matters to nothing but attention.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _attend(
         mask = row_attention.mask(window, repeats)
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
     value_dim = output.shape[-1]
-    # In one piece, as transformers' own functions give it: some families take a view of it.
+    # Contiguous, as transformers' own functions return it: some families take a view of it.
     return output.reshape(rows, heads, queries, value_dim).transpose(1, 2).contiguous()
 
 
@@ -114,7 +114,7 @@ def _softcapped(
     scaling: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Attention whose scores are squeezed into (-softcap, softcap), which no fused kernel of torch offers."""
+    """Attention with scores squeezed into (-softcap, softcap), for which torch has no fused kernel."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale
     scores = torch.tanh(scores / softcap) * softcap + mask
@@ -130,7 +130,7 @@ def _sunk(
     scaling: float | None,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention with one more score for every query, `sinks`, which takes its share of the weight and has no value."""
+    """Attention with sinks: one more score per query, which takes a share of the weight and has no value."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, keys.transpose(2, 3)) * scale + mask
     weights = torch.softmax(torch.cat([scores, sinks.to(scores.dtype)], dim=-1), dim=-1, dtype=torch.float32)
@@ -138,7 +138,7 @@ def _sunk(
 
 
 def install(model: Any) -> None:
-    """Make the model's attention go through `attend_rows`. Whether that worked is for `check_model` to find out."""
+    """Route the model's attention through `attend_rows`; `check_model` verifies it."""
     AttentionInterface.register(IMPLEMENTATION, attend_rows)
     model.set_attn_implementation(IMPLEMENTATION)
     hand_on_arguments(model)

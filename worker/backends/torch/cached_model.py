@@ -1,4 +1,4 @@
-"""A transformers model together with the pool that holds its rows' keys and values: the passes of torch, on any device."""
+"""A transformers model with the pool of its rows' keys and values: the passes of torch, on any device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from speclen.worker.backends.passes import PassPart, RaggedPart, equal_parts
 from speclen.worker.backends.torch.row_attention import JoinedRows, PackedAttention, RowAttention, StepMasks
 from speclen.worker.models.upload import upload
 
-# Packed passes are filled up to a multiple of so many tokens. Prompts have all lengths, and on a CPU a matrix product
-# of a new size takes a millisecond longer the first time and keeps its kernel: the memory grew by 150 MB.
+# Packed passes are padded to a multiple of so many tokens. On a CPU a matrix product of a new size takes a millisecond
+# more and keeps its kernel: with prompts of all lengths the memory grew by 150 MB.
 TOKENS_MULTIPLE = 16
-# Prompts that attend together copy what their rows hold, the longest one's length for each: of a model of 7 billion
-# parameters 16 kB per token and layer. Each is fed as many tokens as the longest: some in vain.
+# Prompts that attend together copy their rows, padded to the longest: of a model of 7 billion parameters 16 kB per token
+# and layer. Their tokens are padded to the longest, too.
 MOST_JOINED_TOKENS = 16_384
-MOST_FED_IN_VAIN = 4  # times what is fed
+MOST_FED_IN_VAIN = 4  # ratio of padded tokens to tokens
 
 
 class CachedModel:
     """Runs a model over rows of its pool: a `PassModel`.
 
-    max_context_length: positions beyond it are clamped, since models with learned positions have no others; whatever
-    is computed there is thrown away by the caller.
+    max_context_length: positions beyond it are clamped, since models with learned positions have no others; callers drop
+    their results.
     """
 
     ragged = False
@@ -48,7 +48,7 @@ class CachedModel:
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
         """As PassModel. Rows that decode alone are a batch; with prompts, all tokens are one long sequence.
 
-        What a token costs falls with the number of tokens in a pass, until the processor has its hands full.
+        The cost of a token falls with the number of tokens in a pass, until the processor is busy.
         """
         parts = equal_parts(parts)
         if len(parts) == 1 and parts[0].num_queries <= TOKENS_MULTIPLE:
@@ -60,7 +60,7 @@ class CachedModel:
         torch.set_num_threads(num_threads)
 
     def forward_batch(self, part: PassPart) -> torch.Tensor:
-        """Logits [rows, num_logits, vocab] of rows that are all fed equally many tokens."""
+        """Logits [rows, num_logits, vocab] of rows with equally many tokens."""
         attention = self._attention(part)
         with without_plans(self.device):
             return self.run(part.ids, attention.positions, attention, part.num_logits)
@@ -68,7 +68,7 @@ class CachedModel:
     def run(
         self, ids: torch.Tensor, positions: torch.Tensor, attention: RowAttention | PackedAttention, kept: Any
     ) -> torch.Tensor:
-        """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: how many of the last positions, or which."""
+        """Logits [rows, kept, vocab]. ids, positions: [rows, queries]. kept: number of last positions, or their indices."""
         options = {"logits_to_keep": kept} if self._slices_itself else {}
         output = self.model(
             input_ids=ids,
@@ -82,7 +82,7 @@ class CachedModel:
         return output.logits[:, kept if isinstance(kept, torch.Tensor) else slice(-kept, None)]
 
     def forward_packed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits of each part, whose tokens follow each other in one sequence."""
+        """Logits of each part, with all tokens in one sequence."""
         attentions = self._attentions(parts)
         num_padding = -sum(part.ids.numel() for part in parts) % TOKENS_MULTIPLE
         ids = torch.cat([part.ids.flatten() for part in parts])
@@ -98,7 +98,7 @@ class CachedModel:
         return [piece.unflatten(0, (len(part.ids), -1)) for piece, part in zip(pieces, parts, strict=True)]
 
     def _attentions(self, parts: Sequence[PassPart]) -> list[RowAttention]:
-        """One for each part, or one for all the single rows at the end, which are prompts."""
+        """One for each part, or one for all single rows at the end, which are prompts."""
         first = len(parts)
         while self.joins_prompts and first and parts[first - 1].rows.num_rows == 1:
             first -= 1
@@ -115,7 +115,7 @@ class CachedModel:
         return [*(self._attention(part) for part in parts[:first]), JoinedRows(self.pool, rows, starts, counts)]
 
     def _attention(self, part: PassPart) -> RowAttention:
-        """Attention of a part, for the layers. The rows' masks are made once per step; their pages are noted as written."""
+        """Attention of a part. Masks are made once per step; the rows' pages are noted as written."""
         rows, end = part.rows, part.column + part.num_queries
         masks = rows.shared.get(self.pool.dtype)
         if masks is None:
@@ -127,9 +127,9 @@ class CachedModel:
 
 @contextlib.contextmanager
 def without_plans(device: torch.device) -> Iterator[None]:
-    """Attention on a GPU without cuDNN, which makes a plan for every new shape, some tens of milliseconds of the host.
+    """Attention on a GPU without cuDNN, which spends some tens of milliseconds on every new shape.
 
-    Prompts have ever new shapes. Recorded passes, whose shapes come again, are left to torch's choice.
+    Prompts have ever new shapes. Recorded passes, with few shapes, use torch's choice.
     """
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
@@ -142,13 +142,13 @@ def without_plans(device: torch.device) -> Iterator[None]:
 
 
 def _may_join(starts: np.ndarray, counts: np.ndarray) -> bool:
-    """True if rows that hold `starts` tokens and are fed `counts` are alike enough to be fed as one rectangle."""
+    """True if rows with `starts` tokens and `counts` new ones are similar enough for one rectangle."""
     is_small = len(starts) * int((starts + counts).max()) <= MOST_JOINED_TOKENS
     return is_small and len(counts) * int(counts.max()) <= MOST_FED_IN_VAIN * int(counts.sum())
 
 
 def _kept_tokens(parts: Sequence[PassPart]) -> np.ndarray:
-    """Places of the tokens whose logits are wanted, in the sequence that the parts make."""
+    """Places of the tokens whose logits are wanted, in the packed sequence."""
     kept, offset = [], 0
     for part in parts:
         places = np.arange(offset, offset + part.ids.numel()).reshape(part.ids.shape)

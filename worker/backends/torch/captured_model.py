@@ -1,14 +1,13 @@
-"""Passes of a model recorded once per shape and replayed: on a GPU, CUDA graphs.
+"""Passes recorded once per shape and replayed: on a GPU, CUDA graphs.
 
 Launching the few hundred kernels of a small model's pass one by one takes several times as long as running them. A
-recorded pass is one launch. Everything in it has a fixed place: the pool, the inputs, which are copied in before, and the
-logits, which all recordings of a model put where the last one did: they stay valid until the model's next pass.
+recorded pass is one launch. Its memory is fixed: the pool, the inputs, which are copied in before, and the logits, which
+all recordings of a model share: they stay valid until the model's next pass.
 
-A shape is the number of rows, of queries per row, and of tokens that attention reads; the last is always the same where
-kernels read of every row what it holds. Rows and tokens are rounded up, so that some dozens of recordings serve everything,
-and most of them are made before anybody is served. Rows that are there only to fill up write beyond the longest context,
-where nobody reads. Prompts have lengths without number: with kernels they are cut into blocks, of which some make a shape;
-without, they take the plain path.
+A shape is the number of rows, of queries per row, and of tokens that attention reads; the last is constant with kernels of
+our own, which read each row's length. Rows and tokens are rounded up, so that some dozens of recordings suffice, and most
+are captured before serving. Padding rows write beyond the longest context. With kernels, prompts are cut into blocks, whose
+number makes a shape; without, they take the plain path.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RecordedPass:
-    """ids, positions: [rows, queries], the inputs. used_rows: rows that were filled last time."""
+    """ids, positions: [rows, queries], the inputs. used_rows: rows without padding at the last replay."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -53,10 +52,9 @@ class RecordedPass:
 class CapturedModel(CachedModel):
     """Replays passes of up to `max_queries` queries a row, and with kernels those of prompts; others take the plain path.
 
-    max_recordings: of passes of decoding rows, kept at most, the least recently used goes first. The pool must hold
-    `max_queries` tokens more per row than rows ever fill. num_first_uses: passes recorded so far; a step in which it grew
-    says nothing about step times. widths: queries and logits a row of passes that decoding rows make; with kernels others
-    are cut into blocks.
+    max_recordings: of passes of decoding rows, kept at most; the least recently used is evicted. The pool must have
+    `max_queries` places more per row than the context. num_first_uses: passes recorded so far. widths: queries and logits
+    per row of decoding passes; with kernels others are cut into blocks.
     """
 
     def __init__(
@@ -76,8 +74,7 @@ class CapturedModel(CachedModel):
         self._too_large: set[PassShape] = set()  # for the memory
         self._blocks: dict[int, RecordedBlocks] = {}  # by their number
         self._most_blocks = MOST_BLOCKS
-        # Buffers for logits, by their kind. One per recording would take gigabytes: there are hundreds of shapes, and a
-        # vocabulary may be large.
+        # Shared buffers for logits, by kind. One per recording would take gigabytes: there are hundreds of shapes.
         self._places: dict[str, torch.Tensor] = {}
         self._all_rows = torch.arange(plain.pool.num_rows, device=plain.device)
         self._spare_position = plain.pool.max_length - max_queries
@@ -88,7 +85,7 @@ class CapturedModel(CachedModel):
             )
 
     def forward(self, parts: Sequence[PassPart | RaggedPart]) -> list[torch.Tensor]:
-        """As PassModel, but prompts in a pass of their own, after the one of the rows that decode."""
+        """As PassModel, with prompts in a pass of their own, after the decoding rows'."""
         first, *others = equal = equal_parts(parts)
         logits = self._replay(first) if self._is_decoding(first) else None
         if logits is None:
@@ -96,7 +93,7 @@ class CapturedModel(CachedModel):
         return [logits, *(self._feed(others) if others else ())]
 
     def _is_decoding(self, part: PassPart) -> bool:
-        """True if a part has a shape of its own. Prompts do not, nor does a draft that lacks many tokens of few rows."""
+        """True if a part has a recorded shape. Prompts do not, nor does a draft that lacks many tokens of few rows."""
         if self.recorder is None or part.num_queries > self.max_queries or part.rows.first_row:
             return False
         if not self.has_kernels or part.num_logits > 1 or num_blocks_of([part]) > self._most_blocks:
@@ -104,7 +101,7 @@ class CapturedModel(CachedModel):
         return (part.num_queries, part.num_logits) in self.widths
 
     def _replay(self, part: PassPart) -> torch.Tensor | None:
-        """Logits of rows 0, 1, ... by a recorded pass; None when it cannot be recorded."""
+        """Logits of rows 0, 1, ... by a recorded pass; None if it cannot be recorded."""
         rows, end = part.rows, part.column + part.num_queries
         positions = rows.positions[:, part.column : end]
         num_rows = padded_rows(rows.num_rows, self.pool.num_rows)
@@ -119,7 +116,7 @@ class CapturedModel(CachedModel):
         return recorded.recording.logits[: rows.num_rows]
 
     def _feed(self, parts: Sequence[PassPart]) -> list[torch.Tensor]:
-        """Logits of parts that are prompts, or like them: in recorded blocks, where there can be any."""
+        """Logits of prompts and similar parts, in recorded blocks where possible."""
         num_blocks = num_blocks_of(parts)
         fitting = num_blocks <= self._most_blocks and all(part.num_logits == 1 for part in parts)
         if not (fitting and self.has_kernels and self.recorder is not None):
@@ -132,9 +129,9 @@ class CapturedModel(CachedModel):
         return recorded.replay(cut(parts, self._spare_position), parts)
 
     def record_ahead(self, until: float) -> int:
-        """Record passes before they occur, of all widths and numbers of rows; how many are recorded then.
+        """Record passes of all widths and numbers of rows ahead of their use; returns the number of recordings.
 
-        until: by time.monotonic(), when no further one is begun.
+        until: by time.monotonic(), when no further one starts.
         """
         had_kernels = self.has_kernels
         nothing = torch.empty(0, 1, dtype=torch.long, device=self.device)
@@ -147,14 +144,14 @@ class CapturedModel(CachedModel):
             if self.recorder is None or time.monotonic() >= until:
                 break
             record()
-            if self.has_kernels != had_kernels:  # They do not run, and without them shapes are others.
+            if self.has_kernels != had_kernels:  # they do not run, and without them shapes differ
                 return self.record_ahead(until)
         return len(self._passes) + len(self._blocks)
 
     def _shapes(self) -> list[PassShape]:
-        """All that may be kept: over short rows rather than long ones, and narrow rather than wide.
+        """The shapes to record: short rows before long ones, narrow before wide.
 
-        Of those over equally long rows the largest come first, whose memory the others share.
+        Among rows of one length the largest come first, whose memory the others share.
         """
         most = self.pool.num_rows
         sizes = {padded_rows(rows, most) for rows in range(1, most + 1)}
@@ -169,12 +166,12 @@ class CapturedModel(CachedModel):
         )
 
     def _reach(self, num_tokens: int) -> int:
-        """Tokens of each row that a pass reads, where its rows hold so many at most."""
-        # What rows that fill up have written may not be finite, and is read by nobody.
+        """Tokens of each row that a pass reads, for rows of at most num_tokens."""
+        # Values written by padding rows may not be finite, and are never read.
         return self._spare_position if self.has_kernels else reach(num_tokens, self._spare_position)
 
     def _reaches(self) -> list[int]:
-        """All of them, the smallest first."""
+        """All values of `_reach`, ascending."""
         found = [self._reach(1)]
         while found[-1] < self._spare_position:
             found.append(self._reach(found[-1] + 1))
@@ -182,7 +179,7 @@ class CapturedModel(CachedModel):
 
     @property
     def has_kernels(self) -> bool:
-        """True if recorded passes go through kernels that others do not."""
+        """True if recorded passes use kernels of our own."""
         return getattr(self.model, "kernels", None) is not None
 
     def leave_out_kernels(self, reason: str) -> None:
@@ -200,9 +197,9 @@ class CapturedModel(CachedModel):
         recorded.used_rows = rows
 
     def _put(self, logits: torch.Tensor, kind: str, most: int) -> torch.Tensor:
-        """The same in the place of its kind, which is made when a pass first runs: before it is recorded.
+        """The logits, copied into the buffer of their kind, which is made before the first recording.
 
-        logits: [..., vocab]. most: tokens that passes of this kind have logits of.
+        logits: [..., vocab]. most: largest number of tokens with logits in passes of this kind.
         """
         if kind not in self._places:
             self._places[kind] = logits.new_empty(most * logits.shape[-1])
@@ -213,7 +210,7 @@ class CapturedModel(CachedModel):
         return torch.arange(self._spare_position, self._spare_position + queries, device=self.pool.device)
 
     def _record(self, shape: PassShape, ids: torch.Tensor, positions: torch.Tensor) -> RecordedPass | None:
-        """Record a pass; None when that cannot be done, then or ever."""
+        """Record a pass; None if that is impossible now or for good."""
         if shape in self._too_large:
             return None
         if len(self._passes) >= self.max_recordings:
@@ -221,7 +218,7 @@ class CapturedModel(CachedModel):
         fixed_ids = ids.new_zeros(shape.num_rows, shape.num_queries)
         fixed_positions = positions.new_empty(shape.num_rows, shape.num_queries)
         fixed_positions[:] = self._spare_positions(shape.num_queries)
-        # What is written while recording is what the first replay writes again.
+        # Recording writes the same values as the first replay.
         fixed_ids[: len(ids)], fixed_positions[: len(ids)] = ids, positions
         kind, most = ("several", self.max_queries) if shape.num_logits > 1 else ("one", 1)
 
@@ -242,7 +239,7 @@ class CapturedModel(CachedModel):
         return recorded
 
     def _record_blocks(self, num_blocks: int) -> RecordedBlocks | None:
-        """Record a pass of so many blocks, which are fed nothing; None when that cannot be done, then or ever."""
+        """Record a pass of so many empty blocks; None if that is impossible now or for good."""
         inputs = BlocksInputs(num_blocks, self._spare_position, self.device)
         recording = self._try_to_record(
             lambda: self._put(inputs.run(self), "blocks", MOST_BLOCKS), f"{num_blocks} blocks of prompts"
@@ -254,11 +251,11 @@ class CapturedModel(CachedModel):
         return recorded
 
     def _try_to_record(self, run: Callable[[], torch.Tensor], what: str) -> Recording | None:
-        """None, after a warning, when there is no memory, when kernels do not run, or when the device does not record."""
+        """A recording; None, after a warning, without memory, working kernels, or a device that records."""
         assert self.recorder is not None
         try:
             recording = self.recorder.record(run)
-        except Exception as error:  # A driver without graphs, no memory, or whatever Triton's compiler raises.
+        except Exception as error:  # no graphs, no memory, or any error of Triton's compiler
             if is_out_of_memory(error):
                 log.warning(
                     "no memory for a recording of %s: it runs unrecorded, %d are kept",

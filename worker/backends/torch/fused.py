@@ -1,12 +1,12 @@
-"""Triton kernels for what lies between the matrix products of a Llama-style layer, on GPUs.
+"""Triton kernels for the operators between the matrix products of a Llama-style layer, on GPUs.
 
-torch starts about fifteen kernels there in every layer, on some kilobytes each: on an H100 a layer of a model of 7 billion
-parameters waits half as long for them as its weights take to be read, and a draft's layer several times as long. Here are
-five; the products stay torch's. The plain operators in `llama` say what they compute. They are for passes that are
-recorded: from Python Triton takes longer to start one than torch takes for all that it stands for.
+torch launches about fifteen kernels there in every layer, on some kilobytes each: on an H100 they take half as long as
+reading the weights of a layer of a model of 7 billion parameters, and several times as long in a draft's layer. Here are
+five; the products stay torch's. They compute what the plain operators in `llama` do. They are for recorded passes: from
+Python Triton launches one more slowly than torch all that it replaces.
 
-Attention reads of every row what that row holds. torch's reads of all rows what the longest holds, and how much that is
-belongs to what is recorded: another recording for every length.
+Attention reads each row up to its own length. torch's attention reads all rows up to the longest, which is fixed in a
+recording: it needs one for every length.
 
 Triton comes with torch's builds for GPUs. Importing this module fails where it is missing.
 """
@@ -21,14 +21,14 @@ import triton.language as tl
 
 HEADS_PER_PROGRAM = 16
 COLUMNS_PER_PROGRAM = 1024
-# Of attention: queries of one program, and bytes of keys that it takes in at once, at most.
+# Of attention: most queries of one program, and most bytes of keys that it reads at once.
 QUERIES_PER_PROGRAM = 64
 KEYS_BYTES = 16_384
-SMALLEST_PRODUCT = 16  # rows and columns that Triton multiplies at least
+SMALLEST_PRODUCT = 16  # least rows and columns of a product in Triton
 
 
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the kernels give the right results. Raises whatever Triton raises if they cannot be built or started.
+    """True if the kernels give the right results. Raises Triton's errors if they cannot be built or launched.
 
     Triton needs a C compiler.
     """
@@ -40,7 +40,7 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     positions = torch.tensor([[1]], device=device)
     rows = torch.zeros(1, dtype=torch.long, device=device)
     query = rotate_and_store(ones.expand(3, 4)[None, None], turns, turns, rows, positions, layer)
-    attended = attend(query, rows, positions, layer, 1e9, None, 4)  # sees the second token alone, whose values are 1
+    attended = attend(query, rows, positions, layer, 1e9, None, 4)  # sees only the second token, whose values are 1
     found = [total.sum(), normed.sum(), gated.sum(), query.sum(), layer.sum(), attended.sum()]
     return [round(float(value), 3) for value in found] == [8.0, 4.0, 1600.0, 8.0, 12.0, 4.0]
 
@@ -82,7 +82,7 @@ def rotate_and_store(
     positions: torch.Tensor,
     layer: torch.Tensor,
 ) -> torch.Tensor:
-    """Queries [rows, heads, queries, head_dim], turned by their positions' angles; keys, turned, and values are stored.
+    """Rotated queries [rows, heads, queries, head_dim]; rotated keys and values go into the pool.
 
     projected: [rows, queries, heads + 2 kv_heads, head_dim]. cos, sin: [..., 1, head_dim], of all queries equally far apart
     in memory. rows: [rows], of the pool, whose layer is written to. positions: [rows, queries], contiguous.
@@ -117,8 +117,8 @@ def attend(
     """Each query's attention to its row's tokens up to itself: [rows, queries, heads, head_dim].
 
     query: [rows, heads, queries, head_dim]. rows: [rows], of the pool, whose layer's keys and values are read. positions:
-    [rows, queries], contiguous. window: tokens that a query sees, itself included. num_places: of a row; queries at
-    positions beyond them, which only fill up, get zeros.
+    [rows, queries], contiguous. window: visible tokens, the query's own included. num_places: of a row; padding queries, at
+    positions from there on, get zeros.
     """
     num_rows, heads, queries, head_dim = query.shape
     kv_heads, length = layer.shape[2:4]
@@ -144,7 +144,7 @@ def attend(
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton starts kernels on the thread's current device, wherever their tensors are."""
+    """Context of a tensor's device: Triton launches on the thread's current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -189,7 +189,7 @@ def _gate(gate_up, output, size, block: tl.constexpr):
     tl.store(output + row * size + columns, product.to(value.dtype), mask=inside)
 
 
-# Else 1, 16 and all other numbers of queries would be kernels of their own, compiled when they occur.
+# Else Triton compiles special kernels for 1, 16 and other numbers of queries.
 @triton.jit(do_not_specialize=["queries"])
 def _rotate_and_store(
     projected,
@@ -266,7 +266,7 @@ def _attend(
     end = tl.max(position, axis=0) + 1
     start = 0
     if has_window:
-        # Of the queries only those count that have a place; where none has, nothing is read.
+        # Only queries with a place count; without any, nothing is read.
         first = tl.min(tl.where(position >= 0, position, end), axis=0)
         start = tl.maximum(0, first - window + 1) // block_keys * block_keys
     best = tl.full([block_queries], float("-inf"), tl.float32)
@@ -277,7 +277,7 @@ def _attend(
         is_read = (place < end)[:, None] & is_dim[None, :]
         key = tl.load(keys + place[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0)
         value = tl.load(values + place[:, None] * head_dim + dims[None, :], mask=is_read, other=0.0)
-        if is_interpreted:  # which takes bfloat16's bits for whole numbers
+        if is_interpreted:  # the interpreter reads bfloat16 as integers
             q, key, value = q.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
         ages = position[:, None] - place[None, :]

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Kernels(Protocol):
-    """Several operators in one launch, see `fused`; what they compute is written beside the calls."""
+    """Several operators in one launch, see `fused`."""
 
     def add_norm(
         self, x: torch.Tensor, change: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -55,7 +55,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
         if fused.works_on(device, dtype):
             return fused
         reason = "they compute something else"
-    except Exception as error:  # Triton is missing, or finds no compiler, or not the GPU that it knows.
+    except Exception as error:  # no Triton, no compiler, or an unknown GPU
         reason = first_line(error)
     warn_left_out(reason)
     return None

@@ -1,10 +1,10 @@
 """Llama-style models in as few operators as they need.
 
-transformers starts 39 operators in each layer of a Llama, views not counted, most of them on a few kilobytes: a small draft
-spends more time on starting them than on computing. Here are 28: projections that read the same input are one matrix
-product, the rotary embedding turns queries and keys together and looks its angles up, and a norm takes six instead of
-eight of them. What lies between the products `fused` does with a few kernels of its own, in passes that a GPU records.
-The logits differ by rounding alone; `check_model` compares them before anything is served.
+transformers launches 39 operators in each layer of a Llama, views not counted, most of them on a few kilobytes: a small
+draft spends more time on launching than on computing. Here are 28: projections of the same input are one matrix product,
+the rotary embedding turns queries and keys together and looks its angles up, and a norm takes six operators instead of
+eight. In recorded passes on a GPU, `fused` has a few kernels for all operators between the products. The logits differ by
+rounding alone; `check_model` compares them before serving.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from speclen.worker.backends.torch.attention import attend
 from speclen.worker.backends.torch.kernels import Kernels, kernels_for, warn_left_out
 from speclen.worker.backends.torch.row_attention import PackedAttention, RecordedRows, RowAttention
 
-# Classes of transformers whose layers are norm, attention, norm, gated MLP. The last ones normalise every head's queries
-# and keys, too.
+# Classes of transformers whose layers are norm, attention, norm, gated MLP. The last one also normalises queries and keys.
 KNOWN_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SILUS = (nn.SiLU, SiLUActivation)
-FIRST_POSITIONS = 4096  # on a CPU, whose angles are computed before they are needed
+FIRST_POSITIONS = 4096  # on a CPU, whose angles are computed ahead
 
 
 def rewrite(model: Any, shapes: Sequence[LayerShape], max_context_length: int) -> LlamaDecoder | None:
     """The same model in fewer operators, or None for other kinds of models and layers that do more than multiply.
 
-    shapes: of the model's layers. The weights are shared: those that were merged are views of the merged ones in
-    `model` from then on.
+    shapes: of the model's layers. The weights are shared: merged ones become views in `model`.
     """
     if type(model).__name__ not in KNOWN_CLASSES or not type(model).__module__.startswith("transformers."):
         return None
@@ -98,7 +96,7 @@ class Layer(nn.Module):
         row_attention: RowAttention | PackedAttention,
         kernels: Kernels | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x without what this layer's MLP adds, and that. x, change: [rows, queries, hidden], what the layer before gave.
+        """The residual stream before this layer's MLP, and the MLP's output. x, change: the same of the layer before.
 
         cos, sin: [rows, queries, 1, head_dim], see LlamaDecoder. kernels: given only with RecordedRows.
         """
@@ -143,9 +141,9 @@ class Layer(nn.Module):
 class LlamaDecoder(nn.Module):
     """A Llama-style model of transformers, with the part of its interface that the engine uses.
 
-    angles: [positions, 2, head_dim], of each position the cosines and the sines, the first half of these negated: turning a
-    head by them is x * cos + (x with its halves exchanged) * sin. On a CPU those of positions that have occurred; elsewhere,
-    where passes are recorded and places in memory stay, all max_context_length.
+    angles: [positions, 2, head_dim], cosines and sines of each position, the first half of the sines negated: a rotated head
+    is x * cos + (x with its halves exchanged) * sin. On a CPU the table grows; elsewhere, where recorded passes need fixed
+    addresses, it has all max_context_length positions.
     """
 
     angles: torch.Tensor
@@ -176,7 +174,7 @@ class LlamaDecoder(nn.Module):
         return torch.stack([cos[0], sin[0]], dim=1)
 
     def reach(self, position_ids: torch.Tensor) -> None:
-        """Have the angles of all these positions, which is amortised: each time for twice as many."""
+        """Extend the angles to these positions, at least doubling the table."""
         needed = int(position_ids.max()) + 1
         if needed > len(self.angles):
             self.angles = self._angles_of(min(self._most_positions, max(needed, 2 * len(self.angles))))
@@ -204,12 +202,12 @@ class LlamaDecoder(nn.Module):
     ) -> CausalLMOutput:
         """Logits [rows, kept, vocab]. input_ids, position_ids: [rows, queries].
 
-        logits_to_keep: how many of the last positions, or which. use_cache: there is none but row_attention's pool.
+        logits_to_keep: number of last positions, or their indices. use_cache: unused, as keys are in row_attention's pool.
         """
         if len(self.angles) < self._most_positions:
             self.reach(position_ids)
         cos, sin = self.angles[position_ids].unsqueeze(2).unbind(3)
-        # Starting one of them from Python takes longer than starting all that it stands for from C++.
+        # Launching one from Python takes longer than launching the operators it replaces from C++.
         kernels = self.kernels if isinstance(row_attention, RecordedRows) else None
         x, change = self.embedding(input_ids), None
         for layer in self.layers:
@@ -232,9 +230,9 @@ def add_norm(
 
 
 def merge(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer that computes what the given ones compute, one after the other.
+    """One layer with the outputs of the given ones, concatenated.
 
-    It takes no memory: the given layers' weights become views of its own.
+    It takes no memory: the given layers' weights become views of its weight.
     """
     first = linears[0]
     sizes = [linear.out_features for linear in linears]
@@ -247,7 +245,7 @@ def merge(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def _share(parts: Sequence[torch.Tensor]) -> nn.Parameter:
-    """The parts in one tensor, of which they become views."""
+    """One tensor with the parts, which become views of it."""
     whole = nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
     for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = piece

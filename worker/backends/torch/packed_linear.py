@@ -1,12 +1,11 @@
-"""Linear layers whose weights are laid out once for the CPU's matrix kernels.
+"""Linear layers with weights packed once for the CPU's matrix kernels.
 
-torch hands oneDNN a plain matrix at every call, which is then rearranged in passing. For the 2 to 40 rows that
-verification feeds, a product with a weight that was rearranged once takes between 0.4 and 0.8 of the time. For a single
-float32 row oneDNN's calls cost more than they save, and a plain product with the transposed weight takes 0.8 of the time.
-The price is a second copy of the weights, in float32 a third.
+torch passes oneDNN a plain matrix at every call, which is then rearranged. With 2 to 40 rows, as in verification, a product
+with a packed weight takes 0.4 to 0.8 of the time. For a single float32 row a plain product with the transposed weight is
+faster, at 0.8. The price is a second copy of the weights, in float32 a third.
 
-The kernels are those that torch's own compiler emits (`torch.ops.mkldnn`); they are tried on a small product first, and
-where they are missing or wrong nothing is packed.
+The kernels are those of torch's compiler (`torch.ops.mkldnn`). They are tried on a small product first; where they are
+missing or wrong, nothing is packed.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from torch import nn
 
 log = logging.getLogger(__name__)
 
-# Kernels that oneDNN keeps, one for every shape of a product. engine.md has what 128 to 1,024, its default, cost in
-# time and memory while batch sizes and lengths change.
+# Kernels in oneDNN's cache, one per shape of a product; its default of 1,024 takes more memory.
 KERNELS_KEPT = "512"
-ROWS_HINT = 16  # rows that the layout is chosen for; other counts use the same layout
+ROWS_HINT = 16  # rows for which the layout is chosen; all numbers use it
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """Computes what `linear` computes. The weight is shared with it, not copied, next to the rearranged ones."""
+    """Replacement of `linear`, which shares its weight and adds packed copies."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -50,13 +48,13 @@ class PackedLinear(nn.Module):
 
 
 def private_copy(model: Any) -> Any:
-    """A model of its own that shares every parameter and buffer: what is changed in it leaves the original alone."""
+    """A copy that shares all parameters and buffers: changing its modules leaves the original alone."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def num_packed_bytes(model: Any) -> int:
-    """Memory that `pack_linears` would take."""
+    """Memory that `pack_linears` takes."""
     return sum(linear.weight.nbytes * _num_copies(linear.weight.dtype) for _, _, linear in _linears(model))
 
 

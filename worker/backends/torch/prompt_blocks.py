@@ -1,7 +1,7 @@
 """Prompts cut into blocks of a few tokens, so that prompts of all lengths make passes of few shapes.
 
-A block is a row of a recorded pass: it has a row of the pool, which is read when the pass is replayed. Some blocks of
-prompts together, rounded up, are all that tells passes apart.
+A block is a row of a recorded pass, with the index of a row of the pool as an input. The shape is the number of blocks,
+rounded up.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from speclen.worker.backends.torch.row_attention import RecordedRows, StepMasks
 from speclen.worker.models.upload import upload
 
 BLOCK_TOKENS = 16
-# Of a recorded pass: what an engine feeds at once, 256 tokens, in prompts that fill their last block or do not.
+# Numbers of blocks of recorded passes: up to 256 tokens, in prompts that may end inside a block.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
 MOST_BLOCKS = SIZES[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """ids: [blocks * BLOCK_TOKENS], on the device. positions: [blocks, BLOCK_TOKENS]; where nothing is fed, `num_places`.
+    """ids: [blocks * BLOCK_TOKENS], on the device. positions: [blocks, BLOCK_TOKENS]; `num_places` for padding.
 
-    rows: [blocks], of the pool. last: of every row of the parts, where its last token stands in `ids`.
+    rows: [blocks], of the pool. last: index in `ids` of the last token of every row of the parts.
     """
 
     ids: torch.Tensor
@@ -39,7 +39,7 @@ class Blocks:
 
 
 def cut(parts: Sequence[PassPart], num_places: int) -> Blocks:
-    """The parts' rows, each of which begins a block. num_places: of a row of the pool, beyond which nobody reads."""
+    """The parts' rows, each starting a block. num_places: of a row of the pool, without spare places."""
     ids, positions, rows, last = [], [], [], []
     num_tokens = 0
     for part in parts:
@@ -62,14 +62,14 @@ class BlocksInputs:
     def __init__(self, num_blocks: int, num_places: int, device: torch.device) -> None:
         self.num_places = num_places
         self.ids = torch.zeros(1, num_blocks * BLOCK_TOKENS, dtype=torch.long, device=device)
-        # In one piece, to be uploaded at once.
+        # One tensor, for a single upload.
         self._ends = num_blocks * BLOCK_TOKENS, num_blocks * (BLOCK_TOKENS + 1)
         self._numbers = torch.zeros(num_blocks * (BLOCK_TOKENS + 2), dtype=torch.long, device=device)
         positions, self.rows, self.last = self._numbers.tensor_split(self._ends)
         self.positions = positions.fill_(num_places).view(num_blocks, BLOCK_TOKENS)
 
     def fill(self, blocks: Blocks) -> None:
-        """Blocks beyond those given are fed nothing."""
+        """Fill the inputs; further blocks are empty."""
         self.ids[0, : len(blocks.ids)] = blocks.ids
         numbers = np.zeros(len(self._numbers), np.int64)
         positions, rows, last = np.split(numbers, self._ends)
@@ -102,7 +102,7 @@ class RecordedBlocks:
 
 
 def num_blocks_of(parts: Sequence[PassPart]) -> int:
-    """Blocks that the parts' rows make, rounded up to a size that is recorded; as they are when that is none."""
+    """Blocks of the parts' rows, rounded up to a recorded size, if there is one."""
     number = sum(part.rows.num_rows * -(-part.num_queries // BLOCK_TOKENS) for part in parts)
     return next((size for size in SIZES if size >= number), number)
 

@@ -18,7 +18,7 @@ class Recording(Protocol):
     logits: torch.Tensor
 
     def replay(self) -> None:
-        """Run the pass again, on what its inputs hold now."""
+        """Run the pass again on the present inputs."""
 
 
 class Recorder(Protocol):
@@ -27,13 +27,13 @@ class Recorder(Protocol):
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
         """Record what `run` does, which always puts its result in the same place.
 
-        That need not be right before the first replay.
+        The result need not be right before the first replay.
         """
 
 
 @dataclass(slots=True)
 class Rerun:
-    """A recording that records nothing: it runs the pass again, into the same place."""
+    """A recording that just runs the pass again, into the same place."""
 
     run: Callable[[], torch.Tensor]
     logits: torch.Tensor
@@ -73,7 +73,7 @@ class GraphRecorder:
             return self._record(run)
 
     def _record(self, run: Callable[[], torch.Tensor]) -> Recording:
-        # Libraries choose their kernels and take their workspaces in the first runs, which no graph may contain.
+        # In their first runs libraries choose kernels and allocate workspaces, which no graph may contain.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -87,5 +87,5 @@ class GraphRecorder:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch's allocator has an error of its own, the driver tells it in words."""
+    """True for torch's error, or the driver's message."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

@@ -13,29 +13,28 @@ import torch
 from speclen.worker.backends.kv_cache import KVPool
 from speclen.worker.models.upload import upload
 
-# torch's kernel for GPUs reads eight numbers of a mask at once. Whether it may, it tells from strides, not from where a
-# column begins: of an odd number of tokens some columns end the process ("misaligned address"), others are copied.
+# torch's GPU kernel reads eight mask elements at once and checks strides, not where a column begins: with an odd number of
+# tokens some columns end the process ("misaligned address"), others are copied.
 GPU_MASK_MULTIPLE = 16
 
 
 class StepMasks:
-    """Additive masks of one step: which tokens the queries at given positions may see.
+    """Additive masks of one step, for queries at given positions.
 
-    positions: [rows, columns], where a column is one token position of each row. Passes of the step that use some of
-    these columns share the masks.
+    positions: [rows, columns], where a column is one token position of each row. All passes of the step share the masks.
     """
 
     def __init__(self, positions: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> None:
-        """num_tokens: tokens that any pass reads, more than every position."""
+        """num_tokens: most tokens that a pass reads, more than every position."""
         self.positions = positions
         self.num_tokens = num_tokens
         self.dtype = dtype
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """[rows, 1, columns, num_tokens or more]: 0 where a query may look, -inf where not, as beyond num_tokens.
+        """[rows, 1, columns, num_tokens or more]: 0 for visible tokens, else -inf.
 
-        window: tokens seen, itself included.
+        window: visible tokens, the query's own included.
         """
         mask = self._masks.get(window)
         if mask is None:
@@ -53,8 +52,8 @@ class StepMasks:
 class RowAttention:
     """One pass of one model over rows first_row, first_row + 1, ... of its pool.
 
-    columns: which columns of the masks this pass feeds. start: set when every row writes from that position on, so that
-    writing is a plain copy. num_fed: tokens of all rows.
+    columns: of the masks, those of this pass. start: set if every row writes from that position on, so that writing is a
+    plain copy. num_fed: tokens of all rows.
     """
 
     def __init__(
@@ -108,11 +107,11 @@ class RowAttention:
         return self.positions.flatten()
 
     def rectangle(self, fed: torch.Tensor) -> torch.Tensor:
-        """Of [heads, num_fed, head_dim], row after row: [rows, heads, queries, head_dim]."""
+        """[rows, heads, queries, head_dim] from [heads, num_fed, head_dim], row after row."""
         return fed.unflatten(1, (self.num_rows, self.num_queries)).transpose(0, 1)
 
     def flat(self, output: torch.Tensor) -> torch.Tensor:
-        """Of [rows, queries, heads, head_dim]: [num_fed, heads, head_dim], row after row."""
+        """[num_fed, heads, head_dim], row after row, from [rows, queries, heads, head_dim]."""
         return output.flatten(0, 1)
 
     def read(self, layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,10 +132,10 @@ class RowAttention:
 
 
 class RecordedRows(RowAttention):
-    """Rows in a pass that is recorded, so that starting its kernels costs nothing later.
+    """Rows in a recorded pass.
 
-    rows: [rows], of the pool: 0, 1, ... unless kernels attend, which know how to find others. num_places: of a row, beyond
-    which are those of queries that only fill up.
+    rows: [rows], of the pool: 0, 1, ... unless our kernels attend, which can read any. num_places: of a row; positions from
+    there on are padding.
     """
 
     def __init__(self, pool: KVPool, masks: StepMasks, rows: torch.Tensor, num_places: int) -> None:
@@ -149,10 +148,10 @@ class RecordedRows(RowAttention):
 
 
 class JoinedRows(RowAttention):
-    """Rows of any place that are fed different numbers of tokens, as if all were fed as many: their last one repeatedly.
+    """Any rows with different numbers of tokens, padded by repeating the last token.
 
-    On a GPU kernels for each of them take as long as those for all. What is repeated is written to the same place, and its
-    output left out. rows, starts, counts: [n], of the pool, of tokens that each holds, and of those it is fed.
+    On a GPU kernels for one of them take as long as those for all. Repeated tokens write to the same place, and their output
+    is dropped. rows: [n], of the pool; starts, counts: [n], tokens in each row, and tokens of this pass.
     """
 
     def __init__(self, pool: KVPool, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
@@ -184,10 +183,9 @@ class JoinedRows(RowAttention):
 
 
 class PackedAttention:
-    """One pass of one model over several groups of rows, whose tokens follow each other in one sequence.
+    """One pass of one model over several groups of rows, whose tokens form one sequence.
 
-    parts: a group each; their tokens lie row after row. num_padding: tokens at the end that are there only to fill up;
-    they see nothing and nobody sees them.
+    parts: the groups, their tokens row after row. num_padding: padding tokens at the end, which take no part in attention.
     """
 
     def __init__(self, parts: Sequence[RowAttention], num_padding: int = 0) -> None:
