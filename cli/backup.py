@@ -19,7 +19,7 @@ def backup(
 ) -> None:
     """Copy the database while the controller runs, and check the copy. `speclen restore` puts it back.
 
-    For continuous backups use Litestream: docs/reference/store.md.
+    For continuous backups use Litestream: docs/guides/backups.md.
 
     Example: speclen backup speclen-copy.db
     """
