@@ -47,8 +47,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "replay",
         "Repeat decisions from stored reports; what other policies would have cost.",
     ),
-    "profile": ("speclen.cli.profile", "app", "Measure step times and survival offline; look at, and hand on."),
-    "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller, once or again and again."),
+    "profile": ("speclen.cli.profile.profile", "app", "Measure step times and survival offline; look at, and hand on."),
+    "backup": ("speclen.cli.backup", "backup", "Copy the database of a running controller."),
     "restore": ("speclen.cli.restore", "restore", "Make a backup the database again."),
     "export": (
         "speclen.cli.transfer.export",

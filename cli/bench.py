@@ -17,11 +17,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "step": ("speclen.bench.engine.step", "step", "Cost and yield of single steps, beside transformers' generation."),
     "policy": ("speclen.bench.simulation.policy", "policy", "Policies in simulated situations, beside an oracle."),
     "controller": (
-        "speclen.bench.service.controller",
+        "speclen.bench.fleet.controller",
         "controller",
         "Reports a second and round trips of the controller.",
     ),
-    "fleet": ("speclen.bench.fleet.run", "fleet", "Load of a controller by the number of its workers."),
+    "fleet": ("speclen.bench.fleet.controller", "fleet", "Load of a controller by the number of its workers."),
 }
 
 

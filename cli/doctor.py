@@ -135,7 +135,7 @@ def space(db: Path, connection: Connection) -> Iterator[Finding]:
         yield Finding("space", "warning", found, "a reader keeps the WAL from shrinking: end long-running readers")
     elif free < LOW_SPACE_BYTES:
         yield Finding(
-            "space", "warning", found, "make room, or keep fewer reports: see docs/reference/store.md, Retention"
+            "space", "warning", found, "make room, or keep fewer reports: see docs/explanation/store.md, Retention"
         )
     else:
         yield Finding("space", "ok", found)

@@ -1,4 +1,4 @@
-"""How every verb reaches the servers: one configuration of addresses, TLS and token, and one way to say what is wrong."""
+"""Connections of every verb to the servers: one configuration of addresses, TLS and token, and one form of errors."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from speclen.cli.support.errors import UserError, say
 from speclen.cli.support.processes import end_as_by_ctrl_c
-from speclen.integrations.ray.room import check_reachable
-from speclen.integrations.ray.settings import FleetConfig
+from speclen.integrations.ray.settings import FleetConfig, check_reachable
 
 # Of `up`'s own defaults: a setting that is nothing special is left to each node's environment.
 UNTOLD = ("", None)

@@ -30,7 +30,7 @@ ANSWER_TIMEOUT_S = 10.0  # of a controller that serves, on a machine whose worke
 OF_WORKERS = ("target", "draft", "device", "dtype", "weights", "backend", "policy", "max_batch_size", "max_length")
 
 OF_FLEETS = (
-    *("max_workers", "cpus_per_worker", "gpus_per_worker", "backup_to", "backup_every_s"),
+    *("max_workers", "cpus_per_worker", "gpus_per_worker"),
     *("controller_cert", "controller_key", "insecure"),
 )
 
@@ -129,10 +129,8 @@ def in_full(settings: dict[str, Any]) -> dict[str, Any]:
     def place(name: str, value: Any) -> Any:
         if isinstance(value, Path):
             return value.absolute()
-        folder = bool(value) and (
-            (name in ("target", "draft") and Path(value).is_dir()) or (name == "backup_to" and "://" not in value)
-        )
-        return str(Path(value).absolute()) if folder else value
+        is_folder = name in ("target", "draft") and bool(value) and Path(value).is_dir()
+        return str(Path(value).absolute()) if is_folder else value
 
     return {name: place(name, value) for name, value in settings.items()}
 

@@ -57,7 +57,6 @@ class Up:
         command = [sys.executable, "-m", "speclen.cli.app", "up", "--ray", ray_address, "--workers", str(workers)]
         command += ["--max-workers", str(max_workers), "--max-batch-size", str(rows)]
         command += ["--listen", address, "--http-listen", http, "--data-dir", str(folder / "data")]
-        command += ["--backup-to", str(folder / "backups"), "--backup-every-s", "5"]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         up = cls(process, address, http, folder / "data", log)

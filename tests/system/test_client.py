@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from speclen.bench.profile.importing import find_destination
 from speclen.cli.app import with_client_defaults
+from speclen.cli.profile.importing import find_destination
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import Child

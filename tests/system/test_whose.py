@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from speclen.bench.profile.importing import find_destination
+from speclen.cli.profile.importing import find_destination
 from speclen.cli.support.client import Client
 from speclen.cli.support.errors import UserError
 from speclen.cli.support.processes import Child

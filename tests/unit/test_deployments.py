@@ -56,8 +56,3 @@ def services() -> str:
         .partition("\n## Services\n")[2]
         .partition("\n## ")[0]
     )
-
-
-def test_a_service_that_cannot_work_is_not_started_again_and_again():
-    for unit in UNITS:
-        assert "\nRestartPreventExitStatus=2\n" in unit.read_text()
